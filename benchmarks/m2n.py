@@ -47,8 +47,9 @@ from benchmarks.m2n_backends import (
     zmq_connect,
     zmq_listen,
 )
+from topspin.cli.keys import make
 
-OURS = ("shm spin", "shm", "tcp spin", "tcp", "tcp checksum", "nixl spin", "nixl", "local")
+OURS = ("shm spin", "shm", "tcp spin", "tcp", "tcp keys", "nixl spin", "nixl", "local")
 BASELINES = ("gloo", "gloo all_to_all", "zmq ipc", "zmq tcp")
 SIZES = (4096, 16384, 65536, 262144, 1048576, 4194304)
 TOPOLOGIES = ("1x1", "2x2", "4x4")
@@ -194,7 +195,9 @@ def _measure(case: Case, pipes: list[Connection]) -> tuple[list[float], float]:
     m, n = case.num_attention, case.num_experts
     experts, attention = pipes[m : m + n], pipes[:m]
     with tempfile.TemporaryDirectory() as folder:
-        case = replace(case, rendezvous=str(Path(folder) / "rendezvous"))
+        keys = Path(folder) / "keys"
+        make(keys, ("attention", "expert"))
+        case = replace(case, rendezvous=str(Path(folder) / "rendezvous"), keys=str(keys))
         for pipe in experts:
             pipe.send(("listen", case))
         addresses = [pipe.recv() for pipe in experts]

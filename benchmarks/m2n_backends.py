@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast, get_args
 
 import torch
@@ -25,6 +26,7 @@ from m2n_comm.net import AttentionNet, ExpertBatch, ExpertNet, NetShape
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
 from m2n_comm.waits import Waits
 from topspin.expert_table import ExpertTable, uniform_table
+from topspin.keys import KeyDirectory
 from topspin.messages import ExpertPeer, StepTicket
 
 HIDDEN_SIZE = 2048
@@ -46,6 +48,7 @@ class Case:
     num_experts: int
     rows: int
     rendezvous: str = ""
+    keys: str = ""
 
     @property
     def wait(self) -> str:
@@ -206,7 +209,7 @@ def our_attention(case: Case, index: int, addresses: list[str]) -> OurAttention:
         [ExpertPeer(address=address, incarnation=2) for address in addresses],
         _table(case.num_experts),
         _waits(case),
-        checksum=case.backend == "tcp checksum",
+        keys=_keys(case, "attention"),
     )
     return OurAttention(case, net)
 
@@ -425,4 +428,11 @@ def open_listener(case: Case) -> ExpertListener:
     """Listen for the attention nodes of a case over Topspin."""
     transport = case.backend.split()[0]
     assert transport in get_args(Between)
-    return listen_expert(cast(Between, transport))
+    return listen_expert(cast(Between, transport), keys=_keys(case, "expert"))
+
+
+def _keys(case: Case, group: str) -> KeyDirectory | None:
+    """Return the keys of a group, if frames of the case carry authentication codes."""
+    if not case.backend.endswith("keys"):
+        return None
+    return KeyDirectory(Path(case.keys) / group, group)

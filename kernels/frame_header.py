@@ -19,8 +19,9 @@ class FrameHeader(NamedTuple):
     `payload` are codes of m2n_comm.host.wire. The fields from `payload_bytes` on are not compared.
     `deliver_ns` is the CLOCK_MONOTONIC time at which an emulated link delivers the frame; 0 on a
     real link. In an answer `compute_ns` is the expert node's time from having the rows to
-    replying, `idle_ns` how long it had waited for them (0: the rows were there first). The
-    checksums are only set where a network carries the frame.
+    replying, `idle_ns` how long it had waited for them (0: the rows were there first). The seal
+    is only set where a network carries the frame: a checksum of the header, or, between nodes with
+    keys, the authentication code of the whole frame.
     """
 
     sequence: int
@@ -42,8 +43,8 @@ class FrameHeader(NamedTuple):
     deliver_ns: int = 0
     compute_ns: int = 0
     idle_ns: int = 0
-    payload_crc: int = 0
-    header_crc: int = 0
+    seal: int = 0
+    seal_high: int = 0
 
 
 NUM_WORDS: Final = len(FrameHeader._fields)

@@ -1,8 +1,8 @@
 """Data addresses of expert nodes: their forms, their sockets, and the peers allowed to connect.
 
 "unix:@NAME" is shm and "tcp:HOST:PORT" tcp; "nixl:" before either and "cuda_ipc:" before the
-first name the address of the handshake. Owns the rule that hosts are loopback ones unless told
-otherwise. Knows no handshake; open.py calls it.
+first name the address of the handshake. Owns the rule which hosts are allowed: loopback ones, and
+others where peers prove keys. Knows no handshake; open.py calls it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ def transport_of(address: str) -> Between:
     return "shm" if address.startswith(UNIX) else "tcp"
 
 
-def listen(transport: Between, *, host: str | None, remote: bool) -> tuple[socket.socket, str]:
+def listen(
+    transport: Between, *, host: str | None, has_keys: bool = False, trusted_network: bool = False
+) -> tuple[socket.socket, str]:
     """Return a non-blocking listening socket and its address.
 
-    Raises ConfigError for a host that is not allowed or not available.
+    Raises ConfigError for a host that is not allowed (check_host) or not available.
     """
     prefix = {"nixl": NIXL, "cuda_ipc": CUDA_IPC}.get(transport, "")
     if transport in ("shm", "cuda_ipc") or (transport == "nixl" and host is None):
@@ -51,8 +53,7 @@ def listen(transport: Between, *, host: str | None, remote: bool) -> tuple[socke
         where: str | tuple[str, int] = f"\0{name}"
     else:
         host = host or "127.0.0.1"
-        if not remote:
-            check_loopback(host)
+        check_host(transport, host, has_keys=has_keys, trusted_network=trusted_network)
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         where = (host, 0)
     try:
@@ -80,8 +81,18 @@ def tune_socket(sock: socket.socket, buffer_bytes: int = _BUFFER_BYTES) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
 
 
-def connect(address: str, *, expert: int, deadline_s: float, remote: bool = False) -> socket.socket:
-    """Return a connected socket. Raises ConfigError, PeerLost or DeadlineExceeded."""
+def connect(
+    address: str,
+    *,
+    expert: int,
+    deadline_s: float,
+    has_keys: bool = False,
+    trusted_network: bool = False,
+) -> socket.socket:
+    """Return a connected socket.
+
+    Raises ConfigError (see check_host too), PeerLost or DeadlineExceeded.
+    """
     handshake = address.removeprefix(NIXL).removeprefix(CUDA_IPC)
     if handshake.startswith(f"{UNIX}@"):
         where: str | tuple[str, int] = "\0" + handshake.removeprefix(f"{UNIX}@")
@@ -90,8 +101,8 @@ def connect(address: str, *, expert: int, deadline_s: float, remote: bool = Fals
         host, _, port = handshake.removeprefix(TCP).rpartition(":")
         if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"expert {expert}: {address!r} is not tcp:HOST:PORT")
-        if not remote:
-            check_loopback(host)
+        transport = transport_of(address)
+        check_host(transport, host, has_keys=has_keys, trusted_network=trusted_network)
         where = (host, int(port))
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     else:
@@ -118,21 +129,29 @@ def is_on_this_host(address: str) -> bool:
     return kind == "unix" or is_loopback(rest.rpartition(":")[0])
 
 
+def check_host(transport: str, host: str, *, has_keys: bool, trusted_network: bool) -> None:
+    """Raise ConfigError unless `host` may be used by `transport`: not every network is trusted."""
+    if is_loopback(host):
+        return
+    if not has_keys:
+        raise ConfigError(
+            f"--transport {transport}: host {host!r} is not an IPv4 loopback address (127.0.0.1), "
+            "and beyond this host nodes need keys, without which anybody could send them frames"
+        )
+    if transport == "nixl" and not trusted_network:
+        raise ConfigError(
+            f"--transport nixl: host {host!r} is not an IPv4 loopback address (127.0.0.1), and "
+            "one-sided writes carry no authentication code; set trusted_network if nobody else "
+            "can send to this network, or use tcp"
+        )
+
+
 def is_loopback(host: str) -> bool:
     """Return whether `host` is an IPv4 loopback address."""
     try:
         return ipaddress.IPv4Address(host).is_loopback
     except ValueError:
         return False
-
-
-def check_loopback(host: str) -> None:
-    """Raise ConfigError unless `host` is an IPv4 loopback address."""
-    if not is_loopback(host):
-        raise ConfigError(
-            f"tcp host {host!r}: frames are neither authenticated nor encrypted, so only "
-            "IPv4 loopback addresses (127.0.0.1) are allowed"
-        )
 
 
 def same_user(sock: socket.socket) -> bool:

@@ -6,22 +6,27 @@ not their later use; open.py calls it for all transports.
 
 A peer of another incarnation, a stranger, and one that stays silent are refused without disturbing
 the others; an expected peer with another version or shape can never work, so both ends raise.
+
+Between nodes with keys, both ends first offer their public keys and prove that they hold the secret
+ones (session.py); the messages after that carry authentication codes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from m2n_comm.hello import PairHello, PairRefusal, check_hello
+from m2n_comm.hello import KeyOffer, KeyProof, PairHello, PairRefusal, check_hello
 from m2n_comm.waits import CHECK_INTERVAL_S, Check
 from topspin.errors import (
     DeadlineExceeded,
@@ -29,58 +34,83 @@ from topspin.errors import (
     PeerLost,
     StaleFrame,
     TopspinError,
+    TransportError,
+    UntrustedPeer,
     VersionMismatch,
 )
+
+if TYPE_CHECKING:
+    from m2n_comm.session import Agreement, Session, Trust
 
 _PREFIX = struct.Struct("<4sI")
 _MAGIC = b"TSHS"
 _MAX_BODY = 2**16
+_CODE_BYTES = 16
+_MAX_REASON = 300
 _MAX_FDS = 3
 _SILENCE_S = 5.0
 _MAX_PENDING = 256
+_MAX_NOTES = 8
 
 
 class Meeting(NamedTuple):
-    """A pair that was agreed on: the open socket, the peer's hello, and descriptors received."""
+    """A pair that was agreed on: the open socket, the peer's hello, and descriptors received.
+
+    `session` has the codes of what is sent from now on; None: without keys.
+    """
 
     sock: socket.socket
     hello: PairHello
     fds: tuple[int, ...]
+    session: Session | None = None
 
 
+Message = KeyOffer | KeyProof | PairHello | PairRefusal
+
+_log = logging.getLogger("m2n")
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[PairHello | PairRefusal] = msgspec.msgpack.Decoder(
-    PairHello | PairRefusal
-)
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _ERRORS: dict[str, type[TopspinError]] = {
-    error.code: error for error in (FrameError, StaleFrame, VersionMismatch)
+    error.code: error for error in (FrameError, StaleFrame, VersionMismatch, UntrustedPeer)
 }
 
 
 def send_message(
-    sock: socket.socket, message: PairHello | PairRefusal, fds: tuple[int, ...] = ()
+    sock: socket.socket,
+    message: Message,
+    fds: tuple[int, ...] = (),
+    *,
+    session: Session | None = None,
 ) -> None:
-    """Send one message, with descriptors on a Unix socket. Raises OSError."""
+    """Send one message, with descriptors on a Unix socket, a code in a session. Raises OSError."""
     body = _ENCODER.encode(message)
-    data = _PREFIX.pack(_MAGIC, len(body)) + body
+    code_bytes = _CODE_BYTES if session else 0
+    data = _PREFIX.pack(_MAGIC, len(body) + code_bytes) + body
+    if session is not None:
+        data += session.ours.next([data])
     sent = socket.send_fds(sock, [data], list(fds)) if fds else 0
     if sent < len(data):
         sock.sendall(data[sent:])
 
 
 class Reader:
-    """Reads one message from a socket and no byte beyond it. Owns the descriptors it receives."""
+    """Reads a message at a time from a socket and no byte beyond it.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Owns the descriptors that it receives. Messages in a `session` must have its next code.
+    """
+
+    def __init__(self, sock: socket.socket, session: Session | None = None) -> None:
         self.sock = sock
+        self.session = session
         self.fds: list[int] = []
         self._data = b""
 
-    def advance(self) -> PairHello | PairRefusal | None:
+    def advance(self) -> Message | None:
         """Read available bytes; return the message when it is complete.
 
-        Raises FrameError for bytes that are not of a handshake, PeerLost at the end of the stream,
-        BlockingIOError or TimeoutError as the socket does.
+        Raises FrameError for bytes that are not of a handshake, UntrustedPeer for those that are
+        not of the session, PeerLost at the end of the stream, BlockingIOError or TimeoutError as
+        the socket does.
         """
         needed = _PREFIX.size
         if len(self._data) >= _PREFIX.size:
@@ -100,8 +130,13 @@ class Reader:
             return None
         if len(self._data) < _PREFIX.size + self._body_bytes():
             return None
+        message, self._data = self._data, b""
+        if self.session is not None:
+            message, code = message[:-_CODE_BYTES], message[-_CODE_BYTES:]
+            if not self.session.theirs.is_next([message], code):
+                raise UntrustedPeer("handshake: a message is not of the peer that has the key")
         try:
-            return _DECODER.decode(self._data[_PREFIX.size :])
+            return _DECODER.decode(message[_PREFIX.size :])
         except (msgspec.DecodeError, RecursionError) as error:
             raise FrameError(f"handshake: {error}") from error
 
@@ -119,14 +154,117 @@ class Reader:
         return int(body_bytes)
 
 
-def ask(sock: socket.socket, want: PairHello, *, deadline_s: float, check: Check) -> Meeting:
+class _Introduction:
+    """An attention node's proof of its key to one expert node, and the expert node's."""
+
+    def __init__(self, name: str, sock: socket.socket, agreement: Agreement) -> None:
+        self._name = name
+        self._agreement = agreement
+        self._reader = Reader(sock)
+
+    def advance(self) -> Session | None:
+        """Read what is there; return the session once both have proved their keys.
+
+        Raises UntrustedPeer, FrameError, PeerLost.
+        """
+        reader = self._reader
+        try:
+            message = reader.advance()
+            if message is None:
+                return None
+            if isinstance(message, PairRefusal):
+                raise _refusal(message)
+            if reader.session is None and isinstance(message, KeyOffer):
+                reader.session = self._agreement.agree(message)
+            elif reader.session is not None and isinstance(message, KeyProof):
+                send_message(reader.sock, KeyProof(), session=reader.session)
+                return reader.session
+            else:
+                raise UntrustedPeer("it offers no key, and this node has keys")
+        except BlockingIOError:
+            return None
+        except TransportError as error:
+            raise type(error)(f"{self._name}: {error}") from error
+        except OSError as error:
+            raise PeerLost(f"{self._name}: {error.strerror} in the handshake") from error
+        return None
+
+
+def introduce(
+    socks: Mapping[int, socket.socket], trust: Trust, *, deadline_s: float, check: Check
+) -> dict[int, Session]:
+    """Prove this attention node's key to all expert nodes, and they theirs, in any order.
+
+    Returns a session for each. Raises UntrustedPeer naming the address of one that does not,
+    DeadlineExceeded, PeerLost, the errors of `check`.
+    """
+    agreements = {expert: trust.begin("attention") for expert in socks}
+    waiting: dict[int, tuple[int, _Introduction]] = {}
+    poller = select.poll()
+    for expert, sock in socks.items():
+        name = f"expert {expert} at {_address(sock)}"
+        try:
+            send_message(sock, agreements[expert].offer)
+        except OSError as error:
+            raise PeerLost(f"{name}: {error.strerror}") from error
+        sock.setblocking(False)
+        poller.register(sock, select.POLLIN)
+        waiting[sock.fileno()] = (expert, _Introduction(name, sock, agreements[expert]))
+    found: dict[int, Session] = {}
+    while waiting:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            missing = sorted(expert for expert, _ in waiting.values())
+            raise DeadlineExceeded(f"experts {missing} did not answer the handshake")
+        events = poller.poll(min(left_s, CHECK_INTERVAL_S) * 1000 + 1)
+        if not events:
+            check()
+        for fd, _ in events:
+            expert, introduction = waiting[fd]
+            session = introduction.advance()
+            if session is not None:
+                found[expert] = session
+                poller.unregister(fd)
+                del waiting[fd]
+    for sock in socks.values():
+        sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
+    return found
+
+
+def _refusal(message: PairRefusal) -> TopspinError:
+    return _ERRORS.get(message.code, PeerLost)(_shown(message.reason))
+
+
+def _shown(reason: str) -> str:
+    """Return a reason for errors and logs, of which a part may be anybody's text."""
+    return "".join(each if each.isprintable() else "?" for each in reason[:_MAX_REASON])
+
+
+def _address(sock: socket.socket) -> str:
+    """Return the peer's address, for errors; on a Unix socket it has none."""
+    if sock.family != socket.AF_INET:
+        return "this host"
+    with contextlib.suppress(OSError):  # it has gone already
+        host, port = sock.getpeername()
+        return f"{host}:{port}"
+    return "an address unknown"
+
+
+def ask(
+    sock: socket.socket,
+    want: PairHello,
+    *,
+    deadline_s: float,
+    check: Check,
+    session: Session | None = None,
+) -> Meeting:
     """Read the expert node's answer to `want`, which has been sent.
 
     Returns the socket and its descriptors. Raises the error of a refusal or of a field that
     differs, DeadlineExceeded, PeerLost, the errors of `check`. On an error no descriptor
     stays open.
     """
-    reader = Reader(sock)
+    reader = Reader(sock, session)
     try:
         message = None
         while message is None:
@@ -139,7 +277,10 @@ def ask(sock: socket.socket, want: PairHello, *, deadline_s: float, check: Check
                 if left_s <= 0:
                     raise
         if isinstance(message, PairRefusal):
-            raise _ERRORS.get(message.code, PeerLost)(message.reason)
+            error = _refusal(message)
+            raise type(error)(f"expert {want.expert} at {_address(sock)}: {error}")
+        if not isinstance(message, PairHello):
+            raise FrameError(f"expert {want.expert}: its first message is no hello")
         check_hello(message, want)
     except TimeoutError as error:
         reader.close_fds()
@@ -150,15 +291,29 @@ def ask(sock: socket.socket, want: PairHello, *, deadline_s: float, check: Check
     except BaseException:
         reader.close_fds()
         raise
-    return Meeting(sock, message, tuple(reader.fds))
+    return Meeting(sock, message, tuple(reader.fds), session)
+
+
+@dataclass(slots=True)
+class _Guest:
+    """A connection on which no pair has been agreed on until `end_s`.
+
+    `is_known`: its hello is the next message, since no key is asked for or it is proved.
+    """
+
+    reader: Reader
+    name: str
+    end_s: float
+    is_known: bool
 
 
 class Reception:
     """Accepts the attention nodes of one expert node, in any order, each once.
 
     `expected[i]` is the hello that attention node i must send; `trusted` decides whether a
-    connection is accepted at all (peer credentials). Every pending connection has its own deadline.
-    `check` is called from time to time and may end the wait.
+    connection is accepted at all (peer credentials), `trust` which keys it must prove (None: none).
+    Every pending connection has its own deadline. `check` is called from time to time and may end
+    the wait.
     """
 
     def __init__(
@@ -169,17 +324,19 @@ class Reception:
         trusted: Callable[[socket.socket], bool],
         deadline_s: float,
         check: Check,
+        trust: Trust | None = None,
     ) -> None:
         self._listener = listener
+        self._trust = trust
         self._expected = expected
         self._check = check
         self._trusted = trusted
         self._deadline_s = deadline_s
-        self._pending: dict[int, tuple[Reader, float]] = {}
+        self._pending: dict[int, _Guest] = {}
         self._met: dict[int, Meeting] = {}
         self._refused: list[str] = []
 
-    def run(self, welcome: Callable[[socket.socket, PairHello], None]) -> dict[int, Meeting]:
+    def run(self, welcome: Callable[[Meeting], None]) -> dict[int, Meeting]:
         """Return the meeting of each attention node, after `welcome` has answered each.
 
         Raises DeadlineExceeded naming the missing and the refused peers, and the error of an
@@ -193,16 +350,16 @@ class Reception:
                 meeting.sock.close()
             raise
         finally:
-            for reader, _ in self._pending.values():
-                self._drop(reader)
+            for guest in self._pending.values():
+                self._drop(guest)
         return {index: self._met[index] for index in sorted(self._met)}
 
-    def _turn(self, welcome: Callable[[socket.socket, PairHello], None]) -> None:
+    def _turn(self, welcome: Callable[[Meeting], None]) -> None:
         """Wait for one event: a connection, a message, or a deadline."""
         now = time.monotonic()
-        for fd, (reader, end_s) in list(self._pending.items()):
-            if now >= end_s:
-                self._refuse(fd, reader, "it said nothing")
+        for fd, guest in list(self._pending.items()):
+            if now >= guest.end_s:
+                self._refuse(fd, "it said nothing")
         if now >= self._deadline_s:
             missing = [i for i in self._expected if i not in self._met]
             raise DeadlineExceeded(
@@ -214,7 +371,7 @@ class Reception:
             poller.register(self._listener, select.POLLIN)
         for fd in self._pending:
             poller.register(fd, select.POLLIN)
-        end_s = min([end for _, end in self._pending.values()] + [self._deadline_s])
+        end_s = min([each.end_s for each in self._pending.values()] + [self._deadline_s])
         events = poller.poll(min(max(0, end_s - now), CHECK_INTERVAL_S) * 1000 + 1)
         if not events:
             self._check()
@@ -234,63 +391,97 @@ class Reception:
             sock.close()
             return
         sock.setblocking(False)
-        self._pending[sock.fileno()] = (Reader(sock), time.monotonic() + _SILENCE_S)
+        end_s = time.monotonic() + _SILENCE_S
+        guest = _Guest(Reader(sock), _address(sock), end_s, is_known=self._trust is None)
+        self._pending[sock.fileno()] = guest
 
-    def _read(self, fd: int, welcome: Callable[[socket.socket, PairHello], None]) -> None:
-        reader, _ = self._pending[fd]
+    def _read(self, fd: int, welcome: Callable[[Meeting], None]) -> None:
+        guest = self._pending[fd]
         try:
-            message = reader.advance()
+            message = guest.reader.advance()
+            if message is None:
+                return
+            if not guest.is_known:
+                self._introduce(guest, message)
+                return
+            if isinstance(message, KeyOffer):
+                raise UntrustedPeer("this node has no keys")
         except BlockingIOError:
             return
+        except UntrustedPeer as error:
+            self._tell(guest, error)
+            self._refuse(fd, str(error))
+            return
         except (OSError, FrameError, PeerLost) as error:
-            self._refuse(fd, reader, str(error))
+            self._refuse(fd, str(error))
             return
-        if message is None:
-            return
-        if not isinstance(message, PairHello) or reader.fds:
-            self._refuse(fd, reader, "its first message is no hello")
-            return
-        self._judge(fd, reader, message, welcome)
+        if not isinstance(message, PairHello) or guest.reader.fds:
+            self._refuse(fd, "its first message is no hello")
+        else:
+            self._judge(fd, guest, message, welcome)
+
+    def _introduce(self, guest: _Guest, message: Message) -> None:
+        """Answer a peer's offer of keys, or take its proof. Raises UntrustedPeer, OSError."""
+        assert self._trust is not None
+        reader = guest.reader
+        if reader.session is None and isinstance(message, KeyOffer):
+            agreement = self._trust.begin("expert")
+            session = agreement.agree(message)
+            send_message(reader.sock, agreement.offer)
+            reader.session = session
+            send_message(reader.sock, KeyProof(), session=session)
+        elif reader.session is not None and isinstance(message, KeyProof):
+            guest.is_known = True
+            # It says hello once all expert nodes have proved their keys to it.
+            guest.end_s = self._deadline_s
+        else:
+            raise UntrustedPeer("a peer must prove its key first, since this node has keys")
+
+    def _tell(self, guest: _Guest, error: TopspinError) -> None:
+        """Send the reason of a refusal."""
+        guest.reader.sock.settimeout(1.0)
+        refusal = PairRefusal(code=error.code, reason=str(error))
+        with contextlib.suppress(OSError):  # it may be gone; the reason is recorded here too
+            send_message(guest.reader.sock, refusal, session=guest.reader.session)
 
     def _judge(
-        self,
-        fd: int,
-        reader: Reader,
-        hello: PairHello,
-        welcome: Callable[[socket.socket, PairHello], None],
+        self, fd: int, guest: _Guest, hello: PairHello, welcome: Callable[[Meeting], None]
     ) -> None:
         """Take the pair, or answer with a refusal; raise if an expected peer can never fit."""
+        reader = guest.reader
         try:
             if hello.attention not in self._expected or hello.attention in self._met:
                 raise StaleFrame(f"attention {hello.attention} is unknown or connected already")
             check_hello(hello, self._expected[hello.attention])
         except (StaleFrame, VersionMismatch, FrameError) as error:
-            reader.sock.settimeout(1.0)
-            with contextlib.suppress(OSError):  # it may be gone; the reason is recorded here too
-                send_message(reader.sock, PairRefusal(code=error.code, reason=str(error)))
-            self._refuse(fd, reader, str(error))
+            self._tell(guest, error)
+            self._refuse(fd, str(error))
             if not isinstance(error, StaleFrame):
                 raise
             return
         del self._pending[fd]
+        meeting = Meeting(reader.sock, hello, (), reader.session)
         try:
             reader.sock.settimeout(max(self._deadline_s - time.monotonic(), 0.001))
-            welcome(reader.sock, hello)
+            welcome(meeting)
         except OSError as error:
             reader.sock.close()
             self._note(f"attention {hello.attention}: {error.strerror}")
             return
-        self._met[hello.attention] = Meeting(reader.sock, hello, ())
+        self._met[hello.attention] = meeting
 
-    def _refuse(self, fd: int, reader: Reader, reason: str) -> None:
-        del self._pending[fd]
-        self._drop(reader)
-        self._note(reason)
+    def _refuse(self, fd: int, reason: str) -> None:
+        guest = self._pending.pop(fd)
+        self._drop(guest)
+        self._note(f"{guest.name}: {reason}")
 
-    def _drop(self, reader: Reader) -> None:
-        reader.close_fds()
-        reader.sock.close()
+    def _drop(self, guest: _Guest) -> None:
+        guest.reader.close_fds()
+        guest.reader.sock.close()
 
     def _note(self, reason: str) -> None:
-        if len(self._refused) < 8:
+        """Record and log a refusal; only the first ones, as strangers may come without end."""
+        if len(self._refused) < _MAX_NOTES:
+            reason = _shown(reason)
             self._refused.append(reason)
+            _log.warning("refused a connection: %s", reason)

@@ -7,7 +7,7 @@ handshake.py sends them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -17,7 +17,7 @@ from topspin import __version__
 from topspin.errors import ConfigError, FrameError, StaleFrame, VersionMismatch
 
 # The version of the handshake and of the protocol after it.
-PROTOCOL = 2
+PROTOCOL = 3
 _MAX_INCARNATION = 2**64
 
 NodeRole = Literal["attention", "expert"]
@@ -63,9 +63,8 @@ class PairHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The message of each end about the pair: first the attention node's, then the expert node's.
 
     `generation` tells apart the pairs that the same two processes form when the engine reforms.
-    The link to emulate and whether tcp payloads carry a checksum are the attention node's
-    choice, which the expert node repeats. `memory` is the sender's, on nixl only; so is
-    `region`, on cuda_ipc only.
+    The link to emulate is the attention node's choice, which the expert node repeats. `memory` is
+    the sender's, on nixl only; so is `region`, on cuda_ipc only.
     """
 
     protocol: int
@@ -78,7 +77,6 @@ class PairHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     generation: int = 1
     latency_us: float = 0.0
     gbps: float | None = None
-    checksum: bool = True
     memory: PairMemory | None = None
     region: PairRegion | None = None
 
@@ -93,6 +91,20 @@ class PairRefusal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     code: str
     reason: str
+
+
+PublicKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class KeyOffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """The public X25519 keys of an end: the `static` one of its group, and one of this pair."""
+
+    static: PublicKey
+    ephemeral: PublicKey
+
+
+class KeyProof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Says nothing: the code that it is sent with proves its sender's keys."""
 
 
 def pair_shape(shape: NetShape) -> PairShape:
@@ -142,7 +154,6 @@ class Identity:
         incarnation: int,
         *,
         link: LinkEmulation | None = None,
-        checksum: bool = True,
     ) -> PairHello:
         """Return the message of the pair with `peer`, which has that `incarnation`.
 
@@ -165,7 +176,6 @@ class Identity:
             generation=self.generation,
             latency_us=link.latency_us,
             gbps=link.gbps,
-            checksum=checksum,
         )
 
 

@@ -13,7 +13,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -32,7 +32,7 @@ from m2n_comm.gpu.ipc_attention import IpcAttentionNet
 from m2n_comm.gpu.ipc_expert import IpcExpertNet
 from m2n_comm.gpu.ipc_forming import IpcForming
 from m2n_comm.gpu.staged import StagedExpertNet, StagedNet
-from m2n_comm.handshake import Meeting, Reception, ask, send_message
+from m2n_comm.handshake import Meeting, Reception, ask, introduce, send_message
 from m2n_comm.hello import Identity, PairHello
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
@@ -50,6 +50,10 @@ from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertPeer
 from topspin.node_life import NodeLife
 from topspin.plan import NodeConfig
+
+if TYPE_CHECKING:
+    from m2n_comm.session import Session, Trust
+    from topspin.keys import KeyDirectory
 
 # Peers are there once their checkpoints are loaded, which may take long; the scheduler ends the
 # wait if one of them is lost (Inbox.check).
@@ -112,8 +116,9 @@ class ExpertListener:
     accept() has met all of them.
     """
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
+    def __init__(self, sock: socket.socket, address: str, trust: Trust | None = None) -> None:
         self._sock = sock
+        self._trust = trust if sock.family == socket.AF_INET else None
         self._transport = transport_of(address)
         self.address = address
 
@@ -210,6 +215,7 @@ class ExpertListener:
             trusted=same_user if self._is_unix else _anyone,
             deadline_s=deadline_s,
             check=waits.check,
+            trust=self._trust,
         )
 
     def _lines(
@@ -239,14 +245,23 @@ class ExpertListener:
 
 
 def listen_expert(
-    transport: Between, *, host: str | None = None, remote: bool = False
+    transport: Between,
+    *,
+    host: str | None = None,
+    keys: KeyDirectory | None = None,
+    groups: Collection[str] | None = None,
+    trusted_network: bool = False,
 ) -> ExpertListener:
     """Open the address of an expert node: "unix:@NAME" for shm, "tcp:HOST:PORT" for tcp.
 
     For cuda_ipc it is "cuda_ipc:unix:@NAME". For nixl the address, "nixl:" before either form, is
-    that of the handshake: tcp if `host` is given. `remote`: `host` may be any IPv4 address, on a
-    private network. Raises ConfigError for another transport, an unsupported machine, a missing
-    package, or a host that is not loopback: frames are neither authenticated nor encrypted.
+    that of the handshake: tcp if `host` is given.
+
+    With `keys`, peers over tcp must prove a key of one of `groups` (None: of any group that `keys`
+    accepts), and tcp frames carry authentication codes, though they are not encrypted; only then
+    may `host` be another IPv4 address than loopback. nixl also needs `trusted_network` for that,
+    as its frames have no codes. Raises ConfigError for such a host, another transport, an
+    unsupported machine, a missing package.
     """
     if transport not in ("shm", "tcp", "nixl", "cuda_ipc"):
         raise ConfigError(
@@ -256,7 +271,8 @@ def listen_expert(
         load_nixl()
     if transport == "shm":
         check_platform()
-    return ExpertListener(*listen(transport, host=host, remote=remote))
+    found = listen(transport, host=host, has_keys=keys is not None, trusted_network=trusted_network)
+    return ExpertListener(*found, _trust(keys, groups))
 
 
 def connect_attention(
@@ -268,16 +284,16 @@ def connect_attention(
     runtime: Runtime | None = None,
     max_rows: int | None = None,
     link: LinkEmulation | None = None,
-    checksum: bool | None = None,
-    remote: bool = False,
+    keys: KeyDirectory | None = None,
+    groups: Collection[str] | None = None,
+    trusted_network: bool = False,
 ) -> AttentionNet:
     """Connect to every expert node (None: an absent one) and return the side of all pairs.
 
     Its rows are on the device of `runtime` (None: the host), `max_rows` of them in a step (None: a
-    window). `link` is emulated in both directions. `checksum`: whether tcp payloads carry one;
-    None: those that leave this host do (loopback needs none, and it costs a quarter). `remote`:
-    expert nodes may be on other hosts, see listen_expert. Raises DeadlineExceeded or PeerLost
-    naming the expert node, StaleFrame if it is not the incarnation in `experts`, VersionMismatch or
+    window). `link` is emulated in both directions. `keys`, `groups` and `trusted_network` are as
+    for listen_expert. Raises DeadlineExceeded or PeerLost naming the expert node, UntrustedPeer
+    naming its address, StaleFrame if it is not the incarnation in `experts`, VersionMismatch or
     FrameError naming the field that differs, ConfigError if expert nodes use several transports or
     a device's memory cannot be allocated.
     """
@@ -287,17 +303,18 @@ def connect_attention(
     transport = _one_transport(addresses.values())
     one_host = all(map(is_on_this_host, addresses.values()))
     hellos = {
-        expert: me.hello(
-            expert,
-            peer.incarnation,
-            link=link,
-            checksum=not is_on_this_host(peer.address) if checksum is None else checksum,
-        )
-        for expert, peer in present.items()
+        expert: me.hello(expert, peer.incarnation, link=link) for expert, peer in present.items()
     }
+    trust = _trust(keys, groups)
 
     def dial(expert: int) -> socket.socket:
-        return connect(addresses[expert], expert=expert, deadline_s=deadline_s, remote=remote)
+        return connect(
+            addresses[expert],
+            expert=expert,
+            deadline_s=deadline_s,
+            has_keys=trust is not None,
+            trusted_network=trusted_network,
+        )
 
     with contextlib.ExitStack() as undo:
         if transport == "cuda_ipc":
@@ -312,7 +329,7 @@ def connect_attention(
         else:
             forming = _forming(transport, me, waits, deadline_s, one_host=one_host)
             undo.callback(forming.close)
-            _call(hellos, dial, forming, undo, waits=waits, deadline_s=deadline_s)
+            _call(hellos, dial, forming, undo, waits=waits, deadline_s=deadline_s, trust=trust)
             lines = forming.finish()
             undo.callback(lines.close)
             net = AttentionSide(
@@ -339,20 +356,30 @@ def connect_stage(
     waits: Waits,
     *,
     link: LinkEmulation | None = None,
+    keys: KeyDirectory | None = None,
+    groups: Collection[str] | None = None,
+    trusted_network: bool = False,
 ) -> StageLink:
     """Connect attention node `me` to one of its stages; raises as connect_attention()."""
     deadline_s = time.monotonic() + waits.timeout_s
     one_host = is_on_this_host(peer.address)
-    hello = me.hello(stage, peer.incarnation, link=link, checksum=not one_host)
+    hello = me.hello(stage, peer.incarnation, link=link)
+    trust = _trust(keys, groups)
 
     def dial(expert: int) -> socket.socket:
-        return connect(peer.address, expert=expert, deadline_s=deadline_s)
+        return connect(
+            peer.address,
+            expert=expert,
+            deadline_s=deadline_s,
+            has_keys=trust is not None,
+            trusted_network=trusted_network,
+        )
 
     with contextlib.ExitStack() as undo:
         transport = transport_of(peer.address)
         forming = _forming(transport, me, waits, deadline_s, one_host=one_host)
         undo.callback(forming.close)
-        _call({stage: hello}, dial, forming, undo, waits=waits, deadline_s=deadline_s)
+        _call({stage: hello}, dial, forming, undo, waits=waits, deadline_s=deadline_s, trust=trust)
         lines = forming.finish()
         undo.callback(lines.close)
         found = StageLink(
@@ -372,16 +399,16 @@ def _receive(
 ) -> Mapping[int, Meeting]:
     """Form pairs with all attention nodes; one that disconnects meanwhile may return."""
 
-    def welcome(sock: socket.socket, hello: PairHello) -> None:
-        peer = hello.attention
+    def welcome(met: Meeting) -> None:
+        peer = met.hello.attention
         try:
-            answer, fds = forming.offer(peer, _without_memory(hello))
-            forming.take(peer, Meeting(sock, hello, ()))
-            send_message(sock, answer, fds)
+            answer, fds = forming.offer(peer, _without_memory(met.hello))
+            forming.take(peer, met)
+            send_message(met.sock, answer, fds, session=met.session)
             forming.prove(peer)
         except BaseException as error:
             forming.drop(peer)
-            sock.close()
+            met.sock.close()
             if isinstance(error, PeerLost):
                 raise ConnectionError(0, str(error)) from error
             raise
@@ -400,25 +427,47 @@ def _call(
     *,
     waits: Waits,
     deadline_s: float,
+    trust: Trust | None = None,
 ) -> None:
     """Send every expert node a hello, then read all answers.
 
-    Each pair is proved before the next answer is read, in the same order on every attention
-    node, so that no two wait for each other.
+    With keys the first hello is sent when all expert nodes have proved theirs. Each pair is proved
+    before the next answer is read, in the same order on every attention node, so that no two wait
+    for each other.
     """
     offers = {expert: forming.offer(expert, hello)[0] for expert, hello in hellos.items()}
     socks = {}
-    for expert, offer in offers.items():
+    for expert in offers:
         sock = socks[expert] = dial(expert)
         undo.callback(sock.close)
+    sessions: Mapping[int, Session] = {}
+    if trust is not None:
+        wired = {expert: sock for expert, sock in socks.items() if sock.family == socket.AF_INET}
+        sessions = introduce(wired, trust, deadline_s=deadline_s, check=waits.check)
+    for expert, offer in offers.items():
         try:
-            send_message(sock, offer)
+            send_message(socks[expert], offer, session=sessions.get(expert))
         except OSError as error:
             raise PeerLost(f"expert {expert}: {error.strerror}") from error
     for expert, hello in hellos.items():
-        met = ask(socks[expert], hello, deadline_s=deadline_s, check=waits.check)
+        met = ask(
+            socks[expert],
+            hello,
+            deadline_s=deadline_s,
+            check=waits.check,
+            session=sessions.get(expert),
+        )
         forming.take(expert, met)
         forming.prove(expert)
+
+
+def _trust(keys: KeyDirectory | None, groups: Collection[str] | None) -> Trust | None:
+    """Return whom a node with `keys` trusts; without them its package need not be installed."""
+    if keys is None:
+        return None
+    from m2n_comm.session import Trust
+
+    return Trust(keys, groups)
 
 
 def _without_memory(hello: PairHello) -> PairHello:

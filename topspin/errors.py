@@ -18,6 +18,7 @@
         +-- StaleFrame                an old incarnation, table version or sequence
         +-- Interrupted               the scheduler has ended the generation
         +-- FrameError                wrong shape, dtype, size or checksum
+        +-- UntrustedPeer             no proof of an accepted key
 
 Programmer errors stay `assert`; user input never reaches an assert. This module
 knows no transport and no HTTP framework: the gateway maps `status` and `code`.
@@ -132,6 +133,12 @@ class StaleFrame(TransportError):
     """A frame of another incarnation, table version or sequence; its content is not used."""
 
     code = "stale_frame"
+
+
+class UntrustedPeer(TransportError):
+    """A peer that has not proved an accepted key where keys are needed, or that needs one."""
+
+    code = "untrusted_peer"
 
 
 class FrameError(TransportError):

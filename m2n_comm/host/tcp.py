@@ -4,6 +4,10 @@ Owns the sockets, the state of each one's partly read frame, and both windows of
 private memory. Knows no plans; before it reads a payload it checks the header for damage, window,
 size and sequence. Frames of other micro-batches that arrive first go to their own windows.
 
+Between nodes with keys a frame carries an authentication code (session.py), which is checked when
+the whole frame is there, and before that only a window that awaits a frame is written: rows in use
+stay what they are whatever arrives.
+
 Every wait of a node, to receive and to send, reads from all of its connections. So a blocked send
 never blocks a peer's send to this node, and two ends can send large frames to each other.
 
@@ -20,18 +24,27 @@ import select
 import socket
 import struct
 import time
-import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.frame_header import FrameHeader
 from m2n_comm.handshake import Meeting
 from m2n_comm.hello import Identity, NodeRole, PairHello
 from m2n_comm.host.lines import NodeLines
 from m2n_comm.host.windows import PairLayout, Window, private_memory
-from m2n_comm.host.wire import HEADER_BYTES, check_seal, check_size, read_header, seal
+from m2n_comm.host.wire import (
+    HEADER_BYTES,
+    SEAL_AT,
+    check_seal,
+    check_size,
+    read_header,
+    seal,
+)
 from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
 from topspin.errors import FrameError, StaleFrame
+
+if TYPE_CHECKING:
+    from m2n_comm.session import Session
 
 # The rest of a partly read frame comes soon: poll before sleeping, since a wake-up costs more.
 _MID_FRAME_S = 50e-6
@@ -40,10 +53,10 @@ _CHECK_INTERVAL = struct.pack("@ll", 0, round(CHECK_INTERVAL_S * 1e6))
 
 
 class TcpPair(NamedTuple):
-    """One connected pair, and whether its payloads carry a checksum."""
+    """One connected pair, and the codes of its frames (None: they carry none)."""
 
     sock: socket.socket
-    checksum: bool
+    session: Session | None = None
 
 
 class TcpForming:
@@ -60,7 +73,7 @@ class TcpForming:
 
     def take(self, peer: int, met: Meeting) -> None:
         """Keep the connection."""
-        self._pairs[peer] = TcpPair(met.sock, met.hello.checksum)
+        self._pairs[peer] = TcpPair(met.sock, met.session)
 
     def prove(self, peer: int) -> None:
         """Do nothing: the handshake has proved the line."""
@@ -82,15 +95,24 @@ class _Line:
     """The receiving state of one connection.
 
     Invariant: `arrived[mb]` holds the header of a whole frame that lies in inbox mb and has
-    not been received yet; `segments` is the rest of the frame in progress.
+    not been received yet; `segments` is the rest of the frame in progress. `awaits[mb]`: inbox mb
+    is not in use, so that a frame may be read into it.
     """
 
     def __init__(
-        self, pair: TcpPair, inbox: tuple[Window, ...], *, row_bytes: int, rows: int, name: str
+        self,
+        pair: TcpPair,
+        inbox: tuple[Window, ...],
+        *,
+        row_bytes: int,
+        rows: int,
+        name: str,
+        awaits: bool,
     ) -> None:
         self.sock = pair.sock
-        self.checksum = pair.checksum
+        self.session = pair.session
         self.ended = False
+        self.awaits = [awaits] * len(inbox)
         self.arrived: list[bytes | None] = [None] * len(inbox)
         self._inbox = inbox
         self._row_bytes = row_bytes
@@ -175,13 +197,15 @@ class _Line:
 
     def _complete(self, frame: FrameHeader) -> None:
         """Handle a complete frame: mark it as arrived."""
-        if self.checksum:
-            crc = _checksum(self._inbox[frame.micro_batch].payload(frame.rows))
-            if crc != frame.payload_crc:
+        if self.session is not None:
+            header = memoryview(self._header)
+            payload = self._inbox[frame.micro_batch].payload(frame.rows)
+            if not self.session.theirs.is_next([header[:SEAL_AT], *payload], header[SEAL_AT:]):
                 raise FrameError(
                     f"frame of {self._name}, layer {frame.layer}, micro-batch "
-                    f"{frame.micro_batch}: payload_crc is wrong"
+                    f"{frame.micro_batch}: its authentication code is wrong"
                 )
+        self.awaits[frame.micro_batch] = False
         self._sequences[frame.micro_batch] = frame.sequence
         self._last_rows[frame.micro_batch] = frame.rows
         self._inbox[frame.micro_batch].header[:] = self._header
@@ -191,7 +215,8 @@ class _Line:
 
     def _judge(self) -> FrameHeader:
         """Check and return a header before any of its payload is used."""
-        check_seal(self._header)
+        if self.session is None:
+            check_seal(self._header)
         frame = read_header(self._header)
         if frame.micro_batch >= len(self._inbox):
             raise FrameError(
@@ -202,10 +227,11 @@ class _Line:
             frame, window_rows=self._window_rows, row_bytes=self._row_bytes, origin=self._name
         )
         expected = self._sequences[frame.micro_batch] + 1
-        if self.arrived[frame.micro_batch] is not None or frame.sequence != expected:
+        if not self.awaits[frame.micro_batch] or frame.sequence != expected:
             raise StaleFrame(
                 f"frame of {self._name}, layer {frame.layer}, micro-batch {frame.micro_batch}: "
-                f"sequence is {frame.sequence}, expected {expected}, and at most one unread"
+                f"sequence is {frame.sequence}, expected {expected}, and none before the "
+                "last one is answered"
             )
         return frame
 
@@ -235,14 +261,15 @@ class TcpLines(NodeLines):
                 row_bytes=row_bytes,
                 rows=layout.shape.answer_rows if attention else layout.shape.window_rows,
                 name=f"{self.peer_role} {peer}",
+                awaits=not attention,
             )
             self._peer_of[pair.sock.fileno()] = peer
             self._poller.register(pair.sock, select.POLLIN)
 
     @property
-    def checksums(self) -> dict[int, bool]:
-        """Return whether payloads to and from each peer carry a checksum."""
-        return {peer: line.checksum for peer, line in self._lines.items()}
+    def authenticated(self) -> dict[int, bool]:
+        """Return whether frames to and from each peer carry authentication codes."""
+        return {peer: line.session is not None for peer, line in self._lines.items()}
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
         """Send header and rows; waits only while the kernel's buffer is full.
@@ -252,7 +279,12 @@ class TcpLines(NodeLines):
         line = self._lines[hop.peer]
         window = self._outbox[hop.peer][hop.micro_batch]
         payload = window.payload(rows)
-        seal(window.header, _checksum(payload) if line.checksum else 0)
+        line.awaits[hop.micro_batch] = True
+        if line.session is None:
+            seal(window.header)
+        else:
+            parts = [window.header[:SEAL_AT], *payload]
+            window.header[SEAL_AT:] = line.session.ours.next(parts)
         segments = [window.header, *payload]
         while segments:
             try:
@@ -331,10 +363,3 @@ def _after(segments: list[memoryview], count: int) -> list[memoryview]:
             return [segment[count:], *segments[position + 1 :]]
         count -= len(segment)
     return []
-
-
-def _checksum(segments: list[memoryview]) -> int:
-    crc = 0
-    for segment in segments:
-        crc = zlib.crc32(segment, crc)
-    return crc

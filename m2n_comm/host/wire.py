@@ -1,8 +1,8 @@
 """The frame header in the host's memory, before every window's payload.
 
-Owns its packing, its checksum on networks, and the comparison with the header that a reader
-expects; its fields are kernels.frame_header's. Knows no sockets and no memory: both sides write
-and read it through a memoryview or bytes.
+Owns its packing, its seal on networks, and the comparison with the header that a reader expects;
+its fields are kernels.frame_header's. Knows no sockets and no memory: both sides write and read it
+through a memoryview or bytes.
 
 Stale fields (incarnations, table version, step, sequence) raise StaleFrame, because the frame was
 once valid; every other difference raises FrameError.
@@ -26,9 +26,9 @@ WORD_BYTES = 8
 HEADER_BYTES = NUM_WORDS * WORD_BYTES
 DELIVER_WORD, COMPUTE_WORD, IDLE_WORD = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
 _WORDS = struct.Struct(f"<{NUM_WORDS}Q")
-_WORD = struct.Struct("<Q")
-_PAYLOAD_CRC_AT = word("payload_crc") * WORD_BYTES
-_HEADER_CRC_AT = word("header_crc") * WORD_BYTES
+# The seal is the header's last words; it covers those before it.
+SEAL_AT = word("seal") * WORD_BYTES
+_CHECKSUM = struct.Struct("<QQ")
 
 _PAYLOAD_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
 NUM_COMPARED = FrameHeader._fields.index("payload_bytes")
@@ -64,17 +64,19 @@ def answer_to(request: FrameHeader, *, payload: int) -> FrameHeader:
     )
 
 
-def seal(buffer: memoryview, payload_crc: int = 0) -> None:
-    """Write the checksums of the payload and of the header into a packed header."""
-    _WORD.pack_into(buffer, _PAYLOAD_CRC_AT, payload_crc)
-    _WORD.pack_into(buffer, _HEADER_CRC_AT, zlib.crc32(buffer[:_HEADER_CRC_AT]))
+def seal(buffer: memoryview) -> None:
+    """Write the checksum of a packed header into it."""
+    buffer[SEAL_AT:] = _checksum(buffer)
 
 
 def check_seal(raw: bytes | bytearray) -> None:
     """Raise FrameError if a header from a network is damaged or not a header."""
-    (found,) = _WORD.unpack_from(raw, _HEADER_CRC_AT)
-    if found != zlib.crc32(memoryview(raw)[:_HEADER_CRC_AT]):
+    if raw[SEAL_AT:] != _checksum(memoryview(raw)):
         raise FrameError("frame header: checksum is wrong")
+
+
+def _checksum(header: memoryview) -> bytes:
+    return _CHECKSUM.pack(zlib.crc32(header[:SEAL_AT]), 0)
 
 
 def check_header(header: FrameHeader, expected: FrameHeader, *, origin: str) -> None:

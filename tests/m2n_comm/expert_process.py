@@ -1,4 +1,4 @@
-"""An expert node as a process: `python -m tests.m2n_comm.expert_process TRANSPORT [HOST]`.
+"""An expert node as a process: `python -m tests.m2n_comm.expert_process TRANSPORT [HOST KEYS]`.
 
 Prints its address, serves STEPS steps of one attention node, then waits for a step that
 never comes. Used by test_processes.py, which kills it.
@@ -7,6 +7,7 @@ never comes. Used by test_processes.py, which kills it.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import cast, get_args
 
 from m2n_comm.addresses import Between
@@ -15,18 +16,24 @@ from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.open import listen_expert
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, serve_steps
+from topspin.keys import KeyDirectory
 
 EXPERT_INCARNATION = 2**63 + 5
 ATTENTION_INCARNATION = 2**64 - 1
 STEPS = 6
 
 
-def main(transport: str, host: str | None = None) -> None:
-    """Serve until killed; `host`: the address to listen on, which other hosts may reach."""
+def main(transport: str, host: str | None = None, keys: str | None = None) -> None:
+    """Serve until killed; `host`: the address to listen on; `keys`: the folder of its keys."""
     shape = make_shape()
     table = make_table(shape, 1)
     assert transport in get_args(Between)
-    listener = listen_expert(cast(Between, transport), host=host, remote=host is not None)
+    listener = listen_expert(
+        cast(Between, transport),
+        host=host,
+        keys=None if keys is None else KeyDirectory(Path(keys), "expert"),
+        groups={"attention"},
+    )
     print(listener.address, flush=True)
     me = Identity(role="expert", index=0, incarnation=EXPERT_INCARNATION, shape=shape)
     net = listener.accept(me, (ATTENTION_INCARNATION,), table, Waits(timeout_s=20.0))

@@ -19,7 +19,9 @@ from m2n_comm.open import connect_attention, listen_expert
 from m2n_comm.waits import Waits
 from tests.m2n_comm.expert_process import ATTENTION_INCARNATION, EXPERT_INCARNATION, STEPS
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, random_rows
+from topspin.cli.keys import make
 from topspin.errors import ConfigError
+from topspin.keys import KeyDirectory
 from topspin.messages import ExpertPeer
 
 OURS, THEIRS = "10.213.77.1", "10.213.77.2"
@@ -53,10 +55,13 @@ def other_host() -> Iterator[str]:
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-def test_rows_travel_between_two_hosts_with_checksums(other_host: str) -> None:
+def test_rows_travel_between_two_hosts_with_codes(other_host: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make(keys, ["attention", "expert"])
     shape, table = make_shape(), make_table(make_shape(), 1)
     fake = FakeExperts(shape, 7)
     command = [sys.executable, "-m", "tests.m2n_comm.expert_process", "tcp", THEIRS]
+    command.append(str(keys / "expert"))
     process = subprocess.Popen(
         ["ip", "netns", "exec", other_host, *command],
         cwd=Path(__file__).parents[2],
@@ -70,10 +75,13 @@ def test_rows_travel_between_two_hosts_with_checksums(other_host: str) -> None:
         assert address.startswith(f"tcp:{THEIRS}:")
         me = Identity(role="attention", index=0, incarnation=ATTENTION_INCARNATION, shape=shape)
         peer = ExpertPeer(address=address, incarnation=EXPERT_INCARNATION)
-        net = connect_attention(me, [peer], table, Waits(timeout_s=20.0), remote=True)
+        mine = KeyDirectory(keys / "attention", "attention")
+        net = connect_attention(
+            me, [peer], table, Waits(timeout_s=20.0), keys=mine, groups={"expert"}
+        )
         assert isinstance(net, AttentionSide)
         assert isinstance(net.lines, TcpLines)
-        assert net.lines.checksums == {0: True}
+        assert net.lines.authenticated == {0: True}
         for step in range(1, STEPS + 1):
             net.begin(make_ticket(step, m=2))
             for layer in range(shape.num_layers):
@@ -92,10 +100,10 @@ def test_rows_travel_between_two_hosts_with_checksums(other_host: str) -> None:
             process.stdout.close()
 
 
-def test_other_hosts_are_reached_only_if_that_is_said() -> None:
-    with pytest.raises(ConfigError, match="only IPv4 loopback"):
+def test_other_hosts_are_reached_only_with_keys() -> None:
+    with pytest.raises(ConfigError, match=r"'0\.0\.0\.0' is not an IPv4 loopback .* need keys"):
         listen_expert("tcp", host="0.0.0.0")
     me = Identity(role="attention", index=0, incarnation=1, shape=make_shape())
     peer = ExpertPeer(address=f"tcp:{THEIRS}:5", incarnation=2)
-    with pytest.raises(ConfigError, match="only IPv4 loopback"):
+    with pytest.raises(ConfigError, match=r"not an IPv4 loopback address .* nodes need keys"):
         connect_attention(me, [peer], make_table(make_shape(), 1), Waits(timeout_s=1.0))

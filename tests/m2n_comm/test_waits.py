@@ -1,17 +1,10 @@
-"""The kind of wait within a step changes no sum and no error; loopback has no checksums."""
+"""The kind of wait within a step changes no sum and no error."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from m2n_comm.hello import Identity
-from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.tcp import TcpLines
 from m2n_comm.net import WaitPolicy
-from m2n_comm.open import connect_attention, listen_expert
-from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     Collected,
     FakeExperts,
@@ -25,7 +18,6 @@ from tests.m2n_comm.harness import (
     rally,
 )
 from topspin.errors import DeadlineExceeded
-from topspin.messages import ExpertPeer
 
 
 @pytest.mark.parametrize("wait", ["block", "spin"])
@@ -55,26 +47,3 @@ def test_a_spinning_node_keeps_its_deadline(transport: Transport) -> None:
     with pytest.raises(DeadlineExceeded, match="expert 0"):
         net.combine(0, 0, rows.hidden.clone())
     fleet.close()
-
-
-@pytest.mark.parametrize(("asked", "carried"), [(None, False), (True, True), (False, False)])
-def test_payloads_carry_a_checksum_where_there_is_a_wire(asked: bool | None, carried: bool) -> None:
-    shape = make_shape()
-    table = make_table(shape, 1)
-    listener = listen_expert("tcp")
-    waits = Waits(timeout_s=10.0)
-    accepted = threading.Thread(
-        target=lambda: listener.accept(
-            Identity(role="expert", index=0, incarnation=2, shape=shape), (1,), table, waits
-        ).close()
-    )
-    accepted.start()
-    peer = ExpertPeer(address=listener.address, incarnation=2)
-    me = Identity(role="attention", index=0, incarnation=1, shape=shape)
-    net = connect_attention(me, [peer], table, waits, checksum=asked)
-    assert isinstance(net, AttentionSide)
-    assert isinstance(net.lines, TcpLines)
-    assert net.lines.checksums == {0: carried}
-    net.close()
-    accepted.join(10.0)
-    assert not accepted.is_alive()
