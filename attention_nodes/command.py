@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from attention_nodes.model_runner import ModelRunner
@@ -17,6 +18,7 @@ from topspin.channel import ControlClient
 from topspin.messages import Welcome
 from topspin.node_command import run_command
 from topspin.node_life import NodeLife
+from topspin.wires import ON_ONE_HOST, Wires
 
 
 def connect_worker(
@@ -25,6 +27,7 @@ def connect_worker(
     index: int,
     model_path: Path,
     make_drafter: MakeDrafter = text_drafter,
+    wires: Wires = ON_ONE_HOST,
 ) -> None:
     """Run attention node `index` with its experts in other processes."""
 
@@ -45,6 +48,9 @@ def connect_worker(
             runtime=open_runtime(node.device) if node.place.is_device else None,
             max_rows=node.max_num_batched_tokens,
             link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
+            keys=wires.keys,
+            groups=wires.peers,
+            trusted_network=wires.trusted_network,
         )
 
     def relay(welcome: Welcome, runner: ModelRunner, life: NodeLife) -> Relay:
@@ -67,6 +73,9 @@ def connect_worker(
                 peer,
                 waits_of(config, life),
                 link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
+                keys=wires.keys,
+                groups=wires.peers,
+                trusted_network=wires.trusted_network,
             )
             links.append(link)
         return Relay(links)
@@ -83,13 +92,17 @@ def connect_worker(
     worker.serve()
 
 
-def main(make_drafter: MakeDrafter = text_drafter) -> int:
-    """Run one attention node; returns its exit status."""
+def main(drafter_for: Callable[[Wires], MakeDrafter] = lambda wires: text_drafter) -> int:
+    """Run one attention node, with the drafter for its wires; returns its exit status."""
     return run_command(
         "attention",
         "attention_nodes",
-        lambda control, args: connect_worker(
-            control, index=args.index, model_path=args.model, make_drafter=make_drafter
+        lambda control, args, wires: connect_worker(
+            control,
+            index=args.index,
+            model_path=args.model,
+            make_drafter=drafter_for(wires),
+            wires=wires,
         ),
         about=__doc__,
     )

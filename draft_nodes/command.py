@@ -13,9 +13,12 @@ from spec_decode.forest import Growth
 from topspin.channel import ControlClient
 from topspin.node_command import run_command
 from topspin.plan import NodeConfig
+from topspin.wires import ON_ONE_HOST, Wires
 
 
-def run_worker(control: ControlClient, *, index: int, model_path: Path) -> None:
+def run_worker(
+    control: ControlClient, *, index: int, model_path: Path, wires: Wires = ON_ONE_HOST
+) -> None:
     """Run draft node `index` for the model at `model_path`."""
 
     def load(config: NodeConfig) -> tuple[DraftModel, Growth]:
@@ -28,7 +31,7 @@ def run_worker(control: ControlClient, *, index: int, model_path: Path) -> None:
         )
         return model, growth_of(speculation)
 
-    DraftWorker(control, index=index, load=load).serve()
+    DraftWorker(control, index=index, load=load, keys=wires.keys).serve()
 
 
 def main() -> int:
@@ -36,6 +39,8 @@ def main() -> int:
     return run_command(
         "draft",
         "draft_nodes",
-        lambda control, args: run_worker(control, index=args.index, model_path=args.model),
+        lambda control, args, wires: run_worker(
+            control, index=args.index, model_path=args.model, wires=wires
+        ),
         about=__doc__,
     )

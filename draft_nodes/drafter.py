@@ -8,8 +8,9 @@ things that draft (heads that a checkpoint carries) become a Drafter here.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -25,11 +26,15 @@ from spec_decode.forest import Growth
 from spec_decode.joined import JoinedDrafter
 from spec_decode.serial import SerialDrafter
 from spec_decode.suffix import SuffixDrafter, limits_of
+from topspin.channel import ControlClient
 from topspin.errors import ConfigError
 from topspin.kv_cache_spec import KvCacheSpec
 from topspin.plan import NodeConfig
 from topspin.precision import rules_of
 from topspin.speculation import SELF_INT4, Speculation, cached_tokens
+
+if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
+    from topspin.keys import KeyDirectory
 
 DEFAULT_WIDTH: Final = 4
 MEMORY_SHARE: Final = 8
@@ -37,26 +42,32 @@ MEMORY_SHARE: Final = 8
 in so many of what is free before: the target's weights and larger cache come after it."""
 
 
-def make_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
+def make_drafter(
+    config: NodeConfig, model_path: Path, *, keys: KeyDirectory | None = None
+) -> Drafter | None:
     """Return what drafts for an attention node of the model at `model_path`; None: nothing does.
 
-    Without draft nodes a draft model is loaded here, which takes a while. Raises ConfigError if it
-    does not fit the model.
+    `keys` are for a draft node on another host. Without draft nodes a draft model is loaded here,
+    which takes a while. Raises ConfigError if it does not fit the model.
     """
     speculation = config.speculation
     if speculation is None or not speculation.has_model:
         return text_drafter(config, model_path)
-    modelled = _model_drafter(config, speculation, model_path)
+    modelled = _model_drafter(config, speculation, model_path, keys)
     if speculation.method == "draft_model":
         return modelled
     return JoinedDrafter([SuffixDrafter(limits_of(speculation)), modelled])
 
 
-def _model_drafter(config: NodeConfig, speculation: Speculation, model_path: Path) -> Drafter:
+def _model_drafter(
+    config: NodeConfig, speculation: Speculation, model_path: Path, keys: KeyDirectory | None
+) -> Drafter:
     """Return what asks a draft node, or has the draft model here."""
     if config.draft_address is not None:
         target = load_model_config(model_path, config.model.hf_overrides)
-        return AskingDrafter(config.draft_address, target.vocab_size)
+        assert config.draft_group is not None, "it comes with the address"
+        connect = partial(ControlClient, keys=keys, server=config.draft_group)
+        return AskingDrafter(config.draft_address, target.vocab_size, connect=connect)
     if config.node.num_threads is not None:
         torch.set_num_threads(config.node.num_threads)
     model = load_draft_model(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,9 @@ from topspin.node_life import CacheSize, NodeLife
 from topspin.plan import NodeConfig
 from topspin.trace import Kind, Ring
 from topspin.trace_node import ring_of
+
+if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
+    from topspin.keys import KeyDirectory
 
 IDLE_S = 0.05
 """How long a node with nothing to do waits for verdicts before it looks for a Stop."""
@@ -43,8 +47,10 @@ class DraftWorker:
         index: int,
         load: Load,
         clock: Callable[[], float] = time.monotonic,
+        keys: KeyDirectory | None = None,
     ) -> None:
-        """`load` returns the model and how its trees grow."""
+        """`load` returns the model and how its trees grow; `keys` prove attention nodes."""
+        self._keys = keys
         self._life = NodeLife(control, role="draft", index=index, can_reform=False)
         self._index = index
         self._load = load
@@ -70,7 +76,7 @@ class DraftWorker:
         self._warm_up(self._rounds)
         self._trace = self._life.inbox.trace = ring_of(config)
         assert config.node.address is not None, "the launcher gives draft nodes their addresses"
-        self._server = ControlServer(config.node.address)
+        self._server = ControlServer(config.node.address, keys=self._keys)
         return CacheSize()
 
     def _warm_up(self, rounds: DraftRounds) -> None:

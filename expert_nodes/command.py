@@ -16,6 +16,7 @@ from topspin.channel import ControlClient
 from topspin.messages import Welcome
 from topspin.node_command import run_command
 from topspin.node_life import NodeLife
+from topspin.wires import ON_ONE_HOST, Wires
 
 
 def accept_attention(
@@ -40,9 +41,22 @@ def accept_attention(
     )
 
 
-def run_worker(control: ControlClient, *, index: int, model_path: Path, transport: Between) -> None:
+def run_worker(
+    control: ControlClient,
+    *,
+    index: int,
+    model_path: Path,
+    transport: Between,
+    wires: Wires = ON_ONE_HOST,
+) -> None:
     """Run expert node `index` with the attention nodes in other processes."""
-    listener = listen_expert(transport)
+    listener = listen_expert(
+        transport,
+        host=wires.host,
+        keys=wires.keys,
+        groups=wires.peers,
+        trusted_network=wires.trusted_network,
+    )
     try:
         ExpertWorker(
             control,
@@ -59,8 +73,12 @@ def main() -> int:
     return run_command(
         "expert",
         "expert_nodes",
-        lambda control, args: run_worker(
-            control, index=args.index, model_path=args.model, transport=args.transport
+        lambda control, args, wires: run_worker(
+            control,
+            index=args.index,
+            model_path=args.model,
+            transport=args.transport,
+            wires=wires,
         ),
         about=__doc__,
         transports=get_args(Between),

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
+from topspin.errors import ConfigError
 from topspin.logs import start_logging
 from topspin.messages import Role
 from topspin.node_life import run_node
-from topspin.process import follow_parent
+from topspin.process import CONFIG_ERROR_STATUS, follow_parent
+from topspin.wires import Wires, add_arguments, read_wires
 
-Body = Callable[[ControlClient, argparse.Namespace], None]
+Body = Callable[[ControlClient, argparse.Namespace, Wires], None]
 """Serves with a control connection, and `index`, `model` and `transport` of the command line."""
 
 
@@ -40,12 +42,20 @@ def run_command(
     parser.add_argument(
         "--failover", action="store_true", help="leave soon when the scheduler is not heard"
     )
+    add_arguments(parser)
     args = parser.parse_args()
-    return run_node(
-        role,
-        args.index,
-        args.control,
-        logger=start_logging(role),
-        body=lambda control: body(control, args),
-        heartbeat=FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT,
-    )
+    logger = start_logging(role)
+    try:
+        wires = read_wires(args)
+        return run_node(
+            role,
+            args.index,
+            args.control,
+            logger=logger,
+            body=lambda control: body(control, args, wires),
+            heartbeat=FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT,
+            keys=wires.keys,
+        )
+    except ConfigError as error:
+        logger.error("%s %d: %s", role, args.index, error)
+        return CONFIG_ERROR_STATUS

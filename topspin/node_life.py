@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -48,6 +48,9 @@ from topspin.messages import (
 )
 from topspin.process import CONFIG_ERROR_STATUS, new_incarnation
 from topspin.progress import StepProgress
+
+if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
+    from topspin.keys import KeyDirectory
 
 # How long a Stop may come after the peers' one. A scheduler that fails sends none and is gone.
 STOP_NOTICE_S = 2.0
@@ -248,13 +251,15 @@ def run_node(
     logger: logging.Logger,
     body: Callable[[ControlClient], None],
     heartbeat: Heartbeat = RELAXED_HEARTBEAT,
+    keys: KeyDirectory | None = None,
 ) -> int:
     """Run `body` with a control connection to `address`; return the process's exit status.
 
     0 after an orderly stop; after an error, which is logged and told to the scheduler, 1, or
-    2 if the node cannot serve its configuration.
+    2 if the node cannot serve its configuration. Raises ConfigError for an `address` that needs
+    other `keys`.
     """
-    control = ControlClient(address, heartbeat=heartbeat)
+    control = ControlClient(address, heartbeat=heartbeat, keys=keys)
     try:
         body(control)
     except (Stopped, KeyboardInterrupt):

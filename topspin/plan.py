@@ -40,13 +40,13 @@ from topspin.errors import ConfigError
 from topspin.expected import Expected
 from topspin.kv_cache_spec import KvCacheSpec
 from topspin.local_experts import LocalExperts
+from topspin.network import LOCALHOST, NetworkSpec, check_network
 from topspin.precision import PrecisionRule
 from topspin.retrieval import SpillSpec
 from topspin.settings import check_ranges
 from topspin.speculation import Speculation
 from topspin.stages import Stage, check_stages, stages_of
 
-LOCALHOST = "localhost"
 # A plan travels as JSON, which has no infinity.
 FINITE = 1e9
 
@@ -62,10 +62,10 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     `device` is "cpu" or "cuda:N". `cores` are those that belong to this node alone (empty: it
     shares all cores of the host), `num_threads` None: as many threads as its cores. `wait`: how it
     waits within a step. `slow` k emulates a device that takes k times as long: the node sleeps for
-    k - 1 times its own computing, on the CPU only. Not served yet, and refused unless left out:
-    another `host`, an `address` of its own, a `key`, a device group (`tp`), a single one of the
-    `phases`. `layers`: those from the first number to before the second (topspin.stages); None:
-    all.
+    k - 1 times its own computing, on the CPU only. `host`: where others reach it, with
+    `EnginePlan.network`; `key`: the group of its keys (None: its role's). Not served yet, and
+    refused unless left out: a device group (`tp`), a single one of the `phases`. `layers`: those
+    from the first number to before the second (topspin.stages); None: all.
     """
 
     role: ClassVar[NodeRole]
@@ -83,6 +83,11 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     layers: tuple[int, int] | None = None
     phases: Literal["both", "prefill", "decode"] = "both"
     slow: Annotated[float, Meta(ge=1, le=1000)] = 1.0
+
+    @property
+    def key_group(self) -> str:
+        """Return the group whose keys it has, where nodes have keys (topspin.keys)."""
+        return self.key or self.role
 
     @property
     def place(self) -> Place:
@@ -169,10 +174,11 @@ class NodeConfig(Section, frozen=True, kw_only=True):
 
     `batch_rows`: the most token rows that reach an expert node in one batch. `shares_device`: all
     nodes of the engine are one process on one device. `speculation` None: off; `draft_address` is
-    the address of an attention node's draft node. `micro_batches`: the number in every step; None:
-    it varies. `local_layers`: decoder layers whose routed experts attention nodes hold too.
-    `num_attention`: the nodes that send rows to each expert node, stages too. `stages` are those
-    of the engine; `of` is the attention node of a stage.
+    the address of an attention node's draft node, `draft_group` the group of its keys.
+    `micro_batches`: the number in every step; None: it varies. `local_layers`: decoder layers whose
+    routed experts attention nodes hold too. `num_attention`: the nodes that send rows to each
+    expert node, stages too. `stages` are those of the engine; `of` is the attention node of a
+    stage.
     """
 
     node: AttentionNode | StageNode | ExpertNode | DraftNode
@@ -187,6 +193,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     shares_device: bool
     speculation: Speculation | None = None
     draft_address: str | None = None
+    draft_group: str | None = None
     micro_batches: int | None = None
     restart: bool = False
     trace: TraceSection = TraceSection()
@@ -219,7 +226,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
 class EnginePlan(Section, frozen=True, kw_only=True):
     """One engine. `check()` must hold before anything is started. `speculation` null: off.
 
-    `expected`: the planner's figures, for comparison only.
+    `network` null: one host. `expected`: the planner's figures, for comparison only.
     """
 
     version: Literal[1] = 1
@@ -235,6 +242,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     failover: FailoverSection = FailoverSection()
     trace: TraceSection = TraceSection()
     local_experts: LocalExperts | None = None
+    network: NetworkSpec | None = None
     expected: Expected | None = None
 
     @property
@@ -260,7 +268,12 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     @property
     def key_groups(self) -> set[str]:
         """Return the groups of processes that have keys of their own (topspin.keys)."""
-        return {"scheduler", "gateway", *(node.key or node.role for node in self.nodes)}
+        return {"scheduler", "gateway", *(node.key_group for node in self.nodes)}
+
+    def key_group_of(self, role: str, index: int) -> str:
+        """Return the group whose keys process `index` of `role` has, where there are keys."""
+        own = [each.key_group for each in self.nodes if (each.role, each.index) == (role, index)]
+        return own[0] if own else role
 
     @property
     def link(self) -> LinkSpec:
@@ -287,9 +300,9 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             "draft": self.drafts,
         }
         own = nodes[role][index]
-        address = None
+        draft = None
         if role == "attention" and self.drafts:
-            address = self.drafts[index % len(self.drafts)].address
+            draft = self.drafts[index % len(self.drafts)]
         tokens = [node.max_num_batched_tokens for node in self.attention]
         window = min(self.link.window_rows, max(tokens))
         rows = max(tokens) if self.is_one_process else sum(min(each, window) for each in tokens)
@@ -305,7 +318,8 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             batch_rows=rows,
             shares_device=self.shares_device,
             speculation=self.speculation,
-            draft_address=address,
+            draft_address=None if draft is None else draft.address,
+            draft_group=None if draft is None else draft.key_group,
             micro_batches=self.scheduling.micro_batches,
             restart=self.failover.restart,
             trace=self.trace,
@@ -326,6 +340,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         self._check_drafts()
         if not self.attention:
             raise ConfigError("nodes: an engine needs an attention node")
+        check_network(self)
         check_stages(self)
         if len(self.links) != 1:
             raise ConfigError(
@@ -484,17 +499,13 @@ def load_serve_config(path: str) -> ServeConfig:
 def _check_node(node: NodeSpec, *, where: str) -> None:
     """Refuse the fields that the engine does not act on yet."""
     neutral: dict[str, tuple[Any, str]] = {
-        "host": (LOCALHOST, "all nodes run on this host"),
-        "address": (None, "nodes of one host find each other by themselves"),
-        "key": (None, "nodes of one host need no keys"),
         "tp": (1, "a node is one device"),
         "phases": ("both", "a node serves prefill and decode"),
     }
     for name, (only, reason) in neutral.items():
         value = getattr(node, name)
         if value != only:
-            shown = "null" if only is None else only
-            raise ConfigError(f"{where}: {name} {value!r}: {reason} for now; leave it at {shown}")
+            raise ConfigError(f"{where}: {name} {value!r}: {reason} for now; leave it at {only}")
     device = parse_device(f"{where}: device", node.device)
     if device == "cuda" or device != node.device:
         number = "cuda:0" if device == "cuda" else device

@@ -1,8 +1,8 @@
 """The text form of an engine plan: YAML, read and printed.
 
 Owns the form: fields in the order of the structs, without those of a node or a precision rule that
-hold their defaults, and without `local_experts` if no layer is named there. A plan that is printed,
-read and printed again is the same text. Knows no other field.
+hold their defaults, and without `local_experts` and `network` if there are none. A plan that is
+printed, read and printed again is the same text. Knows no other field.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def read_plan(path: str) -> EnginePlan:
 def print_plan(plan: EnginePlan) -> str:
     """Return `plan` as YAML."""
     tree = msgspec.to_builtins(plan)
-    if plan.local_experts is None:
-        del tree["local_experts"]
+    for name in ("local_experts", "network"):
+        if tree[name] is None:
+            del tree[name]
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=WIDTH)
 
 

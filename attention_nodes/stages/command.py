@@ -20,10 +20,11 @@ from topspin.channel import ControlClient
 from topspin.messages import Welcome
 from topspin.node_command import run_command
 from topspin.node_life import NodeLife
+from topspin.wires import ON_ONE_HOST, Wires
 
 
 def connect_experts(
-    welcome: Welcome, runner: StageRunner, life: NodeLife, *, index: int
+    welcome: Welcome, runner: StageRunner, life: NodeLife, *, index: int, wires: Wires
 ) -> AttentionNet:
     """Connect to the expert nodes as the sender of some layers of its attention node."""
     config, topology = welcome.config, welcome.topology
@@ -41,6 +42,9 @@ def connect_experts(
         welcome.table,
         waits_of(config, life),
         link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
+        keys=wires.keys,
+        groups=wires.peers,
+        trusted_network=wires.trusted_network,
     )
 
 
@@ -71,15 +75,28 @@ def accept_head(
     )
 
 
-def run_worker(control: ControlClient, *, index: int, model_path: Path, transport: Between) -> None:
+def run_worker(
+    control: ControlClient,
+    *,
+    index: int,
+    model_path: Path,
+    transport: Between,
+    wires: Wires = ON_ONE_HOST,
+) -> None:
     """Run stage `index`; the other nodes are other processes."""
-    listener = listen_expert(transport)
+    listener = listen_expert(
+        transport,
+        host=wires.host,
+        keys=wires.keys,
+        groups=wires.peers,
+        trusted_network=wires.trusted_network,
+    )
     try:
         StageWorker(
             control,
             index=index,
             model_path=model_path,
-            open_net=partial(connect_experts, index=index),
+            open_net=partial(connect_experts, index=index, wires=wires),
             open_link=partial(accept_head, listener, index=index),
         ).serve(listener.address)
     finally:
@@ -91,8 +108,12 @@ def main() -> int:
     return run_command(
         "stage",
         "attention_nodes.stages",
-        lambda control, args: run_worker(
-            control, index=args.index, model_path=args.model, transport=args.transport
+        lambda control, args, wires: run_worker(
+            control,
+            index=args.index,
+            model_path=args.model,
+            transport=args.transport,
+            wires=wires,
         ),
         about=__doc__,
         transports=get_args(Between),

@@ -16,7 +16,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -38,6 +39,7 @@ from topspin.logs import start_logging
 from topspin.messages import Hello
 from topspin.plan import ServeConfig, load_serve_config
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation
+from topspin.wires import add_key_arguments, read_keys_of
 
 # The pause before Hello is sent on a new control connection, after the last one was lost.
 RECONNECT_DELAY_S = 0.1
@@ -46,6 +48,8 @@ RECONNECT_DELAY_S = 0.1
 SWITCH_INTERVAL_S = 0.001
 # The scheduler's own deadline passes first; /health reports a stall only if that one failed.
 PROGRESS_MARGIN_S = 10.0
+
+Connect = Callable[[], AsyncControlClient]
 
 _log = logging.getLogger("gateway")
 
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m server.gateway", description=__doc__)
     parser.add_argument("--config", required=True, help="the ServeConfig, JSON")
     parser.add_argument("--control", required=True, help="address of the scheduler")
+    add_key_arguments(parser)
     parser.add_argument("--index", type=int, default=0, help="which gateway of the engine")
     parser.add_argument("--port-fd", type=int, help="descriptor to write the bound port to")
     args = parser.parse_args(argv)
@@ -66,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runner.run(
                 serve(
                     load_serve_config(args.config),
-                    control=args.control,
+                    connect=partial(AsyncControlClient, args.control, keys=read_keys_of(args)),
                     index=args.index,
                     port_fd=args.port_fd,
                 )
@@ -80,18 +85,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(
     config: ServeConfig,
     *,
-    control: str,
+    connect: Connect,
     index: int = 0,
     port_fd: int | None = None,
 ) -> None:
-    """Serve until a signal comes.
+    """Serve until a signal comes; `connect` opens a control connection.
 
     Raises ConfigError if the model's files or the port cannot be used, VersionMismatch if
     the scheduler refuses this gateway. A scheduler that is lost does not end the gateway: it
     answers 503 until it is connected again or its supervisor stops it.
     """
     with contextlib.closing(bind(config.gateway)) as listener:
-        engine = EngineClient(AsyncControlClient(control))
+        engine = EngineClient(connect())
         try:
             app = build_app(config, engine)
             engine.connection.send(_hello(index))
@@ -101,7 +106,7 @@ async def serve(
             if port_fd is not None:
                 with os.fdopen(port_fd, "w") as announcement:
                     announcement.write(f"{port}\n")
-            reading = _stay_connected(engine, control=control, index=index)
+            reading = _stay_connected(engine, connect=connect, index=index)
             drain_s = config.gateway.shutdown_timeout_s
             await _serve_http(app, engine, listener, reading=reading, drain_s=drain_s)
         finally:
@@ -118,7 +123,7 @@ def _hello(index: int) -> Hello:
     )
 
 
-async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> None:
+async def _stay_connected(engine: EngineClient, *, connect: Connect, index: int) -> None:
     """Read from the scheduler until cancelled; after a loss, reconnect and send Hello again.
 
     Between the loss and the scheduler's answer the engine counts as failed, so that nothing
@@ -128,7 +133,7 @@ async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> 
         await engine.run()
         _log.error("gateway: %s; connecting again", engine.state.detail)
         engine.connection.close()
-        engine.connection = AsyncControlClient(control)
+        engine.connection = connect()
         await asyncio.sleep(RECONNECT_DELAY_S)
         engine.connection.send(_hello(index))
 

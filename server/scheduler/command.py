@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from server.scheduler.engine_facts import read_facts
 from server.scheduler.planning.journal import Note
@@ -24,6 +25,10 @@ from topspin.logs import REQUESTS, about, start_logging
 from topspin.messages import choice_of, client_id
 from topspin.plan import load_serve_config
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent
+from topspin.wires import add_key_arguments, read_keys_of
+
+if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
+    from topspin.keys import KeyDirectory
 
 
 def main() -> int:
@@ -32,18 +37,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m server.scheduler", description=__doc__)
     parser.add_argument("--config", required=True, help="the ServeConfig, JSON")
     parser.add_argument("--control", required=True, help="address to listen on, as ZeroMQ names it")
+    add_key_arguments(parser)
     parser.add_argument("--dead-fd", type=int, help="where to write the pids of lost nodes")
     args = parser.parse_args()
     logger = start_logging("scheduler")
     try:
-        return serve(args.config, args.control, logger, dead_fd=args.dead_fd)
+        keys = read_keys_of(args)
+        return serve(args.config, args.control, logger, dead_fd=args.dead_fd, keys=keys)
     except ConfigError as error:
         logger.error("scheduler: %s", error)
         return CONFIG_ERROR_STATUS
 
 
 def serve(
-    config_path: str, control: str, logger: logging.Logger, *, dead_fd: int | None = None
+    config_path: str,
+    control: str,
+    logger: logging.Logger,
+    *,
+    dead_fd: int | None = None,
+    keys: KeyDirectory | None = None,
 ) -> int:
     """Listen on `control` and serve the engine; raises ConfigError if that is impossible.
 
@@ -54,7 +66,7 @@ def serve(
     plan = load_serve_config(config_path).plan
     facts = read_facts(plan.model, len(os.sched_getaffinity(0)))
     heartbeat = FAILOVER_HEARTBEAT if plan.failover.restart else RELAXED_HEARTBEAT
-    channel = ControlServer(control, heartbeat=heartbeat)
+    channel = ControlServer(control, heartbeat=heartbeat, keys=keys)
 
     def report_dead(pid: int) -> None:
         if dead_fd is not None:

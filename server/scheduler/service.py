@@ -94,6 +94,9 @@ class Channel(Protocol):
     def send(self, peer: bytes, message: Message) -> bool:
         """Queue a message; False if the peer is gone."""
 
+    def may_be(self, peer: bytes, group: str) -> bool:
+        """Say whether the peer has a key of the group, if peers have keys."""
+
 
 class Service:
     """One engine's scheduler.
@@ -309,6 +312,11 @@ class Service:
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         roster = self._nodes.roster
+        group = self._plan.key_group_of(hello.role, hello.index)
+        if not self._channel.may_be(peer, group):
+            reason = f"{hello.role} {hello.index} has no key of the group {group!r}"
+            self._gateways.refuse(peer, reason)
+            return
         try:
             if hello.role == "draft":
                 self._drafts.join(peer, hello)

@@ -15,9 +15,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from models.hub import DEFAULT_MODEL
-from topspin.config import EngineConfig
+from topspin.config import EngineConfig, GatewaySection
 from topspin.errors import ConfigError
-from topspin.settings import Field, fields_of
+from topspin.settings import Field, check_ranges, fields_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the engine plan that would run, and start nothing",
     )
-    fields = list(fields_of(EngineConfig))
     for section in msgspec.structs.fields(EngineConfig):
-        summary = (section.type.__doc__ or "").splitlines()[0]
-        group = parser.add_argument_group(section.name, summary)
-        for field in fields:
-            if field.section == section.name and field.setting.flag is not None:
-                group.add_argument(field.shown_name, **_argument(field))
+        add_section(parser, section.name)
+
+
+def add_section(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the flags of the section `name`; those that were not given set nothing."""
+    (section,) = (each for each in msgspec.structs.fields(EngineConfig) if each.name == name)
+    group = parser.add_argument_group(name, (section.type.__doc__ or "").splitlines()[0])
+    for field in fields_of(EngineConfig):
+        if field.section == name and field.setting.flag is not None:
+            group.add_argument(field.shown_name, **_argument(field))
+
+
+def read_gateway(arguments: argparse.Namespace) -> GatewaySection:
+    """Return the section "gateway" set by `arguments`. Raises ConfigError for what is refused."""
+    settings = {each.name: getattr(arguments, each.key) for each in given(arguments)}
+    sections = {"model": {"path": DEFAULT_MODEL}, "gateway": settings}
+    config = msgspec.convert(sections, EngineConfig)
+    check_ranges(config)
+    return config.gateway
 
 
 def read_config(arguments: argparse.Namespace) -> EngineConfig:

@@ -192,6 +192,18 @@ def _add_of(name: str, parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=command.run)
 
 
+def _add_scheduler(parser: argparse.ArgumentParser) -> None:
+    importlib.import_module("topspin.cli.role").add_scheduler(parser)
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    importlib.import_module("topspin.cli.role").add_gateway(parser)
+
+
+def _add_node(parser: argparse.ArgumentParser) -> None:
+    importlib.import_module("topspin.cli.role").add_node(parser)
+
+
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     _add_of("topspin.cli.keys", parser)
 
@@ -234,6 +246,9 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "profile": ("Measure this device for topspin plan.", _add_profile),
     "quantize": ("Write a quantised checkpoint and measure its quality.", _add_quantize),
     "sensitivity": ("Predict what each layer loses in each precision.", _add_sensitivity),
+    "scheduler": ("Start the scheduler of an engine on several hosts.", _add_scheduler),
+    "gateway": ("Start a gateway of an engine on several hosts.", _add_gateway),
+    "node": ("Start one node of an engine on several hosts.", _add_node),
     "keys": ("Make the key files of an engine on several hosts, or rotate them.", _add_keys),
     "trace": ("Show what every node of a running server did lately.", _add_trace),
     "collect-env": ("Print versions and machine facts for a bug report.", _add_collect_env),

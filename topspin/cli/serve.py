@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from topspin.launch.calibrate import choose_layout
 from topspin.launch.engine import launch
 from topspin.launch.gpu_check import check_gpus
 from topspin.logs import FORMAT_VARIABLE
-from topspin.plan import EnginePlan, ServeConfig
+from topspin.plan import EnginePlan, NodeSpec, ServeConfig
 from topspin.plan_file import print_plan, read_plan
 from topspin.resolve import check_model, resolve
 from topspin.settings import check_ranges
@@ -55,12 +56,27 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.print_plan:
         print(print_plan(plan), end="")
         return 0
-    check_packages(plan)
-    check_cores(plan)
-    check_gpus([node.device for node in plan.nodes])
-    if asked.gateway.log_format is not None:
-        os.environ[FORMAT_VARIABLE] = asked.gateway.log_format
+    if plan.network is not None:
+        raise ConfigError(
+            f"--plan {arguments.plan}: `network` says that its processes are on several hosts: "
+            "start each with `topspin scheduler`, `topspin gateway` and `topspin node`"
+        )
+    check_host(plan, plan.nodes)
+    set_log_format(asked.gateway)
     return launch(serve_config(asked))
+
+
+def set_log_format(gateway: GatewaySection) -> None:
+    """Have this process's roles write their logs in the format that was asked for."""
+    if gateway.log_format is not None:
+        os.environ[FORMAT_VARIABLE] = gateway.log_format
+
+
+def check_host(plan: EnginePlan, nodes: Sequence[NodeSpec]) -> None:
+    """Raise ConfigError if this host lacks what `nodes` of `plan` need, before they start."""
+    check_packages(plan, nodes)
+    check_cores(nodes)
+    check_gpus([node.device for node in nodes])
 
 
 def asked_for(arguments: argparse.Namespace) -> Asked:
@@ -72,17 +88,22 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
     gateway = config.gateway
     if arguments.plan is not None:
         check_ranges(config)
-        plan = read_plan(arguments.plan)
-        path = resolve_model(plan.model.path)
-        model = load_model_config(path, plan.model.hf_overrides)
-        check_model(plan, facts_of(model, path))
-        check_draft_model(plan, model)
-        load_sampling_defaults(path, gateway.generation_config)
-        return Asked(plan, gateway, path)
+        return asked_by_plan(arguments.plan, gateway)
     path = resolve_model(config.model.path)
     plan = plan_of(config, path)
     for option in without_effect(arguments, plan):
         _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
+    return Asked(plan, gateway, path)
+
+
+def asked_by_plan(file: str, gateway: GatewaySection) -> Asked:
+    """Return the plan in `file`, checked against its model. Raises ConfigError."""
+    plan = read_plan(file)
+    path = resolve_model(plan.model.path)
+    model = load_model_config(path, plan.model.hf_overrides)
+    check_model(plan, facts_of(model, path))
+    check_draft_model(plan, model)
+    load_sampling_defaults(path, gateway.generation_config)
     return Asked(plan, gateway, path)
 
 
@@ -173,14 +194,14 @@ def without_effect(arguments: argparse.Namespace, plan: EnginePlan) -> list[str]
     return [field.shown_name for field in given(arguments) if field.key in ONLY_ON_GPUS]
 
 
-def check_packages(plan: EnginePlan) -> None:
-    """Raise ConfigError if `plan` needs a package that is not installed; imports none."""
+def check_packages(plan: EnginePlan, nodes: Sequence[NodeSpec]) -> None:
+    """Raise ConfigError if `nodes` need a package that is not installed; imports none."""
     if plan.link.transport == "nixl" and importlib.util.find_spec("nixl") is None:
         raise ConfigError(
             "--transport nixl: the nixl package is not installed; install it with "
             "pip install 'topspin[rdma]', or use --transport shm or tcp"
         )
-    for node in plan.nodes:
+    for node in nodes:
         if node.kernels == TRITON and importlib.util.find_spec("triton") is None:
             raise ConfigError(
                 f"the {TRITON} kernels, which {node.device} needs: the triton package is not "
@@ -188,10 +209,10 @@ def check_packages(plan: EnginePlan) -> None:
             )
 
 
-def check_cores(plan: EnginePlan) -> None:
+def check_cores(nodes: Sequence[NodeSpec]) -> None:
     """Raise ConfigError if a node has a core that this host, or this process, does not have."""
     usable = os.sched_getaffinity(0)
-    for node in plan.nodes:
+    for node in nodes:
         if missing := sorted(set(node.cores) - usable):
             raise ConfigError(
                 f"{node}: cores {missing}: this process may use {sorted(usable)} only"

@@ -32,8 +32,8 @@ from topspin import __version__
 from topspin.config import EngineConfig
 from topspin.cores import DEFAULT_LAYOUT, Between, LayoutChoice, node_environment, split_cores
 from topspin.errors import TopspinError
+from topspin.launch.commands import import_path, module_argv
 from topspin.launch.display import CompiledKernels, open_display
-from topspin.launch.engine import import_path, module_argv
 from topspin.plan import EnginePlan, NodeConfig
 from topspin.process import PARENT_PID_VARIABLE
 

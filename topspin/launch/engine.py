@@ -1,9 +1,8 @@
 """The composition root: starts an engine's roles as processes and serves until the end.
 
-Owns the table of role commands, the state that each role inherits (the engine plan in a
-memfd, the control address, OpenMP settings) and the condition for ready (the gateway answers 200 on
-/health). Knows roles by module name only and imports none of them; topspin.launch.supervisor keeps
-their processes. Called by `topspin serve`.
+Owns the table of role commands (nodes' are topspin.launch.commands'), the state that each role
+inherits (the engine plan in a memfd, the control address) and the condition for ready (the gateway
+answers 200 on /health). topspin.launch.supervisor keeps their processes. Called by `topspin serve`.
 """
 
 from __future__ import annotations
@@ -14,24 +13,20 @@ import os
 import secrets
 import shlex
 import signal
-import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-import topspin
-from topspin.cores import node_environment
 from topspin.errors import EngineError
+from topspin.launch.commands import import_path, module_argv, node_commands
 from topspin.launch.display import CompiledKernels, Display, open_display
 from topspin.launch.supervisor import RoleCommand, StopGraces, Supervisor
-from topspin.plan import EnginePlan, NodeSpec, ServeConfig
+from topspin.plan import EnginePlan, ServeConfig
 from topspin.process import CONFIG_ERROR_STATUS
 
 HEALTH_INTERVAL_S = 0.1
@@ -91,35 +86,7 @@ def role_commands(context: LaunchContext) -> list[RoleCommand]:
         pass_fds=(context.config_fd, context.port_fd),
         part="front",
     )
-    return [scheduler, *_node_commands(context), gateway]
-
-
-def _node_commands(context: LaunchContext) -> list[RoleCommand]:
-    plan = context.config.plan
-    common = ("--control", context.control, "--model", plan.model.path)
-    if plan.is_one_process:
-        argv = module_argv(
-            "topspin.launch.local_node",
-            *common,
-            "--attention-nodes",
-            str(len(plan.attention)),
-            "--expert-nodes",
-            str(len(plan.experts)),
-        )
-        environment = _node_environment(plan, plan.attention[0])
-        local = RoleCommand(name="local node", argv=argv, environment=environment)
-        return [local, *_draft_commands(plan, common)]
-    watched = ("--failover",) if plan.failover.restart else ()
-    commands = _draft_commands(plan, common)
-    for node in (*plan.experts, *plan.attention, *plan.stages):
-        own = () if node.role == "attention" else ("--transport", plan.link.transport)
-        module = "attention_nodes.stages" if node.role == "stage" else f"{node.role}_nodes"
-        if node.role == "attention" and plan.speculation and plan.speculation.model:
-            module = "draft_nodes.beside_attention"
-        argv = module_argv(module, *common, "--index", str(node.index), *own, *watched)
-        environment = _node_environment(plan, node)
-        commands.append(RoleCommand(name=str(node), argv=argv, environment=environment))
-    return commands
+    return [scheduler, *node_commands(context.config.plan, context.control), gateway]
 
 
 def with_draft_addresses(plan: EnginePlan, control: str) -> EnginePlan:
@@ -131,56 +98,6 @@ def with_draft_addresses(plan: EnginePlan, control: str) -> EnginePlan:
         for node in plan.nodes
     ]
     return msgspec.structs.replace(plan, nodes=tuple(nodes))
-
-
-def _draft_commands(plan: EnginePlan, common: Sequence[str]) -> list[RoleCommand]:
-    """Return the commands of draft nodes; the engine goes on without them."""
-    return [
-        RoleCommand(
-            name=str(node),
-            argv=module_argv("draft_nodes", *common, "--index", str(node.index)),
-            environment=_node_environment(plan, node),
-            part="helper",
-        )
-        for node in plan.drafts
-    ]
-
-
-def _node_environment(plan: EnginePlan, node: NodeSpec) -> dict[str, str]:
-    """Return the environment of the process of `node`.
-
-    A node on a device is not counted among those that share the cores: it computes on the host only
-    while it loads.
-    """
-    on_device = node.place.is_device
-    if plan.is_one_process and node.role != "draft":
-        on_device = plan.shares_device or (on_device and not plan.experts)
-    environment = node_environment(
-        os.environ,
-        num_threads=node.num_threads,
-        spin_count=plan.execution.spin_count,
-        cores=node.cores,
-        takes_turns=not (plan.is_one_process or node.cores or on_device),
-        on_device=on_device,
-    )
-    return {**import_path(os.environ), **environment}
-
-
-def module_argv(name: str, *arguments: str) -> tuple[str, ...]:
-    # -P: do not import a folder called `models` or `server` in the user's directory.
-    return (sys.executable, "-P", "-m", name, *arguments)
-
-
-def import_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return PYTHONPATH such that roles import the folders beside this package.
-
-    A source checkout is put first (an editable install would come after site-packages);
-    an installed Topspin is found as it is.
-    """
-    root = Path(topspin.__file__).resolve().parent.parent
-    if root == Path(sysconfig.get_path("purelib")).resolve():
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))}
 
 
 def launch(

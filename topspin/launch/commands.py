@@ -1,0 +1,106 @@
+"""The commands of an engine's node processes: modules, arguments and environments.
+
+Owns the mapping from a plan to what is executed for each node; knows roles by module name only and
+imports none of them. Starts nothing: topspin.launch.engine supervises these commands on one host,
+topspin.launch.role becomes one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import topspin
+from topspin.cores import node_environment
+from topspin.launch.supervisor import RoleCommand
+from topspin.plan import EnginePlan, NodeSpec
+
+
+def node_commands(plan: EnginePlan, control: str) -> list[RoleCommand]:
+    """Return the commands of all nodes of an engine on this host, in starting order."""
+    if not plan.is_one_process:
+        return [
+            node_command(plan, node, control)
+            for node in (*plan.drafts, *plan.experts, *plan.attention, *plan.stages)
+        ]
+    argv = module_argv(
+        "topspin.launch.local_node",
+        *("--control", control, "--model", plan.model.path),
+        *("--attention-nodes", str(len(plan.attention))),
+        *("--expert-nodes", str(len(plan.experts))),
+    )
+    environment = _environment(plan, plan.attention[0])
+    local = RoleCommand(name="local node", argv=argv, environment=environment)
+    return [local, *(node_command(plan, node, control) for node in plan.drafts)]
+
+
+def node_command(
+    plan: EnginePlan, node: NodeSpec, control: str, *, wires: Sequence[str] = ()
+) -> RoleCommand:
+    """Return the command of one node; `wires` are further arguments (topspin.wires).
+
+    The engine goes on without a draft node.
+    """
+    is_draft = node.role == "draft"
+    argv = module_argv(
+        _module_of(plan, node),
+        *("--control", control, "--model", plan.model.path, "--index", str(node.index)),
+        *(("--transport", plan.link.transport) if node.role in ("expert", "stage") else ()),
+        *(("--failover",) if plan.failover.restart and not is_draft else ()),
+        *wires,
+    )
+    return RoleCommand(
+        name=str(node),
+        argv=argv,
+        environment=_environment(plan, node),
+        part="helper" if is_draft else "worker",
+    )
+
+
+def _module_of(plan: EnginePlan, node: NodeSpec) -> str:
+    if node.role == "stage":
+        return "attention_nodes.stages"
+    if node.role == "attention" and plan.speculation and plan.speculation.model:
+        return "draft_nodes.beside_attention"
+    return f"{node.role}_nodes"
+
+
+def _environment(plan: EnginePlan, node: NodeSpec) -> dict[str, str]:
+    """Return the environment of the process of `node`.
+
+    A node on a device is not counted among those that share the cores: it computes on the host only
+    while it loads.
+    """
+    on_device = node.place.is_device
+    if plan.is_one_process and node.role != "draft":
+        on_device = plan.shares_device or (on_device and not plan.experts)
+    environment = node_environment(
+        os.environ,
+        num_threads=node.num_threads,
+        spin_count=plan.execution.spin_count,
+        cores=node.cores,
+        takes_turns=not (plan.is_one_process or node.cores or on_device),
+        on_device=on_device,
+    )
+    return {**import_path(os.environ), **environment}
+
+
+def module_argv(name: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs module `name`."""
+    # -P: do not import a folder called `models` or `server` in the user's directory.
+    return (sys.executable, "-P", "-m", name, *arguments)
+
+
+def import_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return PYTHONPATH such that roles import the folders beside this package.
+
+    A source checkout is put first (an editable install would come after site-packages);
+    an installed Topspin is found as it is.
+    """
+    root = Path(topspin.__file__).resolve().parent.parent
+    if root == Path(sysconfig.get_path("purelib")).resolve():
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))}

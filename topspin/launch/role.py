@@ -1,0 +1,134 @@
+"""Becomes one role of an engine of several hosts: `topspin scheduler`, `gateway`, `node`.
+
+Owns the arguments and the environment that this role gets from the plan, and the groups of keys
+that it lets in. The process is replaced by the role's own, since OpenMP and the heap read their
+environment when a process starts. Knows roles by module name only. Called by topspin.cli.role.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from topspin.errors import ConfigError
+from topspin.launch.commands import import_path, module_argv, node_command
+from topspin.launch.supervisor import RoleCommand
+from topspin.network import NetworkSpec
+from topspin.plan import EnginePlan, NodeSpec, ServeConfig
+from topspin.secure_channel import check_protected
+from topspin.wires import Wires, argv_of
+
+
+def scheduler_command(
+    config: ServeConfig, config_fd: int, *, keys: Path | None, bind: str | None
+) -> RoleCommand:
+    """Return the scheduler's command; `bind` HOST takes the place of the address's own."""
+    control = network_of(config.plan, keys).control
+    if bind is not None:
+        control = f"tcp://{bind}:{control.rpartition(':')[2]}"
+    return _server("scheduler", config_fd, control, keys)
+
+
+def gateway_command(config: ServeConfig, config_fd: int, *, keys: Path | None) -> RoleCommand:
+    """Return the command of a gateway."""
+    return _server("gateway", config_fd, network_of(config.plan, keys).control, keys)
+
+
+def _server(role: str, config_fd: int, control: str, keys: Path | None) -> RoleCommand:
+    own = argv_of(Wires(), keys=keys, group=role)
+    argv = module_argv(
+        f"server.{role}", "--config", f"/dev/fd/{config_fd}", "--control", control, *own
+    )
+    return RoleCommand(name=role, argv=argv, environment=import_path(os.environ))
+
+
+def one_node_command(
+    plan: EnginePlan, node: NodeSpec, *, keys: Path | None, advertise: str | None
+) -> RoleCommand:
+    """Return the command of `node`, which others reach at `advertise` (None: its `host`).
+
+    Raises ConfigError for a host whose address is not known.
+    """
+    network = network_of(plan, keys)
+    receives = plan.link.transport in ("tcp", "nixl") and node.role in ("expert", "stage")
+    wires = Wires(
+        host=_address_of(advertise or node.host) if receives else None,
+        peers=None if keys is None else peer_groups(plan, node),
+        trusted_network=network.trusted,
+    )
+    own = argv_of(wires, keys=keys, group=node.key_group)
+    return node_command(plan, node, network.control, wires=own)
+
+
+def peer_groups(plan: EnginePlan, node: NodeSpec) -> tuple[str, ...]:
+    """Return the groups of the nodes that exchange rows with `node`."""
+    others: dict[str, Sequence[NodeSpec]] = {
+        "attention": [*plan.experts, *plan.stages],
+        "stage": [*plan.experts, *plan.attention],
+        "expert": [*plan.attention, *plan.stages],
+        "draft": [],
+    }
+    return tuple(sorted({each.key_group for each in others[node.role]}))
+
+
+def network_of(plan: EnginePlan, keys: Path | None) -> NetworkSpec:
+    """Return the network of a plan. Raises ConfigError if it has none, or needs `keys`."""
+    if plan.network is None:
+        raise ConfigError(
+            "the plan has no `network`: `topspin serve --plan` starts all its processes; give "
+            "network.control to start them one by one"
+        )
+    if keys is None:
+        check_protected(plan.network.control, None)
+    return plan.network
+
+
+def find_node(plan: EnginePlan, role: str, index: int) -> NodeSpec:
+    """Return a node of a plan. Raises ConfigError if there is none."""
+    for node in plan.nodes:
+        if (node.role, node.index) == (role, index):
+            return node
+    known = ", ".join(str(node) for node in plan.nodes)
+    raise ConfigError(f"the plan has no {role} {index}; it has {known}")
+
+
+def index_of(text: str, hostname: str) -> int:
+    """Return the number in `text`: N, or "ordinal" or "ordinal+N" of a host named NAME-ORDINAL.
+
+    So the pods of a Kubernetes StatefulSet are nodes N, N + 1, ... Raises ConfigError.
+    """
+    number, ordinal = text, "0"
+    if text.partition("+")[0] == "ordinal":
+        number, ordinal = text.partition("+")[2] or "0", hostname.rpartition("-")[2]
+    if not all(each.isascii() and each.isdigit() for each in (number, ordinal)):
+        raise ConfigError(
+            f"--index {text}: give N, or ordinal or ordinal+N on a host whose name ends with -N "
+            f"(this one is {hostname!r})"
+        )
+    return int(number) + int(ordinal)
+
+
+def _address_of(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ConfigError(f"host {host!r} has no IPv4 address: {error.strerror}") from error
+
+
+def inherited_config(config: ServeConfig) -> int:
+    """Return a descriptor of `config` as JSON that the role's process inherits; it has no path."""
+    fd = os.memfd_create("topspin-config", 0)
+    os.write(fd, msgspec.json.encode(config))
+    return fd
+
+
+def become(command: RoleCommand) -> NoReturn:
+    """Replace this process by that of `command`."""
+    sys.stdout.flush()
+    os.execve(command.argv[0], command.argv, {**os.environ, **command.environment})
