@@ -1,0 +1,208 @@
+"""Two hosts: roles started alone, keys on every wire, a lost node, a pulled cable, new keys."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.structs import changed
+from tests.system.conftest import NUM_TOKENS, Tiny
+from tests.system.hosts import DEADLINE_S, Host, Service
+from topspin.cli.flags import read_config
+from topspin.cli.keys import make, rotate
+from topspin.cli.main import _parser
+from topspin.cli.serve import plan_of
+from topspin.config import FailoverSection
+from topspin.network import NetworkSpec
+from topspin.plan import EnginePlan
+from topspin.plan_file import print_plan
+
+CONTROL_PORT = 7400
+NUM_STREAMS = 8
+GATEWAY_FLAGS = ("--served-model-name", "tiny", "--port", "0")
+
+
+def plan_for(tiny: Tiny, host: Host) -> EnginePlan:
+    """Return a plan of 2 x 2 nodes, the second of each role on `host`."""
+    flags = ("--kv-cache-memory", "8MiB", "--layout", "shared", "--transport", "tcp")
+    counts = ("--attention-nodes", "2", "--expert-nodes", "2")
+    parsed = _parser(["serve"]).parse_args(["serve", str(tiny.path), *flags, *counts])
+    plan = plan_of(read_config(parsed), tiny.path)
+    nodes = [
+        changed(node, {"host": host.address if node.index else host.gateway}) for node in plan.nodes
+    ]
+    return changed(
+        plan,
+        {
+            "nodes": tuple(nodes),
+            "network": NetworkSpec(control=f"tcp://{host.gateway}:{CONTROL_PORT}"),
+            "failover": FailoverSection(restart=True, restart_deadline_s=60.0),
+        },
+    )
+
+
+class Engine:
+    """The services of one engine on two hosts."""
+
+    def __init__(
+        self, tiny: Tiny, directory: Path, host: Host, stack: contextlib.ExitStack
+    ) -> None:
+        self.host, self.keys = host, directory / "keys"
+        plan = plan_for(tiny, host)
+        self.plan_file = directory / "plan.yaml"
+        self.plan_file.write_text(print_plan(plan))
+        make(self.keys, sorted(plan.key_groups))
+        self.services: dict[str, Service] = {}
+
+        def start(name: str, *arguments: str, group: str, away: bool = False) -> None:
+            common = ("--plan", str(self.plan_file), "--keys", str(self.keys / group))
+            service = Service(directory, *arguments, *common, host=host if away else None)
+            self.services[name] = stack.enter_context(service)
+
+        start("scheduler", "scheduler", group="scheduler")
+        for role in ("expert", "attention"):
+            for index in (0, 1):
+                arguments = ("node", role, "--index", str(index))
+                start(f"{role} {index}", *arguments, group=role, away=index == 1)
+        self.urls = []
+        gateways = ("gateway 0", "gateway 1")
+        for name in gateways:
+            start(name, "gateway", *GATEWAY_FLAGS, group="gateway")
+        self.services["scheduler"].wait_for("scheduler: ready")
+        for name in gateways:
+            port = self.services[name].wait_for(r"listens on 127\.0\.0\.1 port (\d+)")
+            self.urls.append(f"http://127.0.0.1:{port}")
+
+    def lose_and_regain(self, name: str, *, by: Callable[[], None]) -> None:
+        """Lose a node, and wait until it serves again."""
+        scheduler = self.services["scheduler"]
+        seen = len(scheduler.output)
+        by()
+        for text in (f"lost {name}", f"{name} joined", f"{name} has loaded", "scheduler: ready"):
+            scheduler.wait_for(text, after=seen)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with contextlib.ExitStack() as stack:
+        host = stack.enter_context(Host())
+        yield Engine(tiny, tmp_path_factory.mktemp("hosts"), host, stack)
+
+
+class Load:
+    """Requests on NUM_STREAMS streams, one after the other, until left; each answer is checked."""
+
+    def __init__(self, engine: Engine, tiny: Tiny) -> None:
+        self._engine, self._tiny = engine, tiny
+        self._stop = threading.Event()
+        self.wrong: list[str] = []
+        self.num_answers = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Load:
+        self._threads = [
+            threading.Thread(target=self._send, args=(idx,)) for idx in range(NUM_STREAMS)
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+
+    def _send(self, idx: int) -> None:
+        url = self._engine.urls[idx % len(self._engine.urls)]
+        turn = idx % len(self._tiny.prompts)
+        body = {
+            "model": "tiny",
+            "prompt": self._tiny.prompts[turn],
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        with httpx.Client(timeout=DEADLINE_S) as client:
+            while not self._stop.is_set():
+                answer = client.post(f"{url}/v1/completions", json=body)
+                with self._lock:
+                    self.num_answers += 1
+                    if answer.status_code != 200:
+                        self.wrong.append(answer.text)
+                    elif answer.json()["choices"][0]["token_ids"] != self._tiny.tokens[turn]:
+                        self.wrong.append(f"other tokens: {answer.text}")
+
+    def wait_for(self, more: int) -> None:
+        """Wait until so many more requests have been answered."""
+        wanted, end_s = self.num_answers + more, time.monotonic() + DEADLINE_S
+        while self.num_answers < wanted and not self.wrong:
+            assert time.monotonic() < end_s, f"{self.num_answers} answers"
+            time.sleep(0.02)
+
+
+def test_two_by_two_nodes_with_keys_give_transformers_tokens(engine: Engine, tiny: Tiny) -> None:
+    with Load(engine, tiny) as load:
+        load.wait_for(4 * NUM_STREAMS)
+    assert load.wrong == []
+
+
+@pytest.mark.parametrize("name", ["expert 1", pytest.param("attention 1", marks=pytest.mark.slow)])
+def test_a_killed_node_on_the_other_host_costs_no_request(
+    engine: Engine, tiny: Tiny, name: str
+) -> None:
+    starts = engine.services[name].num_starts
+    with Load(engine, tiny) as load:
+        load.wait_for(NUM_STREAMS)
+        engine.lose_and_regain(name, by=engine.services[name].kill)
+        load.wait_for(4 * NUM_STREAMS)
+    assert load.wrong == []
+    assert engine.services[name].num_starts == starts + 1
+
+
+def test_a_partition_costs_no_request(engine: Engine, tiny: Tiny) -> None:
+    """Nobody is told: both ends find out by themselves, and come together again."""
+    with Load(engine, tiny) as load:
+        load.wait_for(NUM_STREAMS)
+        seen = len(engine.services["scheduler"].output)
+        engine.host.pull_cable()
+        for name in ("expert 1", "attention 1"):
+            engine.services["scheduler"].wait_for(f"lost {name}", after=seen)
+        engine.host.plug_in()
+        for name in ("expert 1", "attention 1"):
+            engine.services["scheduler"].wait_for(f"{name} has loaded", after=seen)
+        load.wait_for(4 * NUM_STREAMS)
+    assert load.wrong == []
+
+
+@pytest.mark.slow
+def test_keys_are_rotated_under_load(engine: Engine, tiny: Tiny) -> None:
+    """With a node lost after each step, which then comes back with the keys of that time."""
+    with Load(engine, tiny) as load:
+        for step in ("add", "switch", "retire"):
+            load.wait_for(NUM_STREAMS)
+            rotate(engine.keys, step)
+            engine.lose_and_regain("expert 1", by=engine.services["expert 1"].kill)
+            load.wait_for(NUM_STREAMS)
+    assert load.wrong == []
+    assert engine.services["scheduler"].num_starts == 1
+
+
+@pytest.mark.slow
+def test_a_stranger_on_the_network_is_refused(engine: Engine, tiny: Tiny, tmp_path: Path) -> None:
+    make(tmp_path / "other", ["scheduler", "gateway", "expert", "attention"])
+    common = ("--plan", str(engine.plan_file), "--keys", str(tmp_path / "other" / "expert"))
+    arguments = ("node", "expert", "--index", "1")
+    with (
+        Service(tmp_path, *arguments, *common, host=engine.host) as stranger,
+        Load(engine, tiny) as load,
+    ):
+        stranger.wait_for("keys or users differ")
+        load.wait_for(NUM_STREAMS)
+    assert load.wrong == []
