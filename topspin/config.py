@@ -529,6 +529,27 @@ class GatewaySection(Section, frozen=True, kw_only=True):
     port: Annotated[
         int, Setting("TCP port; 0 takes a free one", flag="--port", within=(0, 65535))
     ] = 8000
+    api_key_file: Annotated[
+        str | None,
+        Setting(
+            "file with the API keys that requests must bring one of, TENANT: KEY a line, read "
+            "again when it changes; for a single key set $TOPSPIN_API_KEY or --api-key; none",
+            flag="--api-key-file FILE",
+            none="none",
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        Setting("PEM file with the key of --ssl-certfile", flag="--ssl-keyfile FILE", none="none"),
+    ] = None
+    ssl_certfile: Annotated[
+        str | None,
+        Setting(
+            "PEM file with the certificates of this server, which then speaks TLS; none",
+            flag="--ssl-certfile FILE",
+            none="none",
+        ),
+    ] = None
     generation_config: Annotated[
         str,
         Setting(

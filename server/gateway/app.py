@@ -25,6 +25,7 @@ from server.gateway.answers.wire import ModelCard, ModelList
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.errors import MESSAGES, ModelNotFound, error_response, truncated
 from server.gateway.handler import GenerationHandler
+from server.gateway.http.auth import ApiKeys, Authentication
 from server.gateway.http.exchange import Exchanges
 from server.gateway.openapi.routes import documentation_routes
 from server.gateway.operations.health import ProgressWatch
@@ -50,11 +51,13 @@ def create_app(
     formats: MessageFormats,
     allowed_origins: Sequence[str] = (),
     access_log: bool = True,
+    keys: ApiKeys | None = None,
 ) -> ASGIApp:
     """Return the application. The caller runs `engine.run()` concurrently.
 
-    `formats`: what can be read in the model's text. Pages of `allowed_origins` (`*`: all) may call
-    it from a browser (CORS). `access_log`: each request is logged at its end.
+    `keys`: those of which a request must have one (None or empty: it needs none). `formats`: what
+    can be read in the model's text. Pages of `allowed_origins` (`*`: all) may call it from a
+    browser (CORS). `access_log`: each request is logged at its end.
     """
     metrics = GatewayMetrics(model.names[0])
     handler = GenerationHandler(
@@ -103,7 +106,8 @@ def create_app(
             ClientGone: _answer_nobody,
         },
     )
-    return Exchanges(app, access_log=access_log)
+    checked = Authentication(app, keys, preflights=bool(allowed_origins)) if keys else app
+    return Exchanges(checked, access_log=access_log)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

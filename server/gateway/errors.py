@@ -40,6 +40,7 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
 PUBLIC_MESSAGES = {
     NodeLost.code: "a node that held the request was lost",
     StepFailed.code: "a step that carried the request failed",
@@ -124,7 +125,7 @@ def describe(error: Exception) -> Failure[ErrorBody]:
             code=None if generic else error.code,
         )
     if isinstance(error, HTTPException):
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        code = HTTP_CODES.get(error.status_code)
         return _failure(error.status_code, message=str(error.detail), param=None, code=code)
     _log.error("a request failed by a bug", exc_info=error)
     return _failure(500, message=INTERNAL_ERROR, param=None, code="internal_error")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,7 +104,9 @@ class GenerationHandler:
     template: ChatTemplate | None
     metrics: GatewayMetrics
     formats: MessageFormats
-    responses: ResponseStore = field(default_factory=ResponseStore)
+    responses: defaultdict[str, ResponseStore] = field(
+        default_factory=lambda: defaultdict(ResponseStore)
+    )
     threads: PreparationThreads = field(default_factory=PreparationThreads)
 
     async def chat(self, request: Request) -> Response:
@@ -120,17 +123,22 @@ class GenerationHandler:
 
     async def respond(self, request: Request) -> Response:
         """Answer POST /v1/responses."""
-        return await self._answer(request, self._prepare_response, id_prefix="resp_", is_kept=True)
+        prepare = partial(self._prepare_response, self._responses_of(request))
+        return await self._answer(request, prepare, id_prefix="resp_", is_kept=True)
 
     async def stored_response(self, request: Request) -> Response:
         """Answer GET and DELETE /v1/responses/{id}."""
-        response_id = request.path_params["response_id"]
+        response_id, responses = request.path_params["response_id"], self._responses_of(request)
         if request.method == "DELETE":
-            self.responses.remove(response_id)
+            responses.remove(response_id)
             gone = msgspec.json.encode(ResponseDeleted(id=response_id))
             return Response(gone, media_type="application/json")
-        body = self.responses.get(response_id).body
+        body = responses.get(response_id).body
         return Response(body, media_type="application/json")
+
+    def _responses_of(self, request: Request) -> ResponseStore:
+        """Return the stored responses of the request's tenant."""
+        return self.responses[exchange_of(request.scope).tenant]
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer POST /v1/messages/count_tokens: the prompt's tokens, without generating any."""
@@ -151,18 +159,16 @@ class GenerationHandler:
     def _prepare_count(self, data: bytes) -> Prepared:
         return self._prepared_chat(decode_count(data), _to_messages, is_counted=True)
 
-    def _prepare_response(self, data: bytes) -> Prepared:
+    def _prepare_response(self, responses: ResponseStore, data: bytes) -> Prepared:
         request, chat = decode_response(data)
         messages, num_bytes = chat.messages, len(data)
         if request.previous_response_id is not None:
-            previous = self.responses.get(
-                request.previous_response_id, param="previous_response_id"
-            )
+            previous = responses.get(request.previous_response_id, param="previous_response_id")
             messages = following(previous.messages, messages)
             num_bytes += previous.num_bytes
         keep = None
         if request.store is not False:
-            keep = partial(self.responses.keep, messages=messages, num_bytes=num_bytes)
+            keep = partial(responses.keep, messages=messages, num_bytes=num_bytes)
 
         def replies(_: ChatPrompt, params: RequestParams) -> MakeReplies:
             return partial(
@@ -318,7 +324,7 @@ class GenerationHandler:
                         request_id=engine_id(exchange.request_id, number, index),
                         prompt=packed,
                         sampling=params.sampling_of(nth, max_tokens=budget),
-                        cache_salt=params.cache_salt,
+                        cache_salt=exchange.salted(params.cache_salt),
                         priority=params.priority,
                     )
                 )

@@ -28,12 +28,14 @@ from models.config import load_model_config
 from models.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
-from server.gateway.http.listener import BACKLOG, HttpServer, bind, http_config
+from server.gateway.http.auth import keys_of
+from server.gateway.http.listener import BACKLOG, HttpServer, bind, check_tls, http_config
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.sampling_defaults import load_sampling_defaults
 from server.gateway.requests.tools import message_formats
 from topspin import __version__
 from topspin.channel import AsyncControlClient
+from topspin.config import GatewaySection
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 from topspin.logs import start_logging
 from topspin.messages import Hello
@@ -95,6 +97,7 @@ async def serve(
     the scheduler refuses this gateway. A scheduler that is lost does not end the gateway: it
     answers 503 until it is connected again or its supervisor stops it.
     """
+    check_tls(config.gateway)
     with contextlib.closing(bind(config.gateway)) as listener:
         engine = EngineClient(connect())
         try:
@@ -107,8 +110,7 @@ async def serve(
                 with os.fdopen(port_fd, "w") as announcement:
                     announcement.write(f"{port}\n")
             reading = _stay_connected(engine, connect=connect, index=index)
-            drain_s = config.gateway.shutdown_timeout_s
-            await _serve_http(app, engine, listener, reading=reading, drain_s=drain_s)
+            await _serve_http(app, engine, listener, reading=reading, section=config.gateway)
         finally:
             engine.connection.close()
 
@@ -162,6 +164,7 @@ def build_app(config: ServeConfig, engine: EngineClient) -> ASGIApp:
         progress_deadline_s=config.plan.link.deadline_s + PROGRESS_MARGIN_S,
         allowed_origins=config.gateway.allowed_origins,
         access_log=config.gateway.access_log,
+        keys=keys_of(config.gateway),
     )
 
 
@@ -171,11 +174,11 @@ async def _serve_http(
     listener: socket.socket,
     *,
     reading: Coroutine[None, None, None],
-    drain_s: float,
+    section: GatewaySection,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    server = HttpServer(http_config(app), lambda: loop.call_soon_threadsafe(stop.set))
+    server = HttpServer(http_config(app, section), lambda: loop.call_soon_threadsafe(stop.set))
     http = asyncio.create_task(server.serve(sockets=[listener]))
     reader = asyncio.create_task(reading)
     stopping = asyncio.create_task(stop.wait())
@@ -184,7 +187,7 @@ async def _serve_http(
         if reader.done():
             reader.result()  # always raises: it ends only by an error
         engine.drain()
-        await _until_idle(engine, drain_s)
+        await _until_idle(engine, section.shutdown_timeout_s)
         engine.fail_all(EngineUnavailable("the server is shutting down"))
         server.should_exit = True
         await http

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 
 from topspin.cli.chat_settings import SETTINGS
+from topspin.cli.flags import key_header
 from topspin.errors import TopspinError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -53,6 +54,7 @@ class ChatClient:
         self._url = url
         self._http = httpx.Client(
             base_url=url.rstrip("/"),
+            headers=key_header(),
             timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             transport=transport,
         )

@@ -8,9 +8,11 @@ topspin.config. Called by topspin.cli.main and topspin.cli.serve.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import types
 from collections.abc import Callable
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -18,6 +20,10 @@ from models.hub import DEFAULT_MODEL
 from topspin.config import EngineConfig, GatewaySection
 from topspin.errors import ConfigError
 from topspin.settings import Field, check_ranges, fields_of
+
+API_KEY_FLAG: Final = "--api-key"
+API_KEY_VARIABLE: Final = "TOPSPIN_API_KEY"
+"""Read by server.gateway.http.auth, and by the commands that are clients of a server."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +57,39 @@ def add_section(parser: argparse.ArgumentParser, name: str) -> None:
     for field in fields_of(EngineConfig):
         if field.section == name and field.setting.flag is not None:
             group.add_argument(field.shown_name, **_argument(field))
+    if name == "gateway":
+        group.add_argument(
+            API_KEY_FLAG,
+            metavar="KEY",
+            help="the API key that requests must bring; better set the variable "
+            f"{API_KEY_VARIABLE}, which no list of processes shows",
+        )
+
+
+def hide_api_key(arguments: argparse.Namespace) -> None:
+    """Start this process again with the key of --api-key in its environment, if one was given.
+
+    Its command line, which all users of the host may see, has the key only until then. Raises
+    ConfigError for an empty key.
+    """
+    if arguments.api_key is None:
+        return
+    if not arguments.api_key:
+        raise ConfigError(f"{API_KEY_FLAG}: the key is empty")
+    words, kept = iter(sys.orig_argv[1:]), []
+    for word in words:
+        if word == API_KEY_FLAG:
+            next(words)
+        elif not word.startswith(f"{API_KEY_FLAG}="):
+            kept.append(word)
+    os.environ[API_KEY_VARIABLE] = arguments.api_key
+    os.execv(sys.executable, [sys.executable, *kept])
+
+
+def key_header() -> dict[str, str]:
+    """Return the header with the key of this process's environment, for a client."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def read_gateway(arguments: argparse.Namespace) -> GatewaySection:

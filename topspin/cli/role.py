@@ -10,8 +10,14 @@ import argparse
 import socket
 from pathlib import Path
 
-from topspin.cli.flags import add_section, read_gateway
-from topspin.cli.serve import asked_by_plan, check_host, serve_config, set_log_format
+from topspin.cli.flags import add_section, hide_api_key, read_gateway
+from topspin.cli.serve import (
+    asked_by_plan,
+    check_host,
+    check_http,
+    serve_config,
+    set_log_format,
+)
 from topspin.config import GatewaySection
 from topspin.launch.role import (
     become,
@@ -71,7 +77,9 @@ def run_scheduler(parsed: argparse.Namespace) -> int:
 
 def run_gateway(parsed: argparse.Namespace) -> int:
     """Become a gateway of the plan's engine. Raises ConfigError."""
+    hide_api_key(parsed)
     gateway = read_gateway(parsed)
+    check_http(gateway)
     config = serve_config(asked_by_plan(parsed.plan, gateway))
     set_log_format(gateway)
     become(gateway_command(config, inherited_config(config), keys=parsed.keys))

@@ -19,7 +19,7 @@ from models.config import ModelConfig, load_model_config
 from models.facts import facts_of
 from models.hub import resolve_model
 from server.gateway.requests.sampling_defaults import load_sampling_defaults
-from topspin.cli.flags import given, read_config
+from topspin.cli.flags import given, hide_api_key, read_config
 from topspin.config import EngineConfig, GatewaySection
 from topspin.cores import LayoutChoice
 from topspin.devices import TRITON
@@ -51,6 +51,7 @@ def serve(arguments: argparse.Namespace) -> int:
     With `--print-plan`, print its plan instead. Raises ConfigError before any process is started,
     EngineError if one cannot be.
     """
+    hide_api_key(arguments)
     asked = asked_for(arguments)
     plan = asked.plan
     if arguments.print_plan:
@@ -62,8 +63,19 @@ def serve(arguments: argparse.Namespace) -> int:
             "start each with `topspin scheduler`, `topspin gateway` and `topspin node`"
         )
     check_host(plan, plan.nodes)
+    check_http(asked.gateway)
     set_log_format(asked.gateway)
     return launch(serve_config(asked))
+
+
+def check_http(gateway: GatewaySection) -> None:
+    """Raise ConfigError for keys or certificates that cannot be used, or are missing."""
+    # Only now: other commands need no HTTP server.
+    from server.gateway.http.auth import keys_of
+    from server.gateway.http.listener import check_tls
+
+    keys_of(gateway)
+    check_tls(gateway)
 
 
 def set_log_format(gateway: GatewaySection) -> None:

@@ -13,6 +13,7 @@ import os
 import secrets
 import shlex
 import signal
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from topspin.config import GatewaySection
 from topspin.errors import EngineError
 from topspin.launch.commands import import_path, module_argv, node_commands
 from topspin.launch.display import CompiledKernels, Display, open_display
@@ -227,7 +229,9 @@ class EngineStart:
         """Return the text that tells a person how to reach the engine."""
         plan, model = self._config.plan, self._config.gateway.served_names[0]
         assert self._port is not None, "follow() first"
-        url = gateway_url(self._config.gateway.host, self._port)
+        gateway = self._config.gateway
+        scheme = "http" if gateway.ssl_certfile is None else "https"
+        url = gateway_url(gateway.host, self._port, scheme=scheme)
         example = msgspec.json.encode(
             {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
         ).decode()
@@ -263,7 +267,7 @@ class EngineStart:
                     f"the gateway reported {self._port_text!r} instead of its port"
                 ) from error
         host = _reachable_host(self._config.gateway.host)
-        connection = http.client.HTTPConnection(host, self._port, timeout=HEALTH_TIMEOUT_S)
+        connection = _connection(self._config.gateway, host, self._port)
         try:
             connection.request("GET", "/health")
             response = connection.getresponse()
@@ -288,7 +292,17 @@ def _reachable_host(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def gateway_url(host: str, port: int) -> str:
+def _connection(gateway: GatewaySection, host: str, port: int) -> http.client.HTTPConnection:
+    """Return a connection for /health, which needs no key; a certificate may be any."""
+    if gateway.ssl_certfile is None:
+        return http.client.HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return http.client.HTTPSConnection(host, port, timeout=HEALTH_TIMEOUT_S, context=context)
+
+
+def gateway_url(host: str, port: int, *, scheme: str = "http") -> str:
     """Return the URL at which this machine reaches a gateway that listens on `host`."""
     reachable = _reachable_host(host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    place = f"[{reachable}]" if ":" in reachable else reachable
+    return f"{scheme}://{place}:{port}"

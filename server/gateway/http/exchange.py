@@ -7,6 +7,7 @@ no JSON; wraps the application as ASGI middleware, server.gateway.handler fills 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import time
@@ -37,17 +38,25 @@ class Exchange:
     """One request and its answer. `is_named`: the id is the header's, so the body's is not used.
 
     `send` is the connection's own, without middleware: what is sent of an answer after its start
-    needs none. The counts are None unless it generates.
+    needs none. `tenant` is whose key it came with; "": keys are not asked for. The counts are None
+    unless it generates.
     """
 
     request_id: str
     is_named: bool
     send: Send
+    tenant: str = ""
     started_s: float = field(default_factory=time.monotonic)
     status: int | None = None
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
     ttft_s: float | None = None
+
+    def salted(self, salt: str) -> str:
+        """Return the salt of what may be cached for this request: no two tenants have the same."""
+        if not self.tenant:
+            return salt
+        return hashlib.sha256(f"{self.tenant}\0{salt}".encode()).hexdigest()
 
     def name(self, request_id: str | None) -> str:
         """Take the id in a request's body, if it has one and the header had none; return the id."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 from types import FrameType
 
@@ -65,10 +66,28 @@ def bind(section: GatewaySection) -> socket.socket:
     return listener
 
 
-def http_config(app: ASGIApp) -> uvicorn.Config:
+def check_tls(section: GatewaySection) -> None:
+    """Raise ConfigError for a certificate and a key that cannot be used together."""
+    certificate, key = section.ssl_certfile, section.ssl_keyfile
+    if certificate is None and key is None:
+        return
+    if certificate is None or key is None:
+        raise ConfigError("--ssl-certfile and --ssl-keyfile: give both, or none")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--ssl-certfile {certificate}, --ssl-keyfile {key}: not used: {reason}"
+        ) from error
+
+
+def http_config(app: ASGIApp, section: GatewaySection) -> uvicorn.Config:
     """Return uvicorn's configuration for `app`."""
     return uvicorn.Config(
         app,
+        ssl_certfile=section.ssl_certfile,
+        ssl_keyfile=section.ssl_keyfile,
         http=HttpProtocol,
         ws="none",
         lifespan="off",

@@ -24,6 +24,7 @@ from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
+from server.gateway.http.auth import ApiKeys
 from server.gateway.http.listener import http_config
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.sampling_defaults import SamplingDefaults
@@ -217,6 +218,7 @@ def make_app(
     retrieval: RetrievalPolicy | None = None,
     formats: MessageFormats | None = None,
     access_log: bool = True,
+    keys: ApiKeys | None = None,
 ) -> ASGIApp:
     """Return the application over `engine` and the tiny model."""
     return create_app(
@@ -236,6 +238,7 @@ def make_app(
         progress_deadline_s=progress_deadline_s,
         allowed_origins=allowed_origins,
         access_log=access_log,
+        keys=keys,
     )
 
 
@@ -284,6 +287,7 @@ async def loopback(
     *,
     max_request_tokens: int = MAX_REQUEST_TOKENS,
     deadline_s: float | None = DEADLINE_S,
+    section: GatewaySection | None = None,
     **options: Any,
 ) -> AsyncIterator[int]:
     """Serve over real sockets, in this loop; yields the port. `options` are those of make_app."""
@@ -291,7 +295,9 @@ async def loopback(
     reader = asyncio.create_task(engine.run())
     fake.become_ready(max_request_tokens)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = LoopbackServer(http_config(make_app(engine, **options)))
+        server = LoopbackServer(
+            http_config(make_app(engine, **options), section or GatewaySection())
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with asyncio.timeout(deadline_s):

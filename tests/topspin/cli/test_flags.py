@@ -54,6 +54,9 @@ FLAGS = [
     "--served-model-name",
     "--host",
     "--port",
+    "--api-key-file",
+    "--ssl-keyfile",
+    "--ssl-certfile",
     "--generation-config",
     "--chat-template",
     "--enable-auto-tool-choice",
@@ -63,6 +66,7 @@ FLAGS = [
     "--access-log",
     "--log-format",
     "--shutdown-timeout",
+    "--api-key",
     "--restart",
     "--restart-deadline",
 ]
@@ -115,6 +119,9 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--redundant-experts 5", "balance.redundant_experts", 5),
     ("--host 0.0.0.0", "gateway.host", "0.0.0.0"),
     ("--port 0", "gateway.port", 0),
+    ("--api-key-file /keys", "gateway.api_key_file", "/keys"),
+    ("--ssl-keyfile /key", "gateway.ssl_keyfile", "/key"),
+    ("--ssl-certfile /cert", "gateway.ssl_certfile", "/cert"),
     ("--generation-config none", "gateway.generation_config", "none"),
     ("--chat-template /t.jinja", "gateway.chat_template", "/t.jinja"),
     ("--no-enable-auto-tool-choice", "gateway.enable_auto_tool_choice", False),
@@ -151,8 +158,10 @@ def test_the_flags_are_these() -> None:
     add_arguments(parser)
     flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
     assert flags == FLAGS
-    assert len(flags) <= 44
-    assert {flag.split()[0].replace("--no-", "--") for flag, _, _ in SETTINGS} == set(FLAGS[2:])
+    assert len(flags) <= 48
+    assert {flag.split()[0].replace("--no-", "--") for flag, _, _ in SETTINGS} | {
+        "--api-key"
+    } == set(FLAGS[2:])
 
 
 def test_a_flag_sets_its_setting_and_no_other() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from topspin.cli.flags import key_header
 from topspin.cli.trace.accounts import accounts_of, explained
 from topspin.cli.trace.drafts import drafting_of
 from topspin.cli.trace.export import chrome_trace
@@ -46,7 +47,12 @@ def trace(*, url: str, seconds: float, output: Path, png: Path | None) -> int:
 def fetch(url: str, seconds: float) -> Trace:
     """Return the answer of GET /trace; raises ConfigError or EngineUnavailable."""
     try:
-        answer = httpx.get(f"{url}/trace", params={"seconds": seconds}, timeout=TIMEOUT_S)
+        answer = httpx.get(
+            f"{url}/trace",
+            params={"seconds": seconds},
+            headers=key_header(),
+            timeout=TIMEOUT_S,
+        )
     except httpx.HTTPError as error:
         raise EngineUnavailable(f"{url}: {error or type(error).__name__}") from error
     except httpx.InvalidURL as error:

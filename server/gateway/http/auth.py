@@ -1,0 +1,197 @@
+"""Who may call the API: keys, the tenants that they belong to, and addresses that need keys.
+
+Owns the reading of keys (the variable TOPSPIN_API_KEY, and a file that is read again when it
+changes) and the check of every request, as ASGI middleware around the whole application, so that no
+route can be forgotten. Knows no route but /health. Called by server.gateway.service.
+
+What a tenant caches and stores is not shared with another: see Exchange.salted and the handler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.gateway.errors import MESSAGES, error_response
+from server.gateway.http.exchange import exchange_of
+from topspin.config import GatewaySection
+from topspin.errors import ConfigError
+
+KEY_VARIABLE: Final = "TOPSPIN_API_KEY"
+DEFAULT_TENANT: Final = "default"
+# Probes have no key; the answer tells the engine's state only.
+OPEN_PATHS: Final = frozenset({"/health"})
+MIN_KEY_CHARS: Final = 16
+_MAX_FILE_BYTES: Final = 2**20
+_MAX_CREDENTIAL_BYTES: Final = 4096
+
+_log = logging.getLogger("gateway")
+
+
+class ApiKeys:
+    """The keys that are valid now, and their tenants."""
+
+    def __init__(self, key: str | None, file: Path | None) -> None:
+        """`key` is the default tenant's. Raises ConfigError for keys that cannot be used."""
+        self._own = {} if not key else {_digest(_checked(key, KEY_VARIABLE)): DEFAULT_TENANT}
+        self._file = file
+        self._seen: tuple[int, int] | None = None
+        self._read: Mapping[bytes, str] = {}
+        if file is not None:
+            self._seen, self._read = _stamp(file), read_key_file(file)
+
+    def __bool__(self) -> bool:
+        return bool(self._own) or self._file is not None
+
+    def tenant_of(self, key: bytes) -> str | None:
+        """Return the tenant of `key`, or None; takes as long for any key."""
+        self._read_again()
+        digest, found = hashlib.sha256(key).digest(), None
+        for known, tenant in (*self._own.items(), *self._read.items()):
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+    def _read_again(self) -> None:
+        if self._file is None:
+            return
+        try:
+            if (stamp := _stamp(self._file)) != self._seen:
+                self._read = read_key_file(self._file)
+                self._seen = stamp
+                _log.info("gateway: API keys read again")
+        except ConfigError as error:
+            _log.warning("gateway: API keys not read again: %s", error)
+
+
+def read_key_file(file: Path) -> dict[bytes, str]:
+    """Return the digests of the keys in `file`, with their tenants.
+
+    A line is "TENANT: KEY", a tenant may have several; lines that are empty or begin with # are
+    skipped. Raises ConfigError naming the line, never its content.
+    """
+    try:
+        if stat.S_IMODE(file.stat().st_mode) & stat.S_IRWXO:
+            raise ConfigError(f"--api-key-file {file}: its mode lets all users in; use 0440")
+        text = file.read_bytes()[: _MAX_FILE_BYTES + 1].decode()
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {file}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"--api-key-file {file}: it is not UTF-8") from None
+    if len(text) > _MAX_FILE_BYTES:
+        raise ConfigError(f"--api-key-file {file}: more than {_MAX_FILE_BYTES} bytes")
+    found: dict[bytes, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        where = f"--api-key-file {file}, line {number}"
+        tenant, separator, key = (each.strip() for each in line.partition(":"))
+        if not (tenant and separator):
+            raise ConfigError(f"{where}: it is not TENANT: KEY")
+        digest = _digest(_checked(key, where))
+        if found.setdefault(digest, tenant) != tenant:
+            raise ConfigError(f"{where}: another tenant has the same key")
+    if not found:
+        raise ConfigError(f"--api-key-file {file}: it has no keys")
+    return found
+
+
+def _checked(key: str, where: str) -> str:
+    if len(key) < MIN_KEY_CHARS or not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(
+            f"{where}: a key has at least {MIN_KEY_CHARS} printable ASCII characters, no blanks"
+        )
+    return key
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {file}: {error.strerror}") from error
+    return status.st_mtime_ns, status.st_ino
+
+
+def keys_of(section: GatewaySection) -> ApiKeys:
+    """Return the keys of the HTTP side. Raises ConfigError if others can reach it without one."""
+    file = None if section.api_key_file is None else Path(section.api_key_file)
+    keys = ApiKeys(os.environ.get(KEY_VARIABLE), file)
+    if not keys and not _is_loopback(section.host):
+        raise ConfigError(
+            f"--host {section.host}: other hosts can reach it, so it needs keys: set the variable "
+            f"{KEY_VARIABLE}, or give --api-key or --api-key-file"
+        )
+    return keys
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Authentication:
+    """ASGI middleware, inside of Exchanges: refuses requests without a valid key.
+
+    With `preflights`, OPTIONS are let through: browsers send them without a key, and the
+    application's own middleware answers them.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, *, preflights: bool = False) -> None:
+        self._app = app
+        self._keys = keys
+        self._preflights = preflights
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request (ASGI)."""
+        app = self._app
+        if scope["type"] == "http" and not self._is_open(scope):
+            credential = _credential(scope["headers"])
+            tenant = None if credential is None else self._keys.tenant_of(credential)
+            if tenant is None:
+                app = _refusal(scope["path"])
+            else:
+                exchange_of(scope).tenant = tenant
+        await app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        is_preflight = self._preflights and scope["method"] == "OPTIONS"
+        return is_preflight or scope["path"] in OPEN_PATHS
+
+
+def _credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the key that a request brings: OpenAI's way, or Anthropic's; None: not exactly one."""
+    given = [
+        (name, value.strip()) for name, value in headers if name in (b"authorization", b"x-api-key")
+    ]
+    if len(given) != 1 or len(given[0][1]) > _MAX_CREDENTIAL_BYTES:
+        return None
+    [(name, value)] = given
+    if name == b"x-api-key":
+        return value or None
+    scheme, _, key = value.partition(b" ")
+    return key.strip() or None if scheme.lower() == b"bearer" else None
+
+
+def _refusal(path: str) -> ASGIApp:
+    error = HTTPException(
+        401,
+        "a valid API key is needed: `Authorization: Bearer KEY`, or `x-api-key: KEY`",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+    return error_response(error, to_anthropic=path.startswith(MESSAGES))

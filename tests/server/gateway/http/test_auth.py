@@ -1,0 +1,288 @@
+"""API keys: every route asks for one, tenants share nothing, and what is open needs none."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import functools
+import ssl
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from starlette.routing import Route
+
+from server.gateway.engine_client import EngineClient
+from server.gateway.http.auth import KEY_VARIABLE, ApiKeys, keys_of
+from server.gateway.http.listener import check_tls
+from tests.server.gateway.fakes import MODEL_NAME, FakeEngine, gateway, loopback, make_app, saying
+from topspin.config import GatewaySection
+from topspin.errors import ConfigError
+
+OURS, THEIRS = "sk-ours-0123456789", "sk-theirs-0123456789"
+BODY = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Return a test that runs `test` in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    file.write_text(
+        f"# two tenants\n\nours: {OURS}\nours: sk-old-0123456789abc\ntheirs: {THEIRS}\n"
+    )
+    file.chmod(0o440)
+    return file
+
+
+@pytest.fixture
+def keys(file: Path) -> ApiKeys:
+    return ApiKeys(None, file)
+
+
+@in_loop
+async def test_every_route_but_health_needs_a_key(keys: ApiKeys) -> None:
+    fake = FakeEngine()
+    app: Any = make_app(EngineClient(fake))
+    routes = {
+        (route.path.replace("{name:path}", "x").replace("{response_id}", "x"), method)
+        for route in app._app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    }
+    assert len(routes) > 20
+    async with gateway(fake, keys=keys) as client:
+        for path, method in (*sorted(routes), ("/nowhere", "GET"), ("//health", "GET")):
+            answer = await client.request(method, path)
+            if path == "/health":
+                assert answer.status_code in (200, 405)
+                continue
+            assert answer.status_code == 401, (path, method)
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            assert answer.headers["X-Request-Id"]
+            body = answer.json() if method != "HEAD" else None
+            if path.startswith("/v1/messages") and body:
+                assert body["error"]["type"] == "authentication_error"
+            elif body:
+                assert body["error"]["code"] == "invalid_api_key"
+    assert fake.added == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("Authorization", f"Bearer {OURS}x")],
+        [("Authorization", OURS)],
+        [("Authorization", f"Basic {OURS}")],
+        [("Authorization", "Bearer ")],
+        [("Authorization", "")],
+        [("Authorization", f"Bearer {OURS}"), ("Authorization", f"Bearer {OURS}")],
+        [("Authorization", f"Bearer {OURS}"), ("x-api-key", OURS)],
+        [("x-api-key", "")],
+        [("x-api-key", "\xff\xfe")],
+        [("x-api-key", "k" * 10_000)],
+    ],
+)
+@in_loop
+async def test_other_credentials_are_refused(keys: ApiKeys, headers: list[tuple[str, str]]) -> None:
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    async with gateway(FakeEngine(), keys=keys) as client:
+        answer = await client.get("/v1/models", headers=raw)
+    assert answer.status_code == 401
+    assert OURS not in answer.text
+
+
+@pytest.mark.parametrize(
+    "headers", [bearer(OURS), {"x-api-key": OURS}, {"authorization": f"bearer  {OURS}"}]
+)
+@in_loop
+async def test_a_valid_key_is_let_in(keys: ApiKeys, headers: dict[str, str]) -> None:
+    async with gateway(FakeEngine(), keys=keys) as client:
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def salt_of(keys: ApiKeys | None, key: str | None, **fields: object) -> str:
+    """Return the salt with which the engine caches a request."""
+    fake = FakeEngine(saying("hello", finish_reason="stop"))
+    async with gateway(fake, keys=keys) as client:
+        headers = {} if key is None else bearer(key)
+        answer = await client.post("/v1/chat/completions", json={**BODY, **fields}, headers=headers)
+        assert answer.status_code == 200, answer.text
+    (request,) = fake.added
+    return request.cache_salt
+
+
+@in_loop
+async def test_tenants_share_no_cached_prefix(keys: ApiKeys) -> None:
+    ours = await salt_of(keys, OURS)
+    assert ours == await salt_of(keys, "sk-old-0123456789abc")
+    theirs = await salt_of(keys, THEIRS)
+    chosen = await salt_of(keys, THEIRS, cache_salt=ours)
+    named = await salt_of(keys, THEIRS, cache_salt="a")
+    assert len({ours, theirs, chosen, named, await salt_of(keys, OURS, cache_salt="a"), ""}) == 6
+    assert await salt_of(None, None) == ""
+    assert await salt_of(None, None, cache_salt="a") == "a"
+
+
+@in_loop
+async def test_tenants_do_not_see_each_others_responses(keys: ApiKeys) -> None:
+    body = {"model": MODEL_NAME, "input": "hi", "max_output_tokens": 2}
+    fake = FakeEngine(saying("hello", finish_reason="stop"))
+    async with gateway(fake, keys=keys) as client:
+        answer = await client.post("/v1/responses", json=body, headers=bearer(OURS))
+        assert answer.status_code == 200, answer.text
+        path = f"/v1/responses/{answer.json()['id']}"
+        assert (await client.get(path, headers=bearer(THEIRS))).status_code == 404
+        assert (await client.delete(path, headers=bearer(THEIRS))).status_code == 404
+        following = {**body, "previous_response_id": answer.json()["id"]}
+        for key, status in ((THEIRS, 404), (OURS, 200)):
+            found = await client.post("/v1/responses", json=following, headers=bearer(key))
+            assert found.status_code == status, found.text
+        assert (await client.get(path, headers=bearer(OURS))).status_code == 200
+
+
+@in_loop
+async def test_browsers_ask_without_a_key_what_they_may_send(keys: ApiKeys) -> None:
+    preflight = {
+        "Origin": "http://ui.test",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    async with gateway(FakeEngine(), keys=keys, allowed_origins=["http://ui.test"]) as client:
+        answer = await client.options("/v1/chat/completions", headers=preflight)
+        assert answer.status_code == 200
+        assert answer.headers["Access-Control-Allow-Origin"] == "http://ui.test"
+        assert (await client.options("/v1/models")).status_code == 405
+        refused = await client.get("/v1/models", headers={"Origin": "http://ui.test"})
+        assert refused.status_code == 401
+
+
+@in_loop
+async def test_a_changed_file_is_read_again(keys: ApiKeys, file: Path) -> None:
+    def replace(text: str) -> None:
+        new = file.with_name("new")
+        new.write_text(text)
+        new.chmod(0o440)
+        new.replace(file)
+
+    async with gateway(FakeEngine(), keys=keys) as client:
+        replace("theirs: sk-new-0123456789\n")
+        assert (await client.get("/v1/models", headers=bearer(OURS))).status_code == 401
+        assert (await client.get("/v1/models", headers=bearer("sk-new-0123456789"))).is_success
+        replace("nonsense\n")  # the last keys that could be read stay
+        assert (await client.get("/v1/models", headers=bearer("sk-new-0123456789"))).is_success
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it has no keys"),
+        ("# only words\n", "it has no keys"),
+        (f"a: {OURS}\n{THEIRS}\n", "line 2: it is not TENANT: KEY"),
+        ("a: short\n", "line 1: a key has at least 16 printable"),
+        ("a: 0123456789 0123456789\n", "line 1: a key has at least 16 printable"),
+        (f"a: {OURS}\nb: {OURS}\n", "line 2: another tenant has the same key"),
+    ],
+)
+def test_files_that_are_wrong(file: Path, text: str, message: str) -> None:
+    file.chmod(0o640)
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        ApiKeys(None, file)
+    assert OURS not in str(caught.value)
+
+
+def test_a_file_that_all_may_read_or_that_is_missing(file: Path) -> None:
+    file.chmod(0o444)
+    with pytest.raises(ConfigError, match="its mode lets all users in"):
+        ApiKeys(None, file)
+    with pytest.raises(ConfigError, match="No such file"):
+        ApiKeys(None, file.with_name("none"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_a_host_that_others_reach_needs_keys(
+    host: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=r"--host .*: other hosts can reach it, so it needs keys"):
+        keys_of(GatewaySection(host=host))
+    assert keys_of(GatewaySection(host=host, api_key_file=str(file)))
+    assert not keys_of(GatewaySection())
+    monkeypatch.setenv(KEY_VARIABLE, OURS)
+    assert keys_of(GatewaySection(host=host)).tenant_of(OURS.encode()) == "default"
+    monkeypatch.setenv(KEY_VARIABLE, "short")
+    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE}: a key has at least"):
+        keys_of(GatewaySection(host=host))
+
+
+class Certificate:
+    """A certificate for 127.0.0.1 that signs itself, and its key, as files."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.certificate, self.key = directory / f"{name}.pem", directory / f"{name}.key"
+        key = generate_private_key(SECP256R1())
+        who = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+        now = datetime.datetime.now(datetime.UTC)
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(who)
+            .issuer_name(who)
+            .public_key(key.public_key())
+            .serial_number(1)
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+            .sign(key, SHA256())
+        )
+        self.certificate.write_bytes(made.public_bytes(Encoding.PEM))
+        self.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+
+@in_loop
+async def test_tls(tmp_path: Path) -> None:
+    own = Certificate(tmp_path, "own")
+    section = GatewaySection(ssl_certfile=str(own.certificate), ssl_keyfile=str(own.key))
+    check_tls(section)
+    async with loopback(FakeEngine(), section=section) as port:
+        context = ssl.create_default_context(cafile=str(own.certificate))
+        async with httpx.AsyncClient(verify=context) as client:
+            answer = await client.get(f"https://localhost:{port}/v1/models")
+            assert answer.json()["data"][0]["id"] == MODEL_NAME
+            with pytest.raises(httpx.TransportError):
+                await client.get(f"http://localhost:{port}/v1/models")
+
+
+def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+    own, other = Certificate(tmp_path, "own"), Certificate(tmp_path, "other")
+    for certificate, key, message in (
+        (own.certificate, other.key, "(?i)not used: key.values.mismatch"),
+        (own.certificate, tmp_path / "none", "not used: No such file"),
+        (own.key, own.key, "not used: "),
+        (own.certificate, None, "give both, or none"),
+        (None, own.key, "give both, or none"),
+    ):
+        section = GatewaySection(
+            ssl_certfile=None if certificate is None else str(certificate),
+            ssl_keyfile=None if key is None else str(key),
+        )
+        with pytest.raises(ConfigError, match=message):
+            check_tls(section)
