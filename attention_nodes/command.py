@@ -78,7 +78,7 @@ def connect_worker(
                 trusted_network=wires.trusted_network,
             )
             links.append(link)
-        return Relay(links)
+        return Relay(links, runner.runtime)
 
     worker = AttentionWorker(
         control,

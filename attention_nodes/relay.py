@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from attention_nodes.rally import Flight
-from kernels.cpu.compiled.python_calls import call_again
+from kernels.runtime import Runtime
 from m2n_comm.net import NO_TIMES, NetTimes
 from topspin.messages import StepTicket
 
@@ -41,8 +41,10 @@ class Relay:
     Micro-batches without rows do not travel.
     """
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[Link], runtime: Runtime) -> None:
+        """`runtime` is that of the node's own layers."""
         self._links = links
+        self._runtime = runtime
 
     def begin(self, ticket: StepTicket) -> None:
         """Open a step."""
@@ -52,11 +54,11 @@ class Relay:
     def leave(self, micro_batch: int, flight: Flight) -> None:
         """Send a micro-batch that is through the node's own layers."""
         if len(flight.residual):
-            call_again(partial(self._links[0].send, micro_batch, flight.residual))
+            self._runtime.call_again(partial(self._links[0].send, micro_batch, flight.residual))
 
     def take_back(self, flights: Sequence[Flight]) -> None:
         """Pass all micro-batches on, until the last stage has returned the residuals, complete."""
-        call_again(partial(self._take_back, flights))
+        self._runtime.call_again(partial(self._take_back, flights))
 
     def _take_back(self, flights: Sequence[Flight]) -> None:
         for place, link in enumerate(self._links):

@@ -96,6 +96,9 @@ class Runtime(Protocol):
     def stamps_of(self, ring: Ring | None) -> Stamps | None:
         """Return what stamps `ring`; if recordings run on the host, at each replay too."""
 
+    def call_again(self, action: Callable[[], None]) -> None:
+        """Call `action`; if recordings run on the host, at each replay too."""
+
     def synchronize(self) -> None:
         """Wait until all enqueued work is done."""
 
@@ -174,6 +177,9 @@ class HostRuntime:
 
     def stamps_of(self, ring: Ring | None) -> Stamps | None:
         return ring
+
+    def call_again(self, action: Callable[[], None]) -> None:
+        action()
 
     def synchronize(self) -> None:
         pass
@@ -306,6 +312,9 @@ class CudaRuntime:
 
     def stamps_of(self, ring: Ring | None) -> Stamps | None:
         return ring
+
+    def call_again(self, action: Callable[[], None]) -> None:
+        action()
 
     def _record(self, body: Callable[[], object], pool: Any) -> Any:
         graph = torch.cuda.CUDAGraph()

@@ -27,7 +27,6 @@ from attention_nodes.sampler import Sampled
 from attention_nodes.sequences import Limits, SequenceTable
 from attention_nodes.slow_decoder import SlowLayers
 from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
-from kernels.cpu.compiled.python_calls import call_again
 from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import NO_TIMES, AttentionNet, NetShape
@@ -156,11 +155,11 @@ class StageRunner:
     ) -> None:
         def arrive(micro_batch: int, flight: Flight) -> None:
             if len(flight.residual):
-                call_again(partial(link.receive, micro_batch, flight.residual))
+                self._runtime.call_again(partial(link.receive, micro_batch, flight.residual))
 
         def leave(micro_batch: int, flight: Flight) -> None:
             if len(flight.residual):
-                call_again(partial(send, micro_batch, flight.residual))
+                self._runtime.call_again(partial(send, micro_batch, flight.residual))
 
         def send(micro_batch: int, rows: Tensor) -> None:
             link.send(micro_batch, rows, NO_TIMES if net is None else net.times())

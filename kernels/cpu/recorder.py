@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.cpu.compiled import rows
 from kernels.cpu.compiled.program import Op, Program, Team
-from kernels.cpu.compiled.python_calls import call_python
+from kernels.cpu.compiled.python_calls import call_again, call_python
 from kernels.cpu.compiled.runtime import Kernel, float_word, is_recording, recording
 from kernels.cpu.compiled.stamps import RecordedRing, stamp
 from kernels.runtime import HostRuntime, Replay
@@ -85,6 +85,9 @@ class CpuRuntime(HostRuntime):
 
     def stamps_of(self, ring: Ring | None) -> Stamps | None:
         return None if ring is None else RecordedRing(ring)
+
+    def call_again(self, action: Callable[[], None]) -> None:
+        call_again(action)
 
 
 def _after_first(action: Callable[[], None]) -> Replay:

@@ -63,7 +63,6 @@ def serve(arguments: argparse.Namespace) -> int:
             "start each with `topspin scheduler`, `topspin gateway` and `topspin node`"
         )
     check_host(plan, plan.nodes)
-    check_http(asked.gateway)
     set_log_format(asked.gateway)
     return launch(serve_config(asked))
 
@@ -98,6 +97,8 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
     """
     config = read_config(arguments)
     gateway = config.gateway
+    if not arguments.print_plan:
+        check_http(gateway)  # before layouts are measured
     if arguments.plan is not None:
         check_ranges(config)
         return asked_by_plan(arguments.plan, gateway)

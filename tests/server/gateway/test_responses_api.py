@@ -260,7 +260,7 @@ def test_a_conversation_counts_all_that_it_keeps_alive() -> None:
                 for route in transport.app._app.routes
                 if route.path == "/v1/responses"
             ]
-            assert handler.responses.get(answer["id"]).num_bytes > 10_000
+            assert handler.responses[""].get(answer["id"]).num_bytes > 10_000
 
     asyncio.run(test())
 

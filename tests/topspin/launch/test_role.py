@@ -43,7 +43,9 @@ def flags(argv: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def test_an_expert_node_listens_where_others_reach_it() -> None:
+def test_an_expert_node_listens_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
     whole = spread()
     node = find_node(whole, "expert", whole.nodes[-1].index)
     command = one_node_command(whole, node, keys=KEYS, advertise="127.0.0.9")
