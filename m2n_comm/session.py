@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -32,29 +33,34 @@ if TYPE_CHECKING:
 CODE_BYTES: Final = 16
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
+# Up to this size one call over a copy is faster than a call for each part: 1 us against 5.
+_JOINED_BYTES = 2**14
 _CONTEXT = b"topspin m2n 3"
 
 
 class Codes:
     """The authentication codes of one direction of a connection, in the order of its messages."""
 
-    __slots__ = ("_cipher", "_count")
+    __slots__ = ("_at_once", "_cipher", "_count")
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AES(key)
+        self._at_once = AESGCM(key)
         self._count = 0
 
-    def next(self, parts: Iterable[bytes | memoryview]) -> bytes:
+    def next(self, parts: Sequence[bytes | memoryview]) -> bytes:
         """Return the code of the next message, whose content is that of all `parts`."""
-        mode = GCM(self._count.to_bytes(_NONCE_BYTES, "little"))
+        nonce = self._count.to_bytes(_NONCE_BYTES, "little")
         self._count += 1
-        context = Cipher(self._cipher, mode).encryptor()
+        if sum(map(len, parts)) <= _JOINED_BYTES:
+            return self._at_once.encrypt(nonce, b"", b"".join(parts))
+        context = Cipher(self._cipher, GCM(nonce)).encryptor()
         for part in parts:
             context.authenticate_additional_data(part)
         context.finalize()
         return context.tag
 
-    def is_next(self, parts: Iterable[bytes | memoryview], code: bytes | memoryview) -> bool:
+    def is_next(self, parts: Sequence[bytes | memoryview], code: bytes | memoryview) -> bool:
         """Return whether `code` is the next one; if it is not, no later one will be."""
         return hmac.compare_digest(self.next(parts), code)
 

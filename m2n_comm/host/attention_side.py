@@ -21,12 +21,12 @@ from functools import partial
 
 import torch
 
-from kernels.cpu.compiled.runtime import launch_alone, refuse_recording
+from kernels.cpu.compiled.runtime import is_recording, launch_alone, refuse_recording
 from m2n_comm.emulate import LinkEmulation, wait_delivery
 from m2n_comm.hello import Identity
 from m2n_comm.host import hops
-from m2n_comm.host.lines import Lines
-from m2n_comm.host.native import ARRIVED_NS, ROWS, SENT_NS, Record
+from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
+from m2n_comm.host.native import ARRIVED_NS, ROWS, SENT_NS, WAIT_BEGAN_NS, Record
 from m2n_comm.host.native import serves as native_serves
 from m2n_comm.host.parts import PartFrames, Parts
 from m2n_comm.host.windows import PairLayout
@@ -143,7 +143,8 @@ class AttentionSide:
     def use(self, lines: Lines) -> None:
         """Send and receive over `lines` from now on."""
         self.lines = lines
-        self._has_ports = False
+        self._in_place = lines if isinstance(lines, InPlaceLines) else None
+        self._has_ports = self._has_flags = False
         self._records = self._make_records() if native_serves(self.shape) else None
         self._answer_words = {
             expert: [
@@ -160,6 +161,7 @@ class AttentionSide:
             for each in micro_batches
         }
         self._has_ports = None not in ports.values()
+        self._has_flags = any(port is not None and port.in_flag for port in ports.values())
         hops.prepare()
         return {
             expert: [
@@ -173,6 +175,7 @@ class AttentionSide:
                     port=ports[expert, micro_batch],
                     shaper=self._shapers[expert],
                     sends_all=len(self._experts) == 1,
+                    in_place=self._in_place is not None,
                 )
                 for micro_batch in micro_batches
             ]
@@ -300,28 +303,40 @@ class AttentionSide:
                 layer,
                 self._step_words.buffer_info()[0],
             )
-            finish = partial(self._finish_send, route, layer, expert, micro_batch, experts)
+            finish = partial(self._finish_send, route, layer, expert, micro_batch, experts, hidden)
             launch_alone(hops.send_rows, arguments, finish)
 
     def _finish_send(
-        self, route: RouteMap, layer: int, expert: int, micro_batch: int, experts: torch.Tensor
+        self,
+        route: RouteMap,
+        layer: int,
+        expert: int,
+        micro_batch: int,
+        experts: torch.Tensor,
+        hidden: torch.Tensor,
     ) -> None:
         """Publish the frame that hops.send_rows has written; or it has written none."""
         with self._rules:
             assert self._records is not None
-            words = self._records[expert][micro_batch].words
-            if not words[SENT_NS]:
+            record = self._records[expert][micro_batch]
+            if not record.words[SENT_NS]:
                 check_known(route, layer, experts)
                 raise AssertionError("every expert id has a column")
-            self._send(
-                layer, expert, micro_batch, words[ROWS], self._sequences[expert][micro_batch]
-            )
+            sources = []
+            if runs := record.runs:
+                data, size = bytes_of(hidden), hidden.shape[1] * hidden.itemsize
+                sources = [data[first * size : end * size] for first, end in runs]
+            sequence = self._sequences[expert][micro_batch]
+            self._send(layer, expert, micro_batch, record.words[ROWS], sequence, sources)
 
     def _send_part(
         self, parts: Parts, layer: int, expert: int, micro_batch: int, part: int
     ) -> None:
         """Write one part straight into the request window and publish it."""
         sequence = self._next_sequence(expert, micro_batch)
+        sources = []
+        if self._in_place is not None:
+            sources = self._parts.in_place(parts, expert=expert, part=part)
         rows = self._parts.write(
             parts,
             self.lines.outbox(expert, micro_batch),
@@ -331,22 +346,39 @@ class AttentionSide:
             part=part,
             step=self._rules.step,
             sequence=sequence,
+            with_hidden=not sources,
         )
-        self._send(layer, expert, micro_batch, rows, sequence)
+        self._send(layer, expert, micro_batch, rows, sequence, sources)
 
     def _next_sequence(self, expert: int, micro_batch: int) -> int:
         sequences = self._sequences[expert]
         sequences[micro_batch] += 1
         return sequences[micro_batch]
 
-    def _send(self, layer: int, expert: int, micro_batch: int, rows: int, sequence: int) -> None:
-        """Publish the content of the request window, over the emulated link if there is one."""
+    def _send(
+        self,
+        layer: int,
+        expert: int,
+        micro_batch: int,
+        rows: int,
+        sequence: int,
+        sources: list[memoryview],
+    ) -> None:
+        """Publish the content of the request window, over the emulated link if there is one.
+
+        `sources` are the hidden rows if they are not in it.
+        """
         shaper = self._shapers[expert]
         if shaper is not None:
             size = HEADER_BYTES + rows * self._layout.request_row_bytes
             deliver_ns = shaper.deliver_ns(size, now_ns=time.monotonic_ns())
             self.lines.outbox(expert, micro_batch).words[DELIVER_WORD] = deliver_ns
-        self.lines.send(self._hop(layer, expert, micro_batch), rows, sequence)
+        hop = self._hop(layer, expert, micro_batch)
+        if sources:
+            assert self._in_place is not None
+            self._in_place.send_from(hop, rows, sequence, sources)
+        else:
+            self.lines.send(hop, rows, sequence)
 
     def _hop(self, layer: int, expert: int, micro_batch: int) -> Hop:
         """Return the hop of a frame whose wait begins now; that of a step's first may be long."""
@@ -362,7 +394,7 @@ class AttentionSide:
             if flight.parts is None:
                 self._consume_whole(layer, micro_batch, out)
             else:
-                if len(self._experts) > 1:
+                if not self._parts.writes_first(flight.parts):
                     out.zero_()
                 self._consume_parts(flight, flight.parts, micro_batch, out)
         except BaseException as error:
@@ -394,8 +426,12 @@ class AttentionSide:
         total = out if _is_at_hand(out) else torch.empty(out.shape, dtype=torch.float32)
         for position, expert in enumerate(everyone):
             record = self._records[expert][micro_batch]
-            wait = partial(self._await_whole, layer, expert, micro_batch, everyone[position:])
-            launch_alone(hops.await_frame, (record.place,), wait)
+            if self._has_flags or is_recording():
+                wait = partial(self._await_whole, layer, expert, micro_batch, everyone[position:])
+                launch_alone(hops.await_frame, (record.place,), wait)
+            else:
+                record.words[WAIT_BEGAN_NS] = time.monotonic_ns()
+                self._await_whole(layer, expert, micro_batch, everyone[position:])
             if self.trace is not None:
                 self.trace.stamp(Kind.ARRIVED, layer, micro_batch, expert)
             arguments = (

@@ -30,7 +30,7 @@ from m2n_comm.emulate import LinkEmulation, wait_delivery
 from m2n_comm.hello import Identity
 from m2n_comm.host import hops
 from m2n_comm.host.expert_rows import count_choices
-from m2n_comm.host.lines import Lines
+from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
 from m2n_comm.host.native import ARRIVED_NS, ROWS, Record, take_request, write_answer
 from m2n_comm.host.native import serves as native_serves
 from m2n_comm.host.windows import PairLayout, WindowRows
@@ -162,6 +162,7 @@ class ExpertSide:
     def use(self, lines: Lines) -> None:
         """Send and receive over `lines` from now on."""
         self.lines = lines
+        self._in_place = lines if isinstance(lines, InPlaceLines) else None
         self._has_ports = False
         self._records = self._make_records() if native_serves(self.shape) else None
         self._deliver_words = {
@@ -295,9 +296,10 @@ class ExpertSide:
         assert self._records is not None
         micro_batch = batch.micro_batch
         partial_at = 0
-        if share.dtype == self.shape.payload and share.is_cpu and share.is_contiguous():
+        source = self._source(share)
+        if source is None and self._is_at_hand(share):
             partial_at = share.data_ptr()
-        elif rows:
+        elif source is None and rows:
             self.lines.outbox(peer, micro_batch).first(rows).hidden.copy_(share)
         now_ns = time.monotonic_ns()
         payload_bytes = write_answer(
@@ -308,7 +310,25 @@ class ExpertSide:
         )
         self._delay(peer, micro_batch, payload_bytes)
         sequence = self._sequences[peer][micro_batch]
-        self.lines.send(self._hop(peer, micro_batch, batch.layer), rows, sequence)
+        self._send(self._hop(peer, micro_batch, batch.layer), rows, sequence, source)
+
+    def _is_at_hand(self, share: torch.Tensor) -> bool:
+        """Return whether rows lie in host memory just as they are sent."""
+        return share.dtype == self.shape.payload and share.is_cpu and share.is_contiguous()
+
+    def _source(self, share: torch.Tensor) -> memoryview | None:
+        """Return the rows' bytes if the lines can send them from there."""
+        if self._in_place is None or not len(share) or not self._is_at_hand(share):
+            return None
+        return bytes_of(share)
+
+    def _send(self, hop: Hop, rows: int, sequence: int, source: memoryview | None) -> None:
+        """Publish the answer in the outbox; `source` are its rows if they are not there."""
+        if source is None:
+            self.lines.send(hop, rows, sequence)
+        else:
+            assert self._in_place is not None
+            self._in_place.send_from(hop, rows, sequence, [source])
 
     def _delay(self, peer: int, micro_batch: int, payload_bytes: int) -> None:
         """Give the answer in the window its delivery time over the emulated link, if any."""
@@ -323,11 +343,12 @@ class ExpertSide:
     ) -> None:
         """Answer one part, or a frame that needs more than copying its rows."""
         window = self.lines.outbox(peer, batch.micro_batch)
-        if request.rows:
+        source = self._source(share)
+        if source is None and request.rows:
             window.first(request.rows).hidden.copy_(share)
         write_header(window.header, self._answer(request, peer))
         hop = self._hop(peer, batch.micro_batch, batch.layer)
-        self.lines.send(hop, request.rows, request.sequence)
+        self._send(hop, request.rows, request.sequence, source)
 
     def finish(self) -> None:
         """Do nothing: on the host all answers have left."""

@@ -11,8 +11,11 @@ from __future__ import annotations
 import select
 import socket
 from array import array
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
 
 from m2n_comm.hello import NodeRole, other_role
 from m2n_comm.host.windows import PairLayout, PairWindows, Window
@@ -76,6 +79,23 @@ class Lines(Protocol):
 
     def close(self) -> None:
         """Release all memory and descriptors; safe to call twice."""
+
+
+@runtime_checkable
+class InPlaceLines(Lines, Protocol):
+    """Lines that can also send rows from where they are."""
+
+    def send_from(self, hop: Hop, rows: int, sequence: int, hidden: Sequence[memoryview]) -> None:
+        """send(), with the bytes of all hidden rows in `hidden` instead of in the outbox.
+
+        They may be changed after return.
+        """
+
+
+def bytes_of(rows: Tensor) -> memoryview:
+    """Return the bytes of contiguous rows in host memory."""
+    found: memoryview = rows.view(torch.uint8).numpy().data.cast("B")
+    return found
 
 
 class NodeLines:

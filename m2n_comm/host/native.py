@@ -57,6 +57,8 @@ _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
     _ANSWER_PAYLOAD,
     _IS_BF16,
     _SENDS_ALL,
+    _RUNS_AT,
+    NUM_RUNS,
     OUT_FLAG,
     OUT_IS_AWAKE,
     BELL,
@@ -70,14 +72,15 @@ _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
     WAIT_BEGAN_NS,
     ARRIVED_NS,
     _RECORD_WORDS,
-) = range(NUM_WORDS, NUM_WORDS + 30)
+) = range(NUM_WORDS, NUM_WORDS + 32)
+MAX_RUNS = 128
 _IS_ANSWER = np.uint64(ANSWER)
 
 
 class Record:
     """The words of one (pair, micro-batch) at one end, and their address."""
 
-    __slots__ = ("_chosen", "_count", "_shaper", "address", "words")
+    __slots__ = ("_chosen", "_count", "_runs", "_shaper", "address", "words")
 
     def __init__(
         self,
@@ -91,11 +94,13 @@ class Record:
         port: Port | None = None,
         shaper: LinkShaper | None = None,
         sends_all: bool = False,
+        in_place: bool = False,
     ) -> None:
         """`header` is (attention, expert, micro-batch); `incarnations` is (own, peer's).
 
         `count[micro_batch]` is the number of requests sent or taken. `sends_all`: all rows go to
-        this expert node, even if they chose no expert there.
+        this expert node, even if they chose no expert there. `in_place`: hidden rows need not be
+        written into the outbox if they lie in few `runs` where they are.
         """
         shape = layout.shape
         self.words = array("Q", bytes(8 * _RECORD_WORDS))
@@ -115,6 +120,8 @@ class Record:
         for window, weights in ((outbox, _OUT_WEIGHTS), (inbox, _IN_WEIGHTS)):
             words[weights] = 0 if window.weights is None else window.weights.data_ptr()
         words[_CHOSEN] = self._chosen.buffer_info()[0]
+        self._runs = array("i", bytes(8 * MAX_RUNS))
+        words[_RUNS_AT] = self._runs.buffer_info()[0] if in_place else 0
         words[_TOP_K] = shape.top_k
         words[_WINDOW_ROWS] = shape.window_rows
         words[_ROW_BYTES] = shape.hidden_size * shape.payload.itemsize
@@ -136,6 +143,15 @@ class Record:
     def place(self) -> int:
         """Return the address of a word that holds `address`."""
         return self.address + 8 * SELF
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Return the first row and the end of each run of the newest request's rows.
+
+        Empty if its rows were written into the outbox.
+        """
+        ends = self._runs[: 2 * self.words[NUM_RUNS]]
+        return list(zip(ends[::2], ends[1::2], strict=True))
 
     @property
     def request(self) -> bytes:
@@ -205,6 +221,22 @@ def _is_answer(header: Any, words: Any) -> Any:
     return right
 
 
+@_inline  # type: ignore[untyped-decorator]
+def _find_runs(rows: Any, count: Any, runs_at: Any) -> Any:
+    """Write the first row and the end of each run of rows; return their number, 0 if too many."""
+    runs = carray(_pointer(runs_at), (2 * MAX_RUNS,), np.int32)
+    num_runs = 0
+    for idx in range(count):
+        if idx > 0 and rows[idx] == runs[2 * num_runs - 1]:
+            runs[2 * num_runs - 1] += 1
+            continue
+        if num_runs == MAX_RUNS:
+            return 0
+        runs[2 * num_runs], runs[2 * num_runs + 1] = rows[idx], rows[idx] + 1
+        num_runs += 1
+    return num_runs
+
+
 @compiled(11)
 def write_request(
     record: int,
@@ -220,6 +252,8 @@ def write_request(
     sequence: int,
 ) -> int:
     """Write the share of one expert node and its header; return its rows, -1 for an unknown id.
+
+    Its hidden rows are not written if the record has room for their runs and they are few.
 
     chosen i64[T, K] name columns of columns i32[P], the node's slots or -1; hidden [T, H] in
     the payload's dtype, weights f32[T, K], all contiguous, T at most a window.
@@ -250,7 +284,13 @@ def write_request(
             rows[count] = row
             count += 1
     to_hidden = words[_OUT_HIDDEN]
-    if count == np.int64(num_rows):
+    num_runs = 0
+    if words[_RUNS_AT] != 0:
+        num_runs = _find_runs(rows, count, words[_RUNS_AT])
+    words[NUM_RUNS] = num_runs
+    if num_runs > 0:
+        pass
+    elif count == np.int64(num_rows):
         _copy(to_hidden, hidden_at, num_rows * row_bytes)
     else:
         for idx in range(count):

@@ -14,6 +14,7 @@ import torch
 from kernels.frame_header import FrameHeader
 from m2n_comm.hello import Identity
 from m2n_comm.host.expert_rows import RowPlan, RowSum, plan_rows
+from m2n_comm.host.lines import bytes_of
 from m2n_comm.host.windows import PairLayout, Window
 from m2n_comm.host.wire import (
     REQUEST,
@@ -94,11 +95,10 @@ class PartFrames:
         part: int,
         step: int,
         sequence: int,
+        with_hidden: bool = True,
     ) -> int:
         """Write one part, rows and header, into the request window; return its rows."""
-        window_rows = self._shape.window_rows
-        low = part * window_rows
-        high = min(low + window_rows, parts.plan.counts[expert])
+        low, high = self._range(parts, expert, part)
         write_part(
             window,
             parts.plan,
@@ -108,6 +108,7 @@ class PartFrames:
             hidden=parts.hidden,
             weights=parts.weights,
             scratch=self._scratch,
+            with_hidden=with_hidden,
         )
         rows = high - low
         header = FrameHeader(
@@ -132,13 +133,36 @@ class PartFrames:
         parts.sent[expert] = header
         return rows
 
+    def in_place(self, parts: Parts, *, expert: int, part: int) -> list[memoryview]:
+        """Return the hidden rows of one part if they are one piece of memory, else nothing."""
+        low, high = self._range(parts, expert, part)
+        hidden = parts.hidden[low:high]
+        if (
+            low == high
+            or parts.plan.rows[expert] is not None
+            or hidden.dtype != self._shape.request_dtype
+            or not (hidden.is_cpu and hidden.is_contiguous())
+        ):
+            return []
+        return [bytes_of(hidden)]
+
+    def _range(self, parts: Parts, expert: int, part: int) -> tuple[int, int]:
+        """Return the first row of a part and its end."""
+        low = part * self._shape.window_rows
+        return low, min(low + self._shape.window_rows, parts.plan.counts[expert])
+
+    def writes_first(self, parts: Parts) -> bool:
+        """Return whether the first node's answers are all rows, and others add to these."""
+        everywhere = all(rows is None for rows in parts.plan.rows)
+        return len(self._experts) == 1 or (self._row_sum is None and everywhere)
+
     def read(
         self, parts: Parts, raw: bytes, window: Window, *, expert: int, out: torch.Tensor
     ) -> None:
         """Check the answer to the newest part of `expert` and add it to out f32[T, H].
 
-        With one expert node the rows are copied there; answers per expert wait for finish(). Raises
-        StaleFrame or FrameError.
+        Rows that are the first ones are copied there (writes_first); answers per expert wait for
+        finish(). Raises StaleFrame or FrameError.
         """
         sent = parts.sent[expert]
         part = sent.part
@@ -155,7 +179,7 @@ class PartFrames:
             return
         low = part * self._shape.window_rows
         selected = parts.plan.rows[expert]
-        if len(self._experts) == 1:
+        if expert == 0 and self.writes_first(parts):
             out[low : low + rows].copy_(answer)
         elif selected is None:
             out[low : low + rows].add_(answer)
@@ -190,8 +214,11 @@ def write_part(
     hidden: torch.Tensor,
     weights: torch.Tensor,
     scratch: torch.Tensor | None = None,
+    with_hidden: bool = True,
 ) -> None:
     """Write rows low..high-1 of the node's share into a request window, once.
+
+    Not `with_hidden`: all but the hidden rows, of a node that gets all rows.
 
     hidden [T, H] and weights [T, K] have the window's dtypes if rows are selected, unless the
     window is compressed: then hidden has any dtype, and `scratch` [W, H] fp32 is needed.
@@ -220,7 +247,8 @@ def write_part(
             slots, weights, hidden = slots[low:high], weights[low:high], hidden[low:high]
         to_slots.copy_(slots)
         to_weights.copy_(weights)
-        to_hidden.copy_(hidden)
+        if with_hidden:
+            to_hidden.copy_(hidden)
         return
     selected = rows if count == plan.counts[node] else rows[low:high]
     torch.index_select(slots, 0, selected, out=to_slots)

@@ -24,7 +24,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.frame_header import FrameHeader
@@ -276,9 +276,16 @@ class TcpLines(NodeLines):
 
         Raises PeerLost or DeadlineExceeded.
         """
+        self._send(hop, self._outbox[hop.peer][hop.micro_batch].payload(rows))
+
+    def send_from(self, hop: Hop, rows: int, sequence: int, hidden: Sequence[memoryview]) -> None:
+        """Send as send() does, but the hidden rows in `hidden`; see InPlaceLines."""
+        payload = self._outbox[hop.peer][hop.micro_batch].payload(rows)
+        self._send(hop, [*payload[:-1], *hidden])
+
+    def _send(self, hop: Hop, payload: list[memoryview]) -> None:
         line = self._lines[hop.peer]
         window = self._outbox[hop.peer][hop.micro_batch]
-        payload = window.payload(rows)
         line.awaits[hop.micro_batch] = True
         if line.session is None:
             seal(window.header)

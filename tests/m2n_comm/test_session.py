@@ -40,6 +40,14 @@ def test_codes_are_those_of_aes_gcm_with_a_counter() -> None:
         assert codes.next([b"head", b"er"]) == AESGCM(key).encrypt(nonce, b"", b"header")
 
 
+@pytest.mark.parametrize("size", [2**14 - 7, 2**14 - 6, 2**14 - 5, 2**20])
+def test_the_code_of_a_large_message_is_made_as_that_of_a_small_one(size: int) -> None:
+    key, rows = bytes(32), bytes(range(256)) * (size // 256 + 1)
+    parts = [b"header", memoryview(rows)[:100], memoryview(rows)[100:size]]
+    want = AESGCM(key).encrypt(bytes(12), b"", b"header" + rows[:size])
+    assert Codes(key).next(parts) == want
+
+
 def test_the_keys_follow_from_all_four_secrets_and_all_that_was_offered() -> None:
     """By the HKDF of RFC 5869, written out."""
     ours, theirs = new_secret(), new_secret()

@@ -125,11 +125,17 @@ def launch_alone(kernel: Kernel, arguments: Sequence[int], otherwise: Callable[[
 
     If this thread is recording(), its recorder gets both, and nothing of `otherwise`.
     """
-    record(kernel, arguments, otherwise)
+    recorder = getattr(_local, "recorder", None)
+    if recorder is not None:
+        recorder.add(kernel, arguments, otherwise)
     block = array("q", (*_NEW_HEADER, *arguments))
     address, _ = block.buffer_info()
     make_callable(kernel.address)(address)
-    if block[IS_UNDONE // 8]:
+    if not block[IS_UNDONE // 8]:
+        return
+    if recorder is None:
+        otherwise()
+    else:
         with recording(None):
             otherwise()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from kernels.frame_header import FrameHeader, word
 from m2n_comm.host.native import (
+    MAX_RUNS,
     Record,
     add_answer,
     serves,
@@ -43,9 +45,15 @@ class Pair:
     """Both ends' records over one pair's windows, as in shared memory."""
 
     def __init__(
-        self, dtype: torch.dtype, hidden_size: int = 13, *, sends_all: bool = False
+        self,
+        dtype: torch.dtype,
+        hidden_size: int = 13,
+        *,
+        sends_all: bool = False,
+        in_place: bool = False,
+        window_rows: int = 8,
     ) -> None:
-        self.shape = make_shape(payload=dtype, hidden_size=hidden_size)
+        self.shape = make_shape(payload=dtype, hidden_size=hidden_size, window_rows=window_rows)
         layout = PairLayout(self.shape)
         self.layout = layout
         self.windows: PairWindows = layout.map(private_memory(layout))
@@ -60,6 +68,7 @@ class Pair:
             inbox=self.answer,
             count=array("Q", bytes(8 * (MICRO_BATCH + 1))),
             sends_all=sends_all,
+            in_place=in_place,
         )
         self.expert = Record(
             layout,
@@ -306,3 +315,27 @@ def test_codes_and_rows_of_experts_go_the_plain_way() -> None:
     assert serves(make_shape())
     assert not serves(make_shape(compressed=torch.int8))
     assert not serves(make_shape(per_expert_answers=True))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 8, 255, 256, 257, 300])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_rows_that_lie_in_few_runs_are_left_where_they_are(num_rows: int, every: int) -> None:
+    """Every row, every second one (each a run of its own), or two of three choose the node."""
+    pair = Pair(torch.bfloat16, in_place=True, window_rows=300)
+    hidden = torch.randn(num_rows, 13).to(torch.bfloat16)
+    held = [row for row in range(num_rows) if every == 1 or row % every != 0]
+    chosen = torch.ones(num_rows, 3, dtype=torch.int64)
+    chosen[held] = 0
+    columns = torch.tensor([4, -1], dtype=torch.int32)
+    pair.request.hidden.fill_(7)
+    rows = pair.send(hidden, chosen, torch.rand(num_rows, 3), columns)
+    assert rows == len(held)
+    runs = pair.attention.runs
+    if len(runs) == 0:
+        assert torch.equal(pair.request.hidden[:rows], hidden[held])
+        assert not held or (every == 2 and rows > MAX_RUNS) or (every == 3 and rows > 2 * MAX_RUNS)
+        return
+    assert [row for first, end in runs for row in range(first, end)] == held
+    assert all(end < first for (_, end), (first, _) in itertools.pairwise(runs))
+    assert bool((pair.request.hidden == 7).all())
+    assert torch.equal(pair.request.slots[:rows, 0], torch.full((rows,), 4, dtype=torch.int32))

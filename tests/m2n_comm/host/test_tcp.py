@@ -15,6 +15,7 @@ import torch
 
 from kernels.frame_header import FrameHeader
 from m2n_comm.addresses import tune_socket
+from m2n_comm.host.lines import bytes_of
 from m2n_comm.host.tcp import TcpLines, TcpPair
 from m2n_comm.host.windows import PairLayout, Window
 from m2n_comm.host.wire import HEADER_BYTES, REQUEST, read_header, seal, write_header
@@ -191,6 +192,21 @@ def test_a_header_is_judged_before_its_payload_is_read(
         left.sendall(data[:HEADER_BYTES])
         with pytest.raises(error, match=message):
             reader.receive(hop(), (0,))
+
+
+def test_rows_are_sent_from_where_they_are() -> None:
+    """The bytes on the wire are those of rows that were first written into the window."""
+    shape = make_shape()
+    want = wire_bytes(shape, 5)
+    with connected() as (left, right):
+        sender = lines_of(shape, "attention", left)
+        window = fill(sender, shape, 5)
+        rows = window.hidden[:5].clone()
+        window.hidden.fill_(float("nan"))
+        data, size = bytes_of(rows), rows.nbytes // 5
+        sender.send_from(hop(), 5, 1, [data[: 2 * size], data[2 * size :]])
+        rows.zero_()
+        assert right.recv(len(want), socket.MSG_WAITALL) == want
 
 
 def test_a_second_frame_before_the_first_was_consumed_is_stale() -> None:
