@@ -347,6 +347,23 @@ def add_answer(record: int, out_at: int, num_rows: int, adds: int) -> int:
     return int(count)
 
 
+@compiled(5)
+def add_bf16(out_at: int, rows_at: int, from_at: int, count: int, size: int) -> int:
+    """Add rows bf16[count, size] to rows `rows` i64[count] of out f32[:, size], all contiguous.
+
+    `rows_at` 0: to the first ones, in order. torch would widen them all before it adds.
+    """
+    in_bf16 = carray(_pointer(from_at), (np.int64(count), np.int64(size)), np.uint16)
+    rows = carray(_pointer(rows_at), (np.int64(count),), np.int64)
+    for idx in range(np.int64(count)):
+        row = idx if rows_at == 0 else rows[idx]
+        to_at = out_at + np.uint64(row) * size * np.uint64(4)
+        out = carray(_pointer(to_at), (np.int64(size),), np.float32)
+        for column in range(np.int64(size)):
+            out[column] += _as_float(np.uint32(in_bf16[idx, column]) << np.uint32(16))
+    return int(count)
+
+
 @compiled(6)
 def take_request(
     record: int, layer: int, version: int, step: int, sequence: int, num_slots: int

@@ -15,6 +15,7 @@ from kernels.frame_header import FrameHeader
 from m2n_comm.hello import Identity
 from m2n_comm.host.expert_rows import RowPlan, RowSum, plan_rows
 from m2n_comm.host.lines import bytes_of
+from m2n_comm.host.native import add_bf16
 from m2n_comm.host.windows import PairLayout, Window
 from m2n_comm.host.wire import (
     REQUEST,
@@ -181,11 +182,26 @@ class PartFrames:
         selected = parts.plan.rows[expert]
         if expert == 0 and self.writes_first(parts):
             out[low : low + rows].copy_(answer)
+        else:
+            self._add(answer, out, None if selected is None else selected[low : low + rows], low)
+
+    def _add(
+        self, answer: torch.Tensor, out: torch.Tensor, selected: torch.Tensor | None, low: int
+    ) -> None:
+        """Add rows of an answer to the rows `selected` of out, None: to those from `low` on."""
+        rows = len(answer)
+        if answer.dtype == torch.bfloat16 and out.is_cpu and out.is_contiguous():
+            size = answer.shape[1]
+            out_at, rows_at = out.data_ptr(), 0
+            if selected is None:
+                out_at += low * size * out.itemsize
+            else:
+                rows_at = selected.data_ptr()
+            add_bf16(out_at, rows_at, answer.data_ptr(), rows, size)
         elif selected is None:
             out[low : low + rows].add_(answer)
         else:
-            wide = self._scratch[:rows].copy_(answer)
-            out.index_add_(0, selected[low : low + rows], wide)
+            out.index_add_(0, selected, self._scratch[:rows].copy_(answer))
 
     def finish(self, parts: Parts, out: torch.Tensor) -> None:
         """Add up the rows of experts, if answers are per expert; all answers have been read."""

@@ -14,6 +14,7 @@ from m2n_comm.host.native import (
     MAX_RUNS,
     Record,
     add_answer,
+    add_bf16,
     serves,
     take_request,
     write_answer,
@@ -339,3 +340,12 @@ def test_rows_that_lie_in_few_runs_are_left_where_they_are(num_rows: int, every:
     assert all(end < first for (_, end), (first, _) in itertools.pairwise(runs))
     assert bool((pair.request.hidden == 7).all())
     assert torch.equal(pair.request.slots[:rows, 0], torch.full((rows,), 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_rows_in_bf16_are_added_as_torch_adds_them(in_order: bool) -> None:
+    out, answer = torch.randn(40, 67), torch.randn(9, 67).to(torch.bfloat16)
+    rows = torch.arange(9) if in_order else torch.randperm(40)[:9]
+    want = out.index_add(0, rows, answer.float())
+    add_bf16(out.data_ptr(), 0 if in_order else rows.data_ptr(), answer.data_ptr(), 9, 67)
+    assert torch.equal(out, want)
