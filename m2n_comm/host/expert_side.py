@@ -31,7 +31,14 @@ from m2n_comm.hello import Identity
 from m2n_comm.host import hops
 from m2n_comm.host.expert_rows import count_choices
 from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
-from m2n_comm.host.native import ARRIVED_NS, ROWS, Record, take_request, write_answer
+from m2n_comm.host.native import (
+    ARRIVED_NS,
+    ROWS,
+    Record,
+    copy_request,
+    take_request,
+    write_answer,
+)
 from m2n_comm.host.native import serves as native_serves
 from m2n_comm.host.windows import PairLayout, WindowRows
 from m2n_comm.host.wire import (
@@ -71,6 +78,10 @@ class _Join:
         self._scratch = torch.empty((packed_rows, shape.hidden_size), dtype=torch.float32)
         self._is_packed = shape.compressed is not None
         self._in_place = compute == shape.request_dtype
+        self._strides = [
+            (buffer.data_ptr(), buffer.shape[1] * buffer.itemsize)
+            for buffer in (self._hidden, self._slots, self._weights)
+        ]
 
     @property
     def size_bytes(self) -> int:
@@ -93,6 +104,20 @@ class _Join:
             self._slots[low:high].copy_(rows.slots)
             self._weights[low:high].copy_(rows.weights)
             low = high
+        return self._hidden[:low], self._slots[:low], self._weights[:low]
+
+    def join_taken(self, taken: list[tuple[int, int]]) -> tuple[torch.Tensor, ...] | None:
+        """Return join() of the frames that take_request() took: each a record, and its rows.
+
+        One call copies each. None if join() must widen their rows, or need not copy them.
+        """
+        if len(taken) < 2 or not self._in_place:
+            return None
+        low = 0
+        for address, rows in taken:
+            to = [start + low * row_bytes for start, row_bytes in self._strides]
+            copy_request(address, *to, rows)
+            low += rows
         return self._hidden[:low], self._slots[:low], self._weights[:low]
 
     def _take(self, found: WindowRows, out: torch.Tensor) -> None:
@@ -548,7 +573,13 @@ class ExpertSide:
         """Return the rows in the inboxes."""
         inbox = self.lines.inbox
         counts = {peer: rows for peer, rows in self._row_counts.items() if rows}
-        hidden, slots, weights = self._join.join(
+        joined = None
+        if self._records is not None and not self._headers:
+            records = self._records
+            joined = self._join.join_taken(
+                [(records[peer][micro_batch].address, rows) for peer, rows in counts.items()]
+            )
+        hidden, slots, weights = joined or self._join.join(
             [inbox(peer, micro_batch).first(rows) for peer, rows in counts.items()]
         )
         return ExpertBatch(
