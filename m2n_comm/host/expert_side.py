@@ -115,8 +115,8 @@ class _Join:
             return None
         low = 0
         for address, rows in taken:
-            to = [start + low * row_bytes for start, row_bytes in self._strides]
-            copy_request(address, *to, rows)
+            hidden, slots, weights = (at + low * row_bytes for at, row_bytes in self._strides)
+            copy_request(address, hidden, slots, weights, rows)
             low += rows
         return self._hidden[:low], self._slots[:low], self._weights[:low]
 
