@@ -48,6 +48,7 @@ from topspin.messages import (
 )
 from topspin.process import CONFIG_ERROR_STATUS, new_incarnation
 from topspin.progress import StepProgress
+from topspin.progress_word import ProgressWord
 
 if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
     from topspin.keys import KeyDirectory
@@ -102,6 +103,8 @@ class NodeLife:
         self._index = index
         self._can_reform = can_reform
         self._restarts = False
+        self._word = ProgressWord.of_process()
+        self.progress.on_beat = self._word.touch
         self._logger = logging.getLogger(role)
 
     def introduce(self, fingerprint: str, data_address: str = "") -> None:
@@ -124,6 +127,7 @@ class NodeLife:
 
     def check(self) -> None:
         """Called in long waits: report the wait; raise Interrupted if the step is not wanted."""
+        self._word.touch()
         self.progress.waiting()
         self.inbox.check()
 
@@ -132,6 +136,7 @@ class NodeLife:
         welcome = await_welcome(self._control)
         self._restarts = welcome.config.restart
         started_s = time.monotonic()
+        self._word.set("loading")
         cache = worker.load(welcome)
         load_s = time.monotonic() - started_s
         ready = Ready(
@@ -155,7 +160,10 @@ class NodeLife:
                 self._form(worker, welcome, ready)
             ready = msgspec.structs.replace(ready, load_s=0.0)  # it loads once
             while True:
-                message = self.inbox.next(worker.wait_s())
+                wait_s = worker.wait_s()
+                self._word.set("idle")
+                message = self.inbox.next(wait_s)
+                self._word.set("working")
                 if message is None:
                     worker.idle()
                 elif isinstance(message, Halt) and self._can_reform:

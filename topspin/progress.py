@@ -43,6 +43,8 @@ class StepProgress:
         self._said: ProgressState | None = None
         self._said_s = 0.0
         self._moved_s = 0.0
+        self.on_beat: Callable[[], None] = lambda: None
+        """Called by beat() too."""
 
     def begin(self, ticket: StepTicket) -> None:
         """Report on the step of `ticket` from now on."""
@@ -53,6 +55,7 @@ class StepProgress:
 
     def beat(self) -> None:
         """Report progress on the step, unless reported within the interval; never blocks."""
+        self.on_beat()
         self._moved_s = time.monotonic()
         if self._said == "waiting" or self._moved_s >= self._said_s + self._interval_s:
             self._say("working", self._moved_s)

@@ -25,6 +25,7 @@ from topspin.logs import REQUESTS, about, start_logging
 from topspin.messages import choice_of, client_id
 from topspin.plan import load_serve_config
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent
+from topspin.progress_word import ProgressWord
 from topspin.wires import add_key_arguments, read_keys_of
 
 if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
@@ -73,6 +74,7 @@ def serve(
             with contextlib.suppress(OSError):  # the supervisor is ending
                 os.write(dead_fd, f"{pid}\n".encode())
 
+    word = ProgressWord.of_process()
     service = Service(
         channel,
         plan,
@@ -81,6 +83,7 @@ def serve(
         logger=logger,
         report_dead=report_dead,
         note=request_log(),
+        on_turn=lambda is_ready: word.set("working" if is_ready else "starting"),
     )
 
     def stop(number: int, frame: FrameType | None) -> None:

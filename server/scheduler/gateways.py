@@ -70,6 +70,11 @@ class GatewaySide:
         """Say whether the engine has not been ready yet, or cannot serve any more."""
         return self._state.state == "starting"
 
+    @property
+    def is_ready(self) -> bool:
+        """Say whether requests are taken."""
+        return self._state.state in ("ready", "recovering")
+
     def set_state(self, state: StateName, detail: str = "") -> None:
         """Set the engine's state and tell it to all gateways."""
         limit = 0 if self.policy is None else self.policy.max_request_tokens
@@ -104,7 +109,7 @@ class GatewaySide:
 
     def add(self, peer: bytes, message: AddRequest) -> None:
         """Queue a request, or send its refusal."""
-        if self.policy is None or self._state.state not in ("ready", "recovering"):
+        if self.policy is None or not self.is_ready:
             error = EngineUnavailable(f"the engine is {self._state.state}")
             self._send(peer, failure(message.request_id, error))
         elif (refusal := self.policy.add(message, peer=peer, now=self._clock())) is not None:

@@ -116,14 +116,19 @@ class Service:
         logger: logging.Logger,
         report_dead: Callable[[int], None] = lambda pid: None,
         note: Note | None = None,
+        on_turn: Callable[[bool], None] = lambda is_ready: None,
     ) -> None:
-        """`report_dead` gets the process id of each lost node (`--restart on`)."""
+        """`report_dead` gets the process id of each lost node (`--restart on`).
+
+        `on_turn` is called in every turn of the loop, with whether requests are taken.
+        """
         self._channel = channel
         self._plan = plan
         self._facts = facts
         self._clock = clock
         self._log = _Log(logger)
         self._report_dead = report_dead
+        self._on_turn = on_turn
         self._note = note
         tracer = Tracer(plan.trace)
         self._drafts = DraftSide([node.index for node in plan.drafts], revision=__version__)
@@ -190,6 +195,7 @@ class Service:
     def _turn(self) -> None:
         """Schedule steps and send them, then wait, and update the policy with their results."""
         policy = self._policy
+        self._on_turn(self._gateways.is_ready)
         if policy is not None and self._may_plan(policy):
             while (step := policy.schedule(self._clock())) is not None:
                 self._send(step)

@@ -16,7 +16,7 @@ from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.hosts import DEADLINE_S, Host, Service
 from topspin.cli.flags import read_config
 from topspin.cli.keys import make, rotate
-from topspin.cli.main import _parser
+from topspin.cli.main import _parser, main
 from topspin.cli.serve import plan_of
 from topspin.config import FailoverSection
 from topspin.network import NetworkSpec
@@ -54,6 +54,7 @@ class Engine:
         self, tiny: Tiny, directory: Path, host: Host, stack: contextlib.ExitStack
     ) -> None:
         self.host, self.keys = host, directory / "keys"
+        self.directory = directory
         plan = plan_for(tiny, host)
         self.plan_file = directory / "plan.yaml"
         self.plan_file.write_text(print_plan(plan))
@@ -62,6 +63,8 @@ class Engine:
 
         def start(name: str, *arguments: str, group: str, away: bool = False) -> None:
             common = ("--plan", str(self.plan_file), "--keys", str(self.keys / group))
+            if group != "gateway":
+                common = (*common, "--progress", str(directory / name))
             service = Service(directory, *arguments, *common, host=host if away else None)
             self.services[name] = stack.enter_context(service)
 
@@ -150,6 +153,8 @@ class Load:
 def test_two_by_two_nodes_with_keys_give_transformers_tokens(engine: Engine, tiny: Tiny) -> None:
     with Load(engine, tiny) as load:
         load.wait_for(4 * NUM_STREAMS)
+        for name in ("scheduler", "expert 0", "expert 1", "attention 0", "attention 1"):
+            assert main(["probe", str(engine.directory / name), "--ready"]) == 0
     assert load.wrong == []
 
 

@@ -7,6 +7,7 @@ each other; topspin.launch.role turns it into the role's process. Called by tops
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from topspin.launch.role import (
     one_node_command,
     scheduler_command,
 )
+from topspin.progress_word import FILE_VARIABLE
 
 NODE_ROLES = ("attention", "expert", "stage", "draft")
 
@@ -35,6 +37,7 @@ NODE_ROLES = ("attention", "expert", "stage", "draft")
 def add_scheduler(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `topspin scheduler`."""
     _add_common(parser)
+    _add_progress(parser)
     parser.add_argument("--bind", metavar="HOST", help="listen there instead of at network.control")
     parser.set_defaults(run=run_scheduler)
 
@@ -50,6 +53,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `topspin node`."""
     parser.add_argument("role", choices=NODE_ROLES, help="what the node is")
     _add_common(parser)
+    _add_progress(parser)
     parser.add_argument(
         "--index",
         required=True,
@@ -69,8 +73,20 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_progress(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--progress", type=Path, metavar="FILE", help="file for `topspin probe`, as in /dev/shm"
+    )
+
+
+def _set_progress(parsed: argparse.Namespace) -> None:
+    if parsed.progress is not None:
+        os.environ[FILE_VARIABLE] = str(parsed.progress)
+
+
 def run_scheduler(parsed: argparse.Namespace) -> int:
     """Become the scheduler of the plan. Raises ConfigError."""
+    _set_progress(parsed)
     config = serve_config(asked_by_plan(parsed.plan, GatewaySection()))
     become(scheduler_command(config, inherited_config(config), keys=parsed.keys, bind=parsed.bind))
 
@@ -87,6 +103,7 @@ def run_gateway(parsed: argparse.Namespace) -> int:
 
 def run_node(parsed: argparse.Namespace) -> int:
     """Become a node of the plan. Raises ConfigError."""
+    _set_progress(parsed)
     asked = asked_by_plan(parsed.plan, GatewaySection())
     plan = serve_config(asked).plan
     node = find_node(plan, parsed.role, index_of(parsed.index, socket.gethostname()))
