@@ -93,7 +93,7 @@ def test_addresses_have_the_documented_form() -> None:
     listener = listen_expert("nixl", host="127.0.0.1")
     assert listener.address.startswith("nixl:tcp:127.0.0.1:")
     listener.close()
-    with pytest.raises(ConfigError, match="only IPv4 loopback"):
+    with pytest.raises(ConfigError, match="not an IPv4 loopback address"):
         listen_expert("nixl", host="10.0.0.1")
 
 
