@@ -66,10 +66,17 @@ class ApiKeys:
         if self._file is None:
             return
         try:
-            if (stamp := _stamp(self._file)) != self._seen:
-                self._read = read_key_file(self._file)
-                self._seen = stamp
-                _log.info("gateway: API keys read again")
+            stamp = _stamp(self._file)
+        except ConfigError:
+            stamp = None
+        if stamp == self._seen:
+            return
+        # Once for each change, also if it fails: requests with a wrong key come here too, and must
+        # not make the gateway read a file or write a line each.
+        self._seen = stamp
+        try:
+            self._read = read_key_file(self._file)
+            _log.info("gateway: API keys read again")
         except ConfigError as error:
             _log.warning("gateway: API keys not read again: %s", error)
 
@@ -123,7 +130,7 @@ def _stamp(file: Path) -> tuple[int, int]:
         status = file.stat()
     except OSError as error:
         raise ConfigError(f"--api-key-file {file}: {error.strerror}") from error
-    return status.st_mtime_ns, status.st_ino
+    return status.st_ctime_ns, status.st_ino  # changes with the mode too
 
 
 def keys_of(section: GatewaySection) -> ApiKeys:

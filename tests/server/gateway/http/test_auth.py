@@ -191,6 +191,45 @@ async def test_a_changed_file_is_read_again(keys: ApiKeys, file: Path) -> None:
         assert (await client.get("/v1/models", headers=bearer("sk-new-0123456789"))).is_success
 
 
+@in_loop
+async def test_wrong_keys_do_not_repeat_a_failed_reading(
+    keys: ApiKeys, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> int:
+        return sum("not read again" in record.message for record in caplog.records)
+
+    good = file.read_text()
+    async with gateway(FakeEngine(), keys=keys) as client:
+
+        async def ask() -> None:
+            for _ in range(5):
+                wrong = bearer("sk-wrong-0123456789")
+                assert (await client.get("/v1/models", headers=wrong)).status_code == 401
+
+        file.chmod(0o640)
+        file.write_text("nonsense\n")
+        await ask()
+        assert warnings() == 1
+        file.unlink()
+        await ask()
+        assert warnings() == 2
+        file.write_text(good.replace(OURS, "sk-new-0123456789"))
+        file.chmod(0o444)
+        await ask()
+        assert warnings() == 3
+        file.chmod(0o440)
+        assert (await client.get("/v1/models", headers=bearer("sk-new-0123456789"))).is_success
+        assert (await client.get("/v1/models", headers=bearer(OURS))).status_code == 401
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "TRACE", "PROPFIND"])
+@in_loop
+async def test_every_method_needs_a_key(keys: ApiKeys, method: str) -> None:
+    async with gateway(FakeEngine(), keys=keys) as client:
+        for path in ("/v1/models", "/v1/messages", "/metrics", "/nowhere"):
+            assert (await client.request(method, path)).status_code == 401
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
