@@ -40,7 +40,7 @@ def test_steps_take_nothing_that_is_not_given_back(transport: Transport) -> None
     shape = fleet.shape
     rows = [random_rows(shape, n, choose_from=tuple(range(7)), seed=n) for n in (3, 13)]
     outs = [torch.empty(sent.hidden.shape) for sent in rows]
-    warm, steps = 20, 220
+    warm, half, steps = 20, 220, 420
     seen: dict[int, tuple[int, int, int]] = {}
 
     def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
@@ -49,7 +49,7 @@ def test_steps_take_nothing_that_is_not_given_back(transport: Transport) -> None
                 net.dispatch(mb, layer, sent.hidden, sent.experts, sent.weights)
             for mb, out in enumerate(outs):
                 net.combine(mb, layer, out)
-        if ticket.step in (warm, steps):
+        if ticket.step in (warm, half, steps):
             gc.collect()
             traced = tracemalloc.get_traced_memory()[0]
             num_fds = len(os.listdir("/proc/self/fd"))
@@ -61,9 +61,11 @@ def test_steps_take_nothing_that_is_not_given_back(transport: Transport) -> None
     finally:
         tracemalloc.stop()
         fleet.close()
-    assert seen[steps][1:] == seen[warm][1:]
-    # 200 steps are 1800 frames: 10 bytes per frame are noise of the interpreter.
-    assert seen[steps][0] - seen[warm][0] < 20_000
+    assert seen[steps][1:] == seen[half][1:] == seen[warm][1:]
+    # 200 steps are 1800 frames: 10 bytes per frame are noise of the interpreter. What is made once,
+    # late (a cache of another part of the process), is in one half only; a leak is in both.
+    grown = [seen[half][0] - seen[warm][0], seen[steps][0] - seen[half][0]]
+    assert min(grown) < 20_000, grown
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
