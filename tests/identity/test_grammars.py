@@ -140,7 +140,9 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(
         speculation=speculation,
     )
     with Engine(config) as engine:
-        assert run(engine, case) == expected
+        # The first time they may come one after the other, as their grammars are compiled.
+        for _ in range(2):
+            assert run(engine, case) == expected
         assert engine.stats().num_preemptions > 0
 
 
