@@ -22,6 +22,9 @@ from topspin.settings import Setting
 from topspin.speculation import Speculation, parse_speculation
 from topspin.units import format_size, parse_object, parse_origins, parse_size, parse_switch
 
+API_KEY_VARIABLE = "TOPSPIN_API_KEY"
+"""The variable with the one API key of a server, and of the commands that are its clients."""
+
 DETERMINISTIC_KERNELS = "deterministic"
 CPU_KV_CACHE_BYTES = 256 * 2**20
 WINDOW_ROWS = 512

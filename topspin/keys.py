@@ -63,23 +63,28 @@ class KeyDirectory:
 
     def read(self) -> Keys:
         """Return the keys as they are now; those of before while a file cannot be used."""
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return self._keys
+        # Once for each change, also if it fails: strangers' handshakes come here too.
+        self._seen = stamps
         try:
-            stamps = self._stamps()
-            if stamps != self._seen:
-                self._keys = read_keys(self._path, self._group)
-                self._seen = stamps
-                _log.info("keys: read again")
+            self._keys = read_keys(self._path, self._group)
+            _log.info("keys: read again")
         except (ConfigError, OSError) as error:
             _log.warning("keys: not read again: %s", error)
         return self._keys
 
-    def _stamps(self) -> list[tuple[str, int, int]]:
-        """Return what changes when a file does. Follows links: Kubernetes swaps a whole folder."""
-        found = []
-        for path in _files(self._path):
-            status = path.stat()
-            found.append((path.name, status.st_mtime_ns, status.st_ino))
-        return found
+    def _stamps(self) -> list[tuple[str, int, int]] | None:
+        """Return what changes when a file does, or its mode; None: a file cannot be found.
+
+        Follows links: Kubernetes swaps a whole folder.
+        """
+        try:
+            found = [(path.name, path.stat()) for path in _files(self._path)]
+        except (ConfigError, OSError):
+            return None
+        return [(name, status.st_ctime_ns, status.st_ino) for name, status in found]
 
 
 def read_keys(path: Path, group: str) -> Keys:

@@ -6,6 +6,7 @@ plan's nodes by their fields only; called by topspin.plan.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING
 
 from topspin.config import Section
@@ -31,15 +32,31 @@ class NetworkSpec(Section, frozen=True, kw_only=True):
     trusted: bool = False
 
 
+def place_of(address: str, *, name: str) -> tuple[str, int]:
+    """Return host and port of tcp://HOST:PORT. Raises ConfigError with `name` for another form."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    is_port = port.isascii() and port.isdigit() and int(port) < 2**16
+    if not (address.startswith("tcp://") and host and is_port):
+        raise ConfigError(f"{name} {address!r} is not tcp://HOST:PORT")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host`, a name or an address, is this host only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def check_network(plan: EnginePlan) -> None:
     """Raise ConfigError, naming the field, for hosts that cannot work together."""
     network = plan.network
     if network is None:
         _check_one_host(plan)
         return
-    host, _, port = network.control.removeprefix("tcp://").rpartition(":")
-    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 2**16
-    if not (network.control.startswith("tcp://") and host and is_port):
+    _, port = place_of(network.control, name="network.control")
+    if port == 0:
         raise ConfigError(f"network.control {network.control!r} is not tcp://HOST:PORT")
     transport = plan.link.transport
     nodes = [*plan.attention, *plan.stages, *plan.experts]

@@ -12,7 +12,6 @@ new connections to the newest.
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import logging
 import socket
 import struct
@@ -23,9 +22,13 @@ import zmq
 from zmq.utils import z85
 
 from topspin.errors import ConfigError
+from topspin.network import is_loopback, place_of
 
 if TYPE_CHECKING:
     from topspin.keys import KeyDirectory, Keys
+
+NAME: Final = "control address"
+"""Of addresses in messages."""
 
 _BACKLOG: Final = 128
 _SO_ATTACH_REUSEPORT_CBPF: Final = 51
@@ -38,27 +41,15 @@ _log = logging.getLogger("keys")
 
 def check_protected(address: str, keys: KeyDirectory | None) -> None:
     """Raise ConfigError for a control address that other hosts can reach, unless there are keys."""
-    if keys is None and address.startswith("tcp:") and not is_loopback(_place(address)[0]):
+    if (
+        keys is None
+        and address.startswith("tcp:")
+        and not is_loopback(place_of(address, name=NAME)[0])
+    ):
         raise ConfigError(
             f"control address {address}: other hosts can reach it, so it needs keys: make some "
             "with `topspin keys`, and give every process its folder with --keys"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` names this host only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def _place(address: str) -> tuple[str, int]:
-    """Return host and port of tcp://HOST:PORT. Raises ConfigError."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and int(port) < 2**16):
-        raise ConfigError(f"control address {address!r} is not tcp://HOST:PORT")
-    return host, int(port)
 
 
 def secure_client(socket_: zmq.Socket[Any], keys: Keys, server: str) -> None:
@@ -87,7 +78,7 @@ class Gatekeeper:
         self._socket, self._address, self._directory = socket_, address, keys
         self._secret = b""
         self._num_listeners = 0
-        self._place = _place(address)
+        self._place = place_of(address, name=NAME)
         self._refusal_logged_s = 0.0
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()

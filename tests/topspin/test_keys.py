@@ -122,7 +122,8 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     known = directory.read()
     os.replace(keys / "expert" / "gateway.public", keys / "gateway.public")
     (keys / "expert" / "gateway.public").write_text("half a ke")
-    assert directory.read() == known
-    assert "gateway.public: not keys" in caplog.text
+    for _ in range(3):  # strangers ask often
+        assert directory.read() == known
+    assert caplog.text.count("gateway.public: not keys") == 1
     os.replace(keys / "gateway.public", keys / "expert" / "gateway.public")
     assert directory.read() == known

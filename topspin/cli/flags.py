@@ -17,13 +17,11 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import msgspec
 
 from models.hub import DEFAULT_MODEL
-from topspin.config import EngineConfig, GatewaySection
+from topspin.config import API_KEY_VARIABLE, EngineConfig, GatewaySection
 from topspin.errors import ConfigError
 from topspin.settings import Field, check_ranges, fields_of
 
 API_KEY_FLAG: Final = "--api-key"
-API_KEY_VARIABLE: Final = "TOPSPIN_API_KEY"
-"""Read by server.gateway.http.auth, and by the commands that are clients of a server."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import os
 import stat
@@ -24,10 +23,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.gateway.errors import MESSAGES, error_response
 from server.gateway.http.exchange import exchange_of
-from topspin.config import GatewaySection
+from topspin.config import API_KEY_VARIABLE, GatewaySection
 from topspin.errors import ConfigError
+from topspin.network import is_loopback
 
-KEY_VARIABLE: Final = "TOPSPIN_API_KEY"
 DEFAULT_TENANT: Final = "default"
 # Probes have no key; the answer tells the engine's state only.
 OPEN_PATHS: Final = frozenset({"/health"})
@@ -43,7 +42,7 @@ class ApiKeys:
 
     def __init__(self, key: str | None, file: Path | None) -> None:
         """`key` is the default tenant's. Raises ConfigError for keys that cannot be used."""
-        self._own = {} if not key else {_digest(_checked(key, KEY_VARIABLE)): DEFAULT_TENANT}
+        self._own = {} if not key else {_digest(_checked(key, API_KEY_VARIABLE)): DEFAULT_TENANT}
         self._file = file
         self._seen: tuple[int, int] | None = None
         self._read: Mapping[bytes, str] = {}
@@ -136,20 +135,13 @@ def _stamp(file: Path) -> tuple[int, int]:
 def keys_of(section: GatewaySection) -> ApiKeys:
     """Return the keys of the HTTP side. Raises ConfigError if others can reach it without one."""
     file = None if section.api_key_file is None else Path(section.api_key_file)
-    keys = ApiKeys(os.environ.get(KEY_VARIABLE), file)
-    if not keys and not _is_loopback(section.host):
+    keys = ApiKeys(os.environ.get(API_KEY_VARIABLE), file)
+    if not keys and not is_loopback(section.host):
         raise ConfigError(
             f"--host {section.host}: other hosts can reach it, so it needs keys: set the variable "
-            f"{KEY_VARIABLE}, or give --api-key or --api-key-file"
+            f"{API_KEY_VARIABLE}, or give --api-key or --api-key-file"
         )
     return keys
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Authentication:

@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from starlette.routing import Route
 
 from server.gateway.engine_client import EngineClient
-from server.gateway.http.auth import KEY_VARIABLE, ApiKeys, keys_of
+from server.gateway.http.auth import ApiKeys, keys_of
 from server.gateway.http.listener import check_tls
 from tests.server.gateway.fakes import MODEL_NAME, FakeEngine, gateway, loopback, make_app, saying
-from topspin.config import GatewaySection
+from topspin.config import API_KEY_VARIABLE, GatewaySection
 from topspin.errors import ConfigError
 
 OURS, THEIRS = "sk-ours-0123456789", "sk-theirs-0123456789"
@@ -261,15 +261,15 @@ def test_a_file_that_all_may_read_or_that_is_missing(file: Path) -> None:
 def test_a_host_that_others_reach_needs_keys(
     host: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=r"--host .*: other hosts can reach it, so it needs keys"):
         keys_of(GatewaySection(host=host))
     assert keys_of(GatewaySection(host=host, api_key_file=str(file)))
     assert not keys_of(GatewaySection())
-    monkeypatch.setenv(KEY_VARIABLE, OURS)
+    monkeypatch.setenv(API_KEY_VARIABLE, OURS)
     assert keys_of(GatewaySection(host=host)).tenant_of(OURS.encode()) == "default"
-    monkeypatch.setenv(KEY_VARIABLE, "short")
-    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE}: a key has at least"):
+    monkeypatch.setenv(API_KEY_VARIABLE, "short")
+    with pytest.raises(ConfigError, match=f"{API_KEY_VARIABLE}: a key has at least"):
         keys_of(GatewaySection(host=host))
 
 
