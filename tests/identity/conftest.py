@@ -13,7 +13,7 @@ from models.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate
 
 NUM_PROMPTS = 8
-NUM_TOKENS = 24
+NUM_TOKENS = 14
 # Below this top-1/top-2 logit margin another order of summation may choose another token.
 MIN_MARGIN = 1e-3
 PROMPT_LENS = (5, 41, 17, 1, 30, 8, 64, 12, 3, 23, 9, 50, 14, 2, 33, 19)

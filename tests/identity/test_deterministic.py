@@ -192,17 +192,18 @@ def test_bf16_is_near_fp32_and_not_it(plain: Plain) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=slow)])
 def test_companions_and_cached_prefixes(case_of: CaseOf, plain: Plain, dtype: str) -> None:
-    """Alone and cold, then alone and cached, then all at once and cached."""
+    """Some alone and cold, then alone and cached, then all at once, some of them cached."""
     case = case_of(VARIANT)
     wanted = plain(VARIANT, dtype)
+    some = case.prompts[:3]
     with Engine(settings_of(case, dtype=dtype, **layout("shm", 1, 2, 1))) as engine:
-        alone = [ask(engine, [prompt])[0] for prompt in case.prompts]
+        alone = [ask(engine, [prompt])[0] for prompt in some]
         cold = engine.stats().prefix_cache_hits
-        again = [ask(engine, [prompt])[0] for prompt in case.prompts]
+        again = [ask(engine, [prompt])[0] for prompt in some]
         together = ask(engine, reversed(case.prompts))[::-1]
         assert engine.stats().prefix_cache_hits > cold
-    assert alone == wanted
-    assert again == wanted
+    assert alone == wanted[: len(some)]
+    assert again == wanted[: len(some)]
     assert together == wanted
 
 

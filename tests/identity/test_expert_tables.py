@@ -29,6 +29,7 @@ from topspin.plan import EnginePlan
 
 slow = pytest.mark.slow
 NUM_EXPERTS = 8
+MAX_ROUNDS = 50
 NUM_LAYERS = 2
 
 
@@ -122,23 +123,27 @@ def test_tables_change_while_streams_go_on(
     tables = random_tables(even_shares(NUM_EXPERTS + redundant, topology[1]), seed=len(transport))
     with Engine(config) as engine:
         balancer = engine.service.balancer
-        ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
+        # How many tables come into use within a round depends on the machine.
+        for _ in range(MAX_ROUNDS):
+            ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
 
-        def go_on() -> bool:
-            if not balancer.is_changing:
-                balancer.ask(next(tables))
-            return all(engine.requests[each].ended for each in ids)
+            def go_on(ids: list[str] = ids) -> bool:
+                if not balancer.is_changing:
+                    balancer.ask(next(tables))
+                return all(engine.requests[each].ended for each in ids)
 
-        engine.collect(until=go_on)
-        assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
-        tokens = [engine.requests[each].tokens for each in ids]
-        stats = engine.stats()
+            engine.collect(until=go_on)
+            assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
+            tokens = [engine.requests[each].tokens for each in ids]
+            if dtype == "float32":
+                assert tokens == case.tokens
+            else:
+                assert [len(each) for each in tokens] == [NUM_TOKENS] * len(ids)
+            stats = engine.stats()
+            if stats.expert_table_version >= 3:
+                break
     assert stats.expert_table_version >= 3
     assert stats.expert_migrations > 0
-    if dtype == "float32":
-        assert tokens == case.tokens
-    else:
-        assert [len(each) for each in tokens] == [NUM_TOKENS] * len(ids)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +33,17 @@ DELAY = 64
 CACHE_BYTES = 24 * 2**20
 
 
+def codebooks_of(keys: torch.Tensor) -> torch.Tensor:
+    """Return the codebooks of one segment, which are learnt once though each step asks."""
+    return _codebooks_of_bytes(keys.contiguous().numpy().tobytes(), tuple(keys.shape))
+
+
+@cache
+def _codebooks_of_bytes(values: bytes, shape: tuple[int, ...]) -> torch.Tensor:
+    keys = torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)
+    return learn_codebooks(keys, num_iterations=4)
+
+
 def codes_of(keys: torch.Tensor, closed: int, coded: int) -> KeyCodes:
     """Return the codes of the first `coded` keys [G, n, D], a segment behind the other.
 
@@ -40,7 +52,7 @@ def codes_of(keys: torch.Tensor, closed: int, coded: int) -> KeyCodes:
     centroids, codes, summaries = [], [], []
     for begin in range(0, coded, SEGMENT_KEYS):
         own = keys[:, begin : min(begin + SEGMENT_KEYS, coded)]
-        book = learn_codebooks(own, num_iterations=4) if begin < closed else centroids[-1]
+        book = codebooks_of(own) if begin < closed else centroids[-1]
         centroids.append(book)
         found = torch.zeros(*book.shape[:2], SEGMENT_KEYS, dtype=torch.uint8)
         found[:, :, : own.shape[1]] = encode(own, book)

@@ -113,14 +113,15 @@ def test_greedy_output_is_that_of_transformers_on_every_layout(
     case = case_of(VARIANT)
     config = config_of(case, transport, topology, micro_batches, speculation=speculation)
     with Engine(config) as engine:
-        for _ in range(2):
-            assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        first = engine.stats()
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
         stats = engine.stats()
     # The second answers are foreseen but for their beginnings, on the nodes that gave the first.
     assert stats.num_draft_tokens >= accepted(stats) > len(case.prompts) * NUM_TOKENS // 4
     assert stats.num_accepted_tokens[0] <= stats.num_drafts
     if topology[0] == 1:
-        assert stats.num_steps < 2 * NUM_TOKENS
+        assert stats.num_steps - first.num_steps < NUM_TOKENS
 
 
 @pytest.mark.parametrize("variant", ["mixtral_sliding_window", "llama"])
@@ -161,7 +162,9 @@ SAMPLINGS: Sequence[dict[str, Any]] = (
 def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf, method: Speculation) -> None:
     """Penalties, bias, stop tokens, min_tokens and logprobs, all requests in one batch."""
     case = case_of(VARIANT)
-    options = [{"max_tokens": NUM_TOKENS, **sampling} for sampling in SAMPLINGS]
+    # N-grams are found where few tokens are left; what verifies them is what verifies the others.
+    samplings = SAMPLINGS[3:5] if method is NGRAMS else SAMPLINGS
+    options = [{"max_tokens": NUM_TOKENS, **sampling} for sampling in samplings]
     with Engine(config_of(case, "shm", (1, 2), 2)) as engine:
         plain = [ask(engine, case, **sampling) for sampling in options]
         assert engine.stats().num_drafts == 0
@@ -176,9 +179,7 @@ def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf, method: Specu
                 ]
                 _check_logprobs(found, expected)
             after = engine.stats()
-            # Nothing repeats itself in a random model's text, unless few tokens are left.
-            if "logit_bias" in sampling or method is not NGRAMS:
-                assert accepted(after) > accepted(before), sampling
+            assert accepted(after) > accepted(before), sampling
     reasons = {each.finish_reason for answers in plain for each in answers}
     assert reasons == {"stop", "length"}
 

@@ -154,14 +154,25 @@ def test_a_prompt_that_fills_the_memory_holds_up_nobody(path: Path, tmp_path: Pa
         assert [engine.requests[each].failed for each in ids] == [None] * 3
 
 
+FAILING = prompts_of(tuple(LENGTH + 37 * idx for idx in range(8)))
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[list[int]]:
+    """Return the answers to FAILING with all keys in memory."""
+    with Engine(config_of(path, 80_000, None)) as engine:
+        return engine.generate(FAILING, max_tokens=NUM_TOKENS)
+
+
 @pytest.mark.parametrize("fails", ["load", pytest.param("save", marks=pytest.mark.slow), "cut"])
 def test_a_file_that_fails_fails_the_requests_that_need_it(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+    path: Path,
+    tmp_path: Path,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str,
 ) -> None:
     """None gets wrong tokens, and the engine serves on."""
-    prompts = prompts_of(tuple(LENGTH + 37 * idx for idx in range(8)))
-    with Engine(config_of(path, 80_000, None)) as engine:
-        expected = engine.generate(prompts, max_tokens=NUM_TOKENS)
     num_saved = 0
     save = SpillFile.save
 
@@ -186,7 +197,7 @@ def test_a_file_that_fails_fails_the_requests_that_need_it(
     with Engine(config_of(path, 8_000, tmp_path)) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(SpillFile, "save", break_it)
-            ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
+            ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in FAILING]
             engine.collect()
         failed = 0
         for each, tokens in zip(ids, expected, strict=True):
@@ -201,4 +212,4 @@ def test_a_file_that_fails_fails_the_requests_that_need_it(
         assert len(engine.generate([[9] * 200], max_tokens=5)[0]) == 5
         if fails == "save":
             # What failed is computed again, and coded from its own keys.
-            assert engine.generate(prompts[:3], max_tokens=NUM_TOKENS) == expected[:3]
+            assert engine.generate(FAILING[:3], max_tokens=NUM_TOKENS) == expected[:3]
