@@ -136,7 +136,7 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while alive := {role for role, pid in self.pids.items() if is_running(pid)}:
             assert time.monotonic() < deadline, f"orphans: {alive}"
-            os.sched_yield()
+            time.sleep(0.01)
 
     def __enter__(self) -> Server:
         return self

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from tests.system.chaos import wait_until
 from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.links import measured_lateness
 from tests.system.server import Server
@@ -127,21 +128,17 @@ def test_a_killed_gateway_stops_the_engine(tiny: Tiny, tmp_path: Path) -> None:
         assert "gateway" in server.output
 
 
+@slow  # the parts: server/gateway/test_service.py and topspin/launch/test_engine.py
 def test_a_frozen_gateway_serves_again_and_roles_die_with_a_killed_supervisor(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     with Server(tiny.path, tmp_path, "--restart", "on") as server:  # the shorter heartbeat
         os.kill(server.pids["gateway"], signal.SIGSTOP)
-        deadline = time.monotonic() + 30
-        while "a gateway is gone" not in server.output:
-            assert time.monotonic() < deadline, server.output
-            os.sched_yield()
+        wait_until(lambda: "a gateway is gone" in server.output, "not noticed", 30)
         os.kill(server.pids["gateway"], signal.SIGCONT)
-        while server.output.count("gateway 0 joined") < 2:
-            assert time.monotonic() < deadline, server.output
-            os.sched_yield()
-        while httpx.get(f"{server.url}/health").status_code != 200:
-            assert time.monotonic() < deadline, server.output
+        wait_until(lambda: server.output.count("gateway 0 joined") == 2, "not back", 30)
+        health = f"{server.url}/health"
+        wait_until(lambda: httpx.get(health).status_code == 200, "not healthy", 30)
         body = {"model": "tiny", "prompt": tiny.prompts[0], "max_tokens": 4}
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
         server.process.kill()
@@ -149,6 +146,7 @@ def test_a_frozen_gateway_serves_again_and_roles_die_with_a_killed_supervisor(
         server.assert_nothing_left()
 
 
+@slow  # the parts: server/gateway/test_service.py and topspin/launch/test_engine.py
 def test_sigterm_ends_open_requests_and_exits_0(tiny: Tiny, tmp_path: Path) -> None:
     with Server(tiny.path, tmp_path, settings=SLOW_LINK) as server:
         threads, results = run_streams(server, tiny.prompts)

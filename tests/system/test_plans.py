@@ -1,4 +1,7 @@
-"""Every example plan starts as it is, but for the model, and answers as one node of each does."""
+"""Every example plan starts as it is, but for the model, and answers as one node of each does.
+
+By default the nodes of one plan are threads; as processes all plans start with the slow tests.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,6 @@ PROMPTS = [[5 + 31 * number, 9, 200 - 17 * number] for number in range(8)]
 NUM_TOKENS = 8
 # Of the best log-probability: what sums in another order change, and codes rounded otherwise.
 MARGIN, QUANTISED_MARGIN = 1e-3, 0.3
-# The one with every kind of difference runs by default.
-BY_DEFAULT = ("unequal",)
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +44,29 @@ def on(plan: EnginePlan, checkpoint: Path) -> EnginePlan:
     return changed(plan, fields)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.stem, marks=[] if path.stem in BY_DEFAULT else [pytest.mark.slow])
-        for path in sorted(PLANS.glob("*.yaml"))
-    ],
-)
-def test_an_example_plan_starts_and_answers(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    plan = on(read_plan(str(PLANS / f"{name}.yaml")), checkpoint)
+def expected_of(plan: EnginePlan) -> list[list[int]]:
+    """Return the clear tokens of one node of each role, by prompt."""
     with Engine(one_of_each(plan, num_experts=16)) as engine:
         margin = QUANTISED_MARGIN if plan.precision else MARGIN
         expected = engine.clear_tokens(PROMPTS, max_tokens=NUM_TOKENS, margin=margin)
     assert sum(map(len, expected)) > len(PROMPTS)
+    return expected
+
+
+def test_the_plan_of_every_kind_of_difference_answers(checkpoint: Path) -> None:
+    plan = on(read_plan(str(PLANS / "unequal.yaml")), checkpoint)
+    expected = expected_of(plan)
+    with Engine(plan) as engine:
+        answers = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+    for answer, tokens in zip(answers, expected, strict=True):
+        assert answer[: len(tokens)] == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [path.stem for path in sorted(PLANS.glob("*.yaml"))])
+def test_an_example_plan_starts_and_answers(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    plan = on(read_plan(str(PLANS / f"{name}.yaml")), checkpoint)
+    expected = expected_of(plan)
     with Server(checkpoint, tmp_path, plan=plan) as server:
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             answer = complete(server.url, prompt, max_tokens=NUM_TOKENS)
