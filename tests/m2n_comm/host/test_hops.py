@@ -233,7 +233,7 @@ FAULTS: list[tuple[Fault, type[TransportError] | None]] = [
 def test_a_fault_inside_a_replay_ends_as_in_a_plain_step(
     fault: Fault, error: type[TransportError] | None, faulty: str, runs: mock.Mock
 ) -> None:
-    shape = bf16_shape(deadline_s=1.0)
+    shape = bf16_shape(deadline_s=0.5)
     table = make_table(shape, 1)
     fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[lambda batch: batch.hidden])
     fleet.close_failed = False  # else the other end of a wait hears of that first
@@ -267,7 +267,7 @@ def test_a_fault_inside_a_replay_ends_as_in_a_plain_step(
 
 
 def test_a_request_beyond_the_tickets_bucket_is_refused() -> None:
-    shape = bf16_shape(deadline_s=1.0)
+    shape = bf16_shape(deadline_s=0.5)
     table = make_table(shape, 1)
     fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[lambda batch: batch.hidden])
 
