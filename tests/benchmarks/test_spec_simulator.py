@@ -9,7 +9,7 @@ from benchmarks.spec_simulator import RATIOS, SYNC, World, compare, play_paralle
 
 @pytest.mark.parametrize(("ratio", "gain"), [(RATIOS[0], 1.3), (RATIOS[-1], 1.4)])
 def test_parallel_beats_serial_at_its_best_depth(ratio: float, gain: float) -> None:
-    row = compare(0.8, ratio, num_steps=600)
+    row = compare(0.8, ratio, num_steps=250)
     assert row["parallel_over_serial"] >= gain
     assert row["round_over_formula"] == pytest.approx(1.0, abs=0.05)
 

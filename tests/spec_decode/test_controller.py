@@ -106,8 +106,9 @@ def steep(num_rows: int) -> float:
 def speed_of(
     step_s: Step, accept: float, fixed: int, *, num: int = 1, offers: float = 1.0
 ) -> float:
+    """Return the tokens per second of a fixed depth: of fewer steps where each has more draws."""
     world = World(step_s, offers=offers)
-    world.run(dict.fromkeys(range(num), accept), 3000, None, fixed)
+    world.run(dict.fromkeys(range(num), accept), max(3000 // num, 750), None, fixed)
     return world.speed
 
 
@@ -116,11 +117,10 @@ def speed_of(
     [*product((flat, moe, steep), (0.0, 0.3, 0.6, 0.8, 0.95), (1, 4, 16))],
 )
 def test_the_speed_is_near_that_of_the_best_depth(step_s: Step, accept: float, num: int) -> None:
-    best = max(speed_of(step_s, accept, depth, num=num) for depth in range(MOST + 1))
-    plain = speed_of(step_s, accept, 0, num=num)
+    plain, *drafted = (speed_of(step_s, accept, depth, num=num) for depth in range(MOST + 1))
     world = World(step_s, seed=1)
     world.run(dict.fromkeys(range(num), accept), 3000, Controller(MOST))
-    assert world.speed >= 0.93 * best
+    assert world.speed >= 0.93 * max(plain, *drafted)
     assert world.speed >= 0.97 * plain
 
 
