@@ -33,13 +33,15 @@ on_device = [pytest.mark.gpu] if HAS_GPU else []
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     made: dict[str, Path] = {}
 
-    def make(variant: str) -> Path:
-        if variant not in made:
-            made[variant] = make_checkpoint(tmp_path_factory.mktemp(variant), variant)
-        return made[variant]
+    def make(variant: str, **overrides: int) -> Path:
+        name = f"{variant}{overrides}"
+        if name not in made:
+            directory = tmp_path_factory.mktemp(variant)
+            made[name] = make_checkpoint(directory, variant, **overrides)
+        return made[name]
 
     return make
 
@@ -124,10 +126,11 @@ def oracle_log_probs(oracle: Any, tokens: list[int]) -> Tensor:
     ],
 )
 def test_nodes_of_random_trees_have_the_log_probabilities_of_their_paths(
-    checkpoint: Callable[[str], Path], variant: str, settings: Settings, num_turns: int
+    checkpoint: Callable[..., Path], variant: str, settings: Settings, num_turns: int
 ) -> None:
     rng = random.Random(variant)
-    path = checkpoint(variant)
+    # An interpreted layer takes seconds.
+    path = checkpoint(variant, **({} if settings is F32 else {"num_hidden_layers": 1}))
     model, oracle = DraftModel.load(path, settings), oracle_model(path)
     mirrors = [Mirror(idx, rng.choices(range(VOCAB_SIZE), k=n)) for idx, n in enumerate((1, 9, 22))]
     found = feed(model, mirrors)
