@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROMPTS = [[7, 3, 9, 200, 4], [17] * 8, [5]]
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 NUM_EXPERTS = 8
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128}
 DRAFTS = Speculation(method="draft_model", model="self-int4", num_speculative_tokens=3)
