@@ -30,6 +30,8 @@ from topspin.network import is_loopback
 DEFAULT_TENANT: Final = "default"
 # Probes have no key; the answer tells the engine's state only.
 OPEN_PATHS: Final = frozenset({"/health"})
+# What makes OPTIONS a preflight; without one of them it would reach the routes.
+_PREFLIGHT_HEADERS: Final = frozenset({b"origin", b"access-control-request-method"})
 MIN_KEY_CHARS: Final = 16
 _MAX_FILE_BYTES: Final = 2**20
 _MAX_CREDENTIAL_BYTES: Final = 4096
@@ -147,8 +149,8 @@ def keys_of(section: GatewaySection) -> ApiKeys:
 class Authentication:
     """ASGI middleware, inside of Exchanges: refuses requests without a valid key.
 
-    With `preflights`, OPTIONS are let through: browsers send them without a key, and the
-    application's own middleware answers them.
+    With `preflights`, a browser's question what it may send (CORS) is let through, which has no
+    key; the application's CORS middleware answers it, and no route does.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, *, preflights: bool = False) -> None:
@@ -169,8 +171,10 @@ class Authentication:
         await app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        is_preflight = self._preflights and scope["method"] == "OPTIONS"
-        return is_preflight or scope["path"] in OPEN_PATHS
+        if scope["path"] in OPEN_PATHS:
+            return True
+        names = {name for name, _ in scope["headers"]}
+        return self._preflights and scope["method"] == "OPTIONS" and names >= _PREFLIGHT_HEADERS
 
 
 def _credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

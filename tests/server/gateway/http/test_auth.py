@@ -170,9 +170,28 @@ async def test_browsers_ask_without_a_key_what_they_may_send(keys: ApiKeys) -> N
         answer = await client.options("/v1/chat/completions", headers=preflight)
         assert answer.status_code == 200
         assert answer.headers["Access-Control-Allow-Origin"] == "http://ui.test"
-        assert (await client.options("/v1/models")).status_code == 405
         refused = await client.get("/v1/models", headers={"Origin": "http://ui.test"})
         assert refused.status_code == 401
+
+
+@in_loop
+async def test_a_preflight_tells_nothing_but_what_may_be_sent(keys: ApiKeys) -> None:
+    """Not which paths there are, nor to other pages what is allowed; other OPTIONS need keys."""
+    asked = {"Access-Control-Request-Method": "POST"}
+    async with gateway(FakeEngine(), keys=keys, allowed_origins=["http://ui.test"]) as client:
+        for origin, status in (("http://ui.test", 200), ("http://evil.test", 400)):
+            seen = set()
+            for path in ("/v1/chat/completions", "/metrics", "/v1/responses/x", "/nowhere"):
+                answer = await client.options(path, headers={**asked, "Origin": origin})
+                assert answer.status_code == status
+                names = set(answer.headers) - {"content-length", "content-type", "x-request-id"}
+                assert all(each == "vary" or each.startswith("access-") for each in names)
+                assert ("access-control-allow-origin" in names) == (status == 200)
+                seen.add((answer.text, *sorted(answer.headers.items())[:-1]))
+            assert len(seen) == 1
+        for headers in ({}, asked, {"Origin": "http://ui.test"}):
+            for path in ("/v1/models", "/nowhere"):
+                assert (await client.options(path, headers=headers)).status_code == 401
 
 
 @in_loop
