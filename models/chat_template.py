@@ -16,7 +16,9 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -36,12 +38,19 @@ _RESERVED = frozenset(
         "add_generation_prompt",
         "raise_exception",
         "strftime_now",
+        "namespace",
         "self",
         *SPECIAL_TOKEN_NAMES,
+        *DEFAULT_NAMESPACE,
     }
 )
 # A message's reasoning has several names; templates read the first (gpt-oss the second).
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def may_set(name: str) -> bool:
+    """Return whether a request may set a template's variable `name`: it is not one of ours."""
+    return name.isidentifier() and not name.startswith("_") and name not in _RESERVED
 
 
 class ChatTemplate:
@@ -61,12 +70,16 @@ class ChatTemplate:
         self._templates: dict[str, jinja2.Template] = {}
         self._sources = tuple(sources.values())
         self._words: set[object] = set()
+        read: set[str] = set()
         for name, text in sources.items():
             try:
                 self._templates[name] = environment.from_string(text)
                 self._words.update(_words(environment.parse(text)))
+                read |= find_undeclared_variables(environment.parse(text))
             except jinja2.TemplateError as error:
                 raise ConfigError(f"{source}: chat template {name!r}: {error}") from error
+        self.options = frozenset(filter(may_set, read))
+        """The variables that a request may set and that a template reads."""
 
     @classmethod
     def from_directory(cls, path: Path) -> ChatTemplate:
@@ -118,19 +131,13 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text of a conversation.
 
-        `variables` are the template's own options, such as enable_thinking. Raises InvalidRequest
-        if one shadows a reserved name, if a value is not plain JSON, or if the template refuses the
-        conversation.
+        Of `variables` it gets those that are among its `options`, such as enable_thinking. Raises
+        InvalidRequest if a value is not plain JSON, or if the template refuses the conversation.
         """
-        for name in variables:
-            if name in _RESERVED or name.startswith("_"):
-                raise InvalidRequest(
-                    f"chat template variable `{name}` may not be set",
-                    param="chat_template_kwargs",
-                )
         is_tool_use = tools is not None and "tool_use" in self._templates
         template = self._templates["tool_use" if is_tool_use else "default"]
-        values = {name: _plain(value) for name, value in variables.items()}
+        options = variables.keys() & self.options
+        values = {name: _plain(variables[name]) for name in options}
         try:
             return template.render(
                 messages=[_with_reasoning(_plain_object(message)) for message in messages],

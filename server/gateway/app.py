@@ -75,6 +75,7 @@ def create_app(
         template=template,
         formats=formats,
         threads=handler.threads,
+        bodies=handler.bodies,
     )
     app = FastAPI(
         title="Topspin",

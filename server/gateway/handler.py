@@ -31,7 +31,7 @@ from server.gateway.answers.response_store import ResponseStore
 from server.gateway.answers.run import Run
 from server.gateway.answers.streaming import EventStream
 from server.gateway.engine_client import ClientGone, EngineClient
-from server.gateway.http.body import read_json_body
+from server.gateway.http.body import Bodies
 from server.gateway.http.exchange import Exchange, exchange_of
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.parsing.message import Message, MessageOptions
@@ -42,7 +42,6 @@ from server.gateway.requests.params import (
     RequestParams,
     ServedModel,
     chat_params,
-    check_choices,
     completion_params,
 )
 from server.gateway.requests.preparation import PreparationThreads
@@ -108,6 +107,7 @@ class GenerationHandler:
         default_factory=lambda: defaultdict(ResponseStore)
     )
     threads: PreparationThreads = field(default_factory=PreparationThreads)
+    bodies: Bodies = field(default_factory=Bodies)
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
@@ -212,7 +212,7 @@ class GenerationHandler:
         if body.reasoning_effort and not reasoning_variables(body, self.template):
             ignored = ("reasoning_effort", *ignored)
         names = body.chat_template_kwargs or ()
-        unread = [name for name in names if not self.template.mentions(name)]
+        unread = [name for name in names if name not in self.template.options]
         ignored = (*ignored, *(f"chat_template_kwargs.{name}" for name in unread))
         is_inside = formats.reasons and begins_inside(prompt.text, prompt.continued)
         grammar = constrained(
@@ -244,7 +244,6 @@ class GenerationHandler:
         params = completion_params(body, self.model, bad_words=words)
         check = self._check_fewest(params, "prompt")
         given = given_prompts(body, vocab_size=self.model.vocab_size, check_fewest=check)
-        check_choices(len(given), params.num_choices)
         prompts = completion_prompts(body, given, tokenizer=self.tokenizer, check_fewest=check)
         shown: Sequence[str | None] = [None] * len(prompts)
         if params.echo:
@@ -258,11 +257,11 @@ class GenerationHandler:
         return partial(params.check_prompt, limit=limit, param=param, at_least=True)
 
     async def _prepared(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Prepared:
-        data = await read_json_body(request)
-        self.engine.check_ready()
-        if len(data) > INLINE_BODY_BYTES or any(field in data for field in SLOW_FIELDS):
-            return await self.threads.run(partial(prepare, data))
-        return prepare(data)
+        async with self.bodies.read_json(request) as data:
+            self.engine.check_ready()
+            if len(data) > INLINE_BODY_BYTES or any(field in data for field in SLOW_FIELDS):
+                return await self.threads.run(partial(prepare, data))
+            return prepare(data)
 
     async def _answer(
         self,

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
 from server.gateway.engine_client import EngineClient
-from server.gateway.http.body import read_json_body
+from server.gateway.http.body import Bodies
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.preparation import PreparationThreads
 from server.gateway.requests.tokenization import detokenize, tokenize
@@ -37,6 +37,7 @@ class TokenizationHandler:
     template: ChatTemplate | None
     formats: MessageFormats
     threads: PreparationThreads
+    bodies: Bodies
 
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize."""
@@ -58,11 +59,11 @@ class TokenizationHandler:
     async def _answer(
         self, request: Request, convert: Callable[[bytes], msgspec.Struct]
     ) -> Response:
-        data = await read_json_body(request, max_bytes=MAX_BODY_BYTES)
+        async with self.bodies.read_json(request, max_bytes=MAX_BODY_BYTES) as data:
 
-        def encoded() -> bytes:
-            return msgspec.json.encode(convert(data))
+            def encoded() -> bytes:
+                return msgspec.json.encode(convert(data))
 
-        small = len(data) <= INLINE_BODY_BYTES
-        body = encoded() if small else await self.threads.run(encoded)
+            small = len(data) <= INLINE_BODY_BYTES
+            body = encoded() if small else await self.threads.run(encoded)
         return Response(body, media_type="application/json")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from models.chat_template import ChatTemplate
+from models.chat_template import ChatTemplate, may_set
 from tests.checkpoints import write_tokenizer
 from topspin.errors import ConfigError, InvalidRequest
 
@@ -145,12 +145,32 @@ def test_a_refusal_by_the_template_is_the_clients_fault(
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("name", ["documents", "bos_token", "raise_exception", "__class__"])
+RESERVED = ["documents", "bos_token", "raise_exception", "__class__", "range", "namespace", "self"]
+
+
+@pytest.mark.parametrize("name", [*RESERVED, "tools", "not a name", "", "a.b"])
 def test_a_request_may_not_shadow_the_machinery(tmp_path: Path, name: str) -> None:
-    _write(tmp_path, "x")
+    assert not may_set(name)
+    _write(tmp_path, "{{ [documents, bos_token, range(2) | list, self, namespace is callable] }}")
     template = ChatTemplate.from_directory(tmp_path)
-    with pytest.raises(InvalidRequest, match=name):
-        template.render(MESSAGES, add_generation_prompt=False, **{name: "y"})  # type: ignore[arg-type]
+    assert template.options == frozenset()
+    plain = template.render(MESSAGES, add_generation_prompt=False)
+    if name not in ("self", "tools"):  # these are render's own
+        variables: dict[str, Any] = {name: "y"}
+        assert template.render(MESSAGES, add_generation_prompt=False, **variables) == plain
+
+
+def test_a_template_gets_the_variables_that_it_reads_and_no_others(tmp_path: Path) -> None:
+    text = (
+        "{% macro shown(x) %}{{ x }}{{ enable_thinking }}{% endmacro %}{% set set_here = 1 %}"
+        "{{ shown(messages | length) }} {{ style if style is defined }} {{ messages.style_of }}"
+        "{% for each in messages %}{{ loop.index }}{% endfor %}{{ set_here }}"
+    )
+    _write(tmp_path, text)
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template.options == {"enable_thinking", "style"}
+    variables: dict[str, Any] = {"style": "S", "each": "E", "x": "X", "set_here": "no", "loop": 3}
+    assert template.render(MESSAGES[:1], add_generation_prompt=False, **variables) == "1 S 11"
 
 
 def test_a_template_sees_plain_copies_only(tmp_path: Path) -> None:

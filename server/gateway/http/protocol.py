@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from server.gateway.errors import describe, truncated
 from server.gateway.http.exchange import HEADER, make_request_id
-from topspin.errors import RequestError
+from server.gateway.http.room import Room
+from topspin.errors import EngineUnavailable, RequestError, TopspinError
 from topspin.logs import about
 
 # For a request's head from its first byte to its last, and for the rest of a body whose request
@@ -56,20 +58,33 @@ class HttpProtocol(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     _has_half_closed = False
 
+    def __init__(self, *arguments: Any, room: Room, **options: Any) -> None:
+        """Take a place in `room`; the rest is uvicorn's."""
+        super().__init__(*arguments, **options)
+        self._room = room
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the keep-alive timer, as between two requests."""
         super().connection_made(transport)
         self._start_keep_alive_timer()
+        if not self._room.enter(self):
+            self._refuse(EngineUnavailable("too many connections have requests in progress"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel both timers."""
+        self._room.leave(self)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._stop_head_timer()
 
+    def give_way(self) -> None:
+        """Close at once, also if the client has not read its last answer."""
+        self.transport.abort()
+
     def data_received(self, data: bytes) -> None:
         """Handle `data`; an incomplete head or refused body starts the head's deadline."""
         super().data_received(data)
+        self._note_work()
         conn = self.conn
         is_head = conn.their_state is h11.IDLE and bool(conn.trailing_data[0])
         is_refused_body = conn.their_state is h11.SEND_BODY and conn.our_state is h11.DONE
@@ -102,6 +117,7 @@ class HttpProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Go on with the next request; closes a half-closed connection that has none."""
         super().on_response_complete()
+        self._note_work()
         if self._has_half_closed and self.cycle.response_complete:
             self.transport.close()
 
@@ -121,6 +137,9 @@ class HttpProtocol(H11Protocol):
             detail = truncated(str(reason or msg).partition(": bytearray(")[0], MAX_DETAIL_CHARS)
             self._refuse(InvalidHttp(f"invalid HTTP request: {detail}"))
 
+    def _note_work(self) -> None:
+        self._room.note(self, waits=self.cycle is None or self.cycle.response_complete)
+
     def _start_keep_alive_timer(self) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(
@@ -136,7 +155,7 @@ class HttpProtocol(H11Protocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self, error: RequestError) -> None:
+    def _refuse(self, error: TopspinError) -> None:
         """Answer with `error`, unless an answer has begun, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             failure, request_id = describe(error), make_request_id()

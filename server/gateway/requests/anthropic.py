@@ -28,9 +28,9 @@ from server.gateway.requests.schema import (
     FunctionDefinition,
     Ignored,
     KvRetrieval,
+    MessageList,
     Name,
     NamedToolChoice,
-    NonEmptyList,
     Object,
     Priority,
     RefusedList,
@@ -212,7 +212,7 @@ def _decoded(body: PromptFields, chat: ChatBody) -> DecodedChat:
             ignored.update(check_fields(nested, shown=shown))
     for tool in body.tools or ():
         ignored.update(check_fields(tool, shown="tools."))
-    items = decode(body.messages, NonEmptyList, param="messages")
+    items = decode(body.messages, MessageList, param="messages")
     given = decode_each(items, InputMessage, param="messages")
     messages = _system(body.system, ignored)
     for idx, message in enumerate(given):

@@ -8,7 +8,7 @@ parts. Knows no fields; server.gateway.requests.schema and .prompts call it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -19,6 +19,9 @@ from topspin.errors import InvalidRequest
 
 # Some 10,000 token ids, which take under a millisecond.
 PIECE_BYTES = 64 * 1024
+# Of objects and lists in each other where a client chooses them (schemas, arguments of calls).
+# llguidance's own limit is 128, and Python's recursion has one.
+MAX_DEPTH = 120
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 _FIELD = re.compile(
@@ -62,8 +65,30 @@ def decode_pieces(data: bytes, kind: type[list[_Value]], *, param: str) -> Itera
         num_before += len(piece)
 
 
+def check_depth(value: object, *, param: str) -> None:
+    """Raise InvalidRequest for a JSON value nested more deeply than MAX_DEPTH."""
+    level, depth = [value], 0
+    while level := [child for parent in level for child in _children(parent)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _too_deep(param)
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _too_deep(param: str) -> InvalidRequest:
+    where = f"`{param}`" if param else "the request body"
+    return InvalidRequest(f"{where} is nested too deeply", param=param or None)
+
+
 def _invalid(error: Exception, prefix: str) -> InvalidRequest:
     """Return an InvalidRequest for msgspec's error; `prefix` and the path become `param`."""
+    if isinstance(error, RecursionError):
+        return _too_deep(prefix)
     if not isinstance(error, msgspec.ValidationError):
         return InvalidRequest(f"the request body is not valid JSON: {error}")
     message = str(error)

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from msgspec import Raw
 
-from server.gateway.requests.decoding import decode
+from server.gateway.requests.decoding import check_depth, decode
 from server.gateway.requests.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from topspin.errors import InvalidRequest
 from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
@@ -151,7 +151,7 @@ def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
         grammar = LLMatcher.grammar_from_json_schema(
             dict(schema), overrides={"whitespace_pattern": WHITESPACE}
         )
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
     return checked_grammar(grammar, param=param)
 
@@ -220,13 +220,16 @@ def _schema(given: Raw, *, param: str) -> dict[str, Any]:
     if data.startswith(b'"'):
         data = decode(data, str, param=param).encode(errors="replace")
     try:
-        return decode(data, dict[str, Any], param=param)
+        schema = decode(data, dict[str, Any], param=param)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), param=error.param or param) from None
+    check_depth(schema, param=param)
+    return schema
 
 
 def _of_text(text: str, *, param: str) -> str:
     """Return the grammar in `text`: Lark, or EBNF as llama.cpp writes it, with `::=`."""
+    check_size(text.encode(errors="replace"), param=param)
     if "::=" in text:
         try:
             text = gbnf_to_lark(text)

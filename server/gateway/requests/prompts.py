@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from models.chat_template import ChatTemplate
+from models.chat_template import ChatTemplate, may_set
 from models.tokenizer import Tokenizer, text_before
 from server.gateway.answers.cache_report import PromptMap
 from server.gateway.errors import truncated
-from server.gateway.requests.decoding import decode, decode_each, decode_pieces
-from server.gateway.requests.params import check_vocabulary
+from server.gateway.requests.decoding import check_depth, decode, decode_each, decode_pieces
+from server.gateway.requests.params import check_choices, check_vocabulary
 from server.gateway.requests.schema import (
     ChatBody,
     ChatMessage,
@@ -32,9 +32,6 @@ from server.gateway.requests.schema import (
 from server.sampling_limits import MAX_BAD_WORD_TOKENS
 from topspin.errors import InvalidRequest
 
-# Parameters of ChatTemplate.render that have their own request fields or are refused; `render`
-# refuses the names that the template machinery itself uses.
-_NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 # Some agents' first system block has a number that changes with each request, for their billing.
 # It means nothing to a model, and would make every prompt differ from its first tokens on.
 BILLING_PREFIX = "x-anthropic-billing-header"
@@ -71,7 +68,7 @@ def chat_prompt(
     """
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     for name in kwargs:
-        if name in _NOT_VARIABLES or not name.isidentifier():
+        if not may_set(name):
             raise InvalidRequest(
                 f"`chat_template_kwargs`: `{truncated(name, 64)}` may not be set by a request",
                 param="chat_template_kwargs",
@@ -145,13 +142,15 @@ def given_prompts(
 ) -> list[str] | list[list[int]]:
     """Return the prompts of a completion request as they were given, at least one.
 
-    Raises InvalidRequest for mixed lists and ids outside the vocabulary. `check_fewest` is called
+    Raises InvalidRequest for mixed lists, too many prompts and ids outside the vocabulary.
+    `check_fewest` is called
     with a lower bound of the tokens in a list before that is decoded.
     """
     data = bytes(body.prompt)
     items = [body.prompt]
     if data.startswith(b"[") and not _FLAT_LIST.match(data):
         items = decode(body.prompt, NonEmptyList, param="prompt")
+    check_choices(len(items), body.n or 1)
     kinds = {bytes(item)[:1] for item in items}
     if kinds == {b'"'}:
         return decode_each(items, str, param="prompt")
@@ -299,15 +298,14 @@ def _end_of(call_id: str | None, num_chars: int | None) -> str | None:
 
 def _plain_call(call: ToolCall, param: str, id_chars: int | None) -> dict[str, object]:
     """Return the call as templates expect it: its arguments are an object, not JSON text."""
+    where = f"{param}.function.arguments"
     try:
         arguments = msgspec.json.decode(
             call.function.arguments.strip() or "{}", type=dict[str, Any]
         )
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(
-            f"`{param}.function.arguments` is no JSON object: {error}",
-            param=f"{param}.function.arguments",
-        ) from None
+        raise InvalidRequest(f"`{where}` is no JSON object: {error}", param=where) from None
+    check_depth(arguments, param=where)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": _end_of(call.id, id_chars), "type": call.type, "function": function}
 

@@ -18,6 +18,7 @@ from server.gateway.requests.sampling_defaults import MinP, PositiveCount, Tempe
 from server.gateway.requests.schema import (
     ABSENT,
     MAX_TOOLS,
+    MESSAGE_LIST_SCHEMA,
     NOT_GIVEN,
     SCHEMA_REF,
     CallChoice,
@@ -28,9 +29,9 @@ from server.gateway.requests.schema import (
     FunctionDefinition,
     Ignored,
     KvRetrieval,
+    MessageList,
     Name,
     NamedToolChoice,
-    NonEmptyList,
     NumLogprobs,
     Object,
     Priority,
@@ -158,8 +159,7 @@ INPUT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {
-            "type": "array",
-            "minItems": 1,
+            **MESSAGE_LIST_SCHEMA,
             "items": {"anyOf": [{"$ref": SCHEMA_REF.format(name=each.__name__)} for each in ITEMS]},
         },
     ]
@@ -244,7 +244,7 @@ def decode_response(data: bytes) -> DecodedResponse:
 
 def _items(data: Raw) -> list[Item]:
     """Return the items; one without `type` is a message, as OpenAI has it."""
-    given = decode_each(decode(data, NonEmptyList, param="input"), dict[str, Raw], param="input")
+    given = decode_each(decode(data, MessageList, param="input"), dict[str, Raw], param="input")
     typed = [
         Raw(msgspec.json.encode(each if "type" in each else {"type": "message", **each}))
         for each in given

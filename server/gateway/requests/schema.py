@@ -41,6 +41,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_STRUCTURED_CHOICES = 4096
 MAX_TEMPLATE_KWARGS = 32
+MAX_MESSAGES = 10_000
+MAX_ALLOWED_TOKEN_IDS = 2**14
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARS = 128
 
@@ -57,6 +59,11 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 # How the OpenAPI document names a schema.
 SCHEMA_REF = "#/components/schemas/{name}"
+MESSAGE_LIST_SCHEMA: dict[str, object] = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+}
 _IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _TEXT_SCHEMA = {"type": "string", "minLength": 1}
 PROMPT_SCHEMA: dict[str, object] = {
@@ -78,6 +85,7 @@ ABSENT: Any = msgspec.field(default_factory=lambda: NOT_GIVEN)
 Ignored = Annotated[_Value | None, _IGNORED]
 Object = dict[str, Raw]
 NonEmptyList = Annotated[list[Raw], Meta(min_length=1)]
+MessageList = Annotated[list[Raw], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def neutral(*values: object) -> Meta:
@@ -86,9 +94,9 @@ def neutral(*values: object) -> Meta:
 
 
 def items_of(name: str) -> Meta:
-    """Describe a Raw field as a list, not empty, of the schema `name`."""
+    """Describe a Raw field as a MessageList of the schema `name`."""
     items = {"$ref": SCHEMA_REF.format(name=name)}
-    return Meta(extra_json_schema={"type": "array", "minItems": 1, "items": items})
+    return Meta(extra_json_schema={**MESSAGE_LIST_SCHEMA, "items": items})
 
 
 # A field of one of these types is refused unless null, false, or an empty value.
@@ -194,7 +202,9 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     kv_retrieval: KvRetrieval | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    allowed_token_ids: Annotated[list[Count], Meta(min_length=1)] | None = None
+    allowed_token_ids: (
+        Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = None
     bad_words: (
         Annotated[
             list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
@@ -346,7 +356,11 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
         Annotated[
             dict[
                 Annotated[str, Meta(max_length=MAX_NAME_CHARS)],
-                bool | int | float | Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None,
+                bool
+                | Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
+                | float
+                | Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+                | None,
             ],
             Meta(max_length=MAX_TEMPLATE_KWARGS),
         ]
@@ -434,7 +448,7 @@ def decode_chat(data: bytes) -> DecodedChat:
     """Return the chat request in `data`; raises InvalidRequest naming the field."""
     body = decode(data, ChatBody)
     ignored = _ignored(body)
-    items = decode(body.messages, NonEmptyList, param="messages")
+    items = decode(body.messages, MessageList, param="messages")
     messages = decode_each(items, ChatMessage, param="messages")
     for idx, message in enumerate(messages):
         param = f"messages[{idx}]"

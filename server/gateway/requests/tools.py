@@ -15,6 +15,7 @@ from models.chat_template import ChatTemplate
 from server.gateway.errors import truncated
 from server.gateway.parsing.call_formats import CallFormat, call_format
 from server.gateway.parsing.reasoning import BEGIN
+from server.gateway.requests.decoding import check_depth
 from server.gateway.requests.schema import ChatBody, NamedToolChoice, Tool
 from topspin.config import GatewaySection
 from topspin.errors import InvalidRequest
@@ -122,11 +123,8 @@ def _plain_tool(tool: Tool, idx: int) -> dict[str, object]:
     if tool.function.description is not None:
         function["description"] = tool.function.description
     if tool.function.parameters is not None:
-        try:
-            function["parameters"] = canonical_schema(tool.function.parameters)
-        except RecursionError:
-            where = f"tools[{idx}].function.parameters"
-            raise InvalidRequest(f"`{where}` is nested too deeply", param=where) from None
+        check_depth(tool.function.parameters, param=f"tools[{idx}].function.parameters")
+        function["parameters"] = canonical_schema(tool.function.parameters)
     return {"type": "function", "function": function}
 
 

@@ -263,6 +263,12 @@ COMPLETION_ROWS = [
         "at most 100",
         "context_length_exceeded",
     ),
+    Bad(
+        PLAIN,
+        {"allowed_token_ids": [1] * (2**14 + 1)},
+        "allowed_token_ids",
+        "`allowed_token_ids`: Expected `array` of length <= 16384",
+    ),
     Bad(PLAIN, {"user": 1}, "user", "`user`: Expected `str | null`, got `int`"),
     Bad(PLAIN, {"store": "yes"}, "store", "`store`: Expected `bool | null`, got `str`"),
     Bad(

@@ -20,6 +20,12 @@ GOOD: dict[str, dict[str, object]] = {
 
 CHAT_ROWS = [
     Bad(CHAT, {"messages": []}, "messages", "`messages`: Expected `array` of length >= 1"),
+    Bad(
+        CHAT,
+        {"messages": [USER] * 10_001},
+        "messages",
+        "`messages`: Expected `array` of length <= 10000",
+    ),
     Bad(CHAT, {"messages": None}, "messages", "`messages`: Expected `array`, got `null`"),
     Bad(CHAT, {"messages": ["hi"]}, "messages[0]", "`messages[0]`: Expected `object`, got `str`"),
     Bad(
@@ -112,19 +118,31 @@ CHAT_ROWS = [
         CHAT,
         {"chat_template_kwargs": {"bos_token": "x"}},
         "chat_template_kwargs",
-        "chat template variable `bos_token` may not be set",
+        "`chat_template_kwargs`: `bos_token` may not be set by a request",
     ),
     Bad(
         CHAT,
         {"chat_template_kwargs": {"_x": 1}},
         "chat_template_kwargs",
-        "chat template variable `_x` may not be set",
+        "`chat_template_kwargs`: `_x` may not be set by a request",
     ),
     Bad(
         CHAT,
         {"chat_template_kwargs": {"not a name": 1}},
         "chat_template_kwargs",
         "`chat_template_kwargs`: `not a name` may not be set by a request",
+    ),
+    Bad(
+        CHAT,
+        {"chat_template_kwargs": {"range": 1}},
+        "chat_template_kwargs",
+        "`chat_template_kwargs`: `range` may not be set by a request",
+    ),
+    Bad(
+        CHAT,
+        {"chat_template_kwargs": {"a": 2**31}},
+        "chat_template_kwargs",
+        "`chat_template_kwargs`: Expected `int` <= 2147483647",
     ),
     Bad(
         CHAT,

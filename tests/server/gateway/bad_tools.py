@@ -65,6 +65,12 @@ TOOL_ROWS = [
 ]
 
 RESPONSES_ROWS = [
+    Bad(
+        RESPONSES,
+        {"input": [{"role": "user", "content": "hi"}] * 10_001},
+        "input",
+        "`input`: Expected `array` of length <= 10000",
+    ),
     Bad(RESPONSES, {"input": None}, "input", "`input`: Expected `array`, got `null`"),
     Bad(RESPONSES, {"input": []}, "input", "`input`: Expected `array` of length >= 1"),
     Bad(RESPONSES, {"input": 5}, "input", "`input`: Expected `array`, got `int`"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 
 import httpx
 import pytest
@@ -12,10 +13,11 @@ from starlette.types import Message
 
 from server.gateway.answers.streaming import EventStream
 from server.gateway.engine_client import ClientGone
-from server.gateway.http.body import MAX_BODY_BYTES, BodyTimeout, read_body
+from server.gateway.http.body import MAX_BODY_BYTES, Bodies, BodyTimeout, read_body
 from server.gateway.http.exchange import Exchanges
 from tests.server.gateway.calls import head_of, http_request
 from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, output, saying
+from topspin.errors import EngineUnavailable
 from topspin.messages import FinishReason
 
 
@@ -97,6 +99,54 @@ def test_a_body_that_does_not_arrive_is_a_timeout() -> None:
         request = request_of([{"type": "http.request", "body": b"{", "more_body": True}])
         with pytest.raises(BodyTimeout):
             await read_body(request, deadline_s=0.01)
+
+    asyncio.run(test())
+
+
+def test_a_body_that_comes_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is absolute: bytes that come meanwhile do not move it."""
+    monkeypatch.setattr("server.gateway.http.body.BODY_DEADLINE_S", 0.2)
+    monkeypatch.setattr("server.gateway.http.protocol.HEAD_DEADLINE_S", 0.1)
+
+    async def test() -> None:
+        async with loopback(FakeEngine()) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head_of(1000))
+
+            async def drip() -> None:
+                while True:
+                    writer.write(b" ")
+                    await asyncio.sleep(0.01)
+
+            dripping = asyncio.create_task(drip())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+            assert b'"request_timeout"' in await reader.read()  # then it is closed
+            dripping.cancel()
+            writer.close()
+
+    asyncio.run(test())
+
+
+def test_bodies_that_are_held_have_room_together() -> None:
+    async def test() -> None:
+        bodies = Bodies(max_held_bytes=10)
+        headers = [(b"content-type", b"application/json")]
+
+        def reading(size_bytes: int) -> AbstractAsyncContextManager[bytes]:
+            request = request_of([{"type": "http.request", "body": b"x" * size_bytes}])
+            request.scope["headers"] = headers
+            return bodies.read_json(request)
+
+        for _ in range(3):
+            async with reading(6), reading(4):
+                with pytest.raises(EngineUnavailable, match="too many requests"):
+                    async with reading(1):
+                        pass
+            with pytest.raises(EngineUnavailable):
+                async with reading(11):
+                    pass
+        async with reading(10) as data:
+            assert data == b"x" * 10
 
     asyncio.run(test())
 

@@ -257,6 +257,10 @@ async def test_every_method_needs_a_key(keys: ApiKeys, method: str) -> None:
         (f"a: {OURS}\n{THEIRS}\n", "line 2: it is not TENANT: KEY"),
         ("a: short\n", "line 1: a key has at least 16 printable"),
         ("a: 0123456789 0123456789\n", "line 1: a key has at least 16 printable"),
+        (f"{'t' * 65}: {OURS}\n", "line 1: a tenant's name has at most 64 printable characters"),
+        (f"a\x07: {OURS}\n", "line 1: a tenant's name has at most 64 printable characters"),
+        ("".join(f"t: sk-{idx:020}\n" for idx in range(1025)), "line 1025: at most 1024 keys"),
+        ("#" * (2**20 + 1), "more than 1048576 bytes"),
         (f"a: {OURS}\nb: {OURS}\n", "line 2: another tenant has the same key"),
     ],
 )

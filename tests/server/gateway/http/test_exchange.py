@@ -116,10 +116,10 @@ def test_an_id_that_logs_could_not_show_is_refused_by_name(given: str) -> None:
 
 
 def test_errors_have_the_id_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: object) -> None:
+    def broken(_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("server.gateway.handler.read_json_body", broken)
+    monkeypatch.setattr("server.gateway.http.body.check_media_type", broken)
 
     async def test() -> None:
         async with gateway(FakeEngine()) as client:

@@ -156,7 +156,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs.json",
         str(MAX_GRAMMAR_BYTES),
     ),
-    ({"structured_outputs": {"json": DEEP}}, "structured_outputs.json", "recursion"),
+    ({"structured_outputs": {"json": DEEP}}, "structured_outputs.json", "too deeply"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "length"),
     ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "vocabulary"),
     ({"bad_words": [""]}, "bad_words", "length"),

@@ -1,0 +1,116 @@
+"""The places for connections: strangers who hold them make room for those who ask something."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+
+import pytest
+
+from server.gateway.http import room
+from server.gateway.http.room import MAX_CONNECTIONS, Room, allowed_connections
+from tests.server.gateway.calls import http_request
+from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
+from tests.server.gateway.http.test_protocol import error_in
+
+VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Guest:
+    """A connection that counts how often it was closed."""
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+
+    def give_way(self) -> None:
+        self.num_closed += 1
+
+
+def test_who_has_waited_longest_makes_room() -> None:
+    places = Room(3)
+    first, second, third, fourth, fifth, sixth = (Guest() for _ in range(6))
+    for guest in (first, second, third):
+        assert places.enter(guest)
+    places.note(first, waits=False)
+    assert places.enter(fourth)  # `first` works, so `second` has waited longest
+    places.note(first, waits=True)
+    places.note(third, waits=True)  # it waited already: its turn stays
+    assert places.enter(fifth)
+    assert [each.num_closed for each in (first, second, third, fourth)] == [0, 1, 1, 0]
+    for guest in (first, fourth, fifth):
+        places.note(guest, waits=False)
+    assert not places.enter(sixth)
+    places.leave(fourth)
+    assert places.enter(sixth)
+    places.note(second, waits=True)  # it has gone, which changes nothing
+    places.note(sixth, waits=False)
+    assert not places.enter(Guest())
+    assert fifth.num_closed == 0
+
+
+def test_silent_connections_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they end a request that is in progress."""
+    monkeypatch.setattr(room, "MAX_CONNECTIONS", 4)
+
+    async def test() -> None:
+        fake = FakeEngine()
+        async with loopback(fake) as port:
+            busy, busy_writer = await asyncio.open_connection("127.0.0.1", port)
+            busy_writer.write(http_request({"prompt": "hi"}))
+            await fake.request_came.wait()
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            for _, writer in silent[-3:]:
+                writer.write(b"GET /ver")
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(VERSION)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            for other, _ in silent[:17]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await other.read() == b""
+            fake.emit(output(fake.added[0], ids("a"), finish_reason="length"))
+            assert (await busy.readline()).startswith(b"HTTP/1.1 200 ")
+            for _, each in (*silent, (reader, writer), (busy, busy_writer)):
+                each.close()
+
+    asyncio.run(test())
+
+
+def test_too_many_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MAX_CONNECTIONS", 1)
+
+    async def test() -> None:
+        fake = FakeEngine()
+        async with loopback(fake) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(http_request({"prompt": "hi"}))
+            await fake.request_came.wait()
+            refused, other = await asyncio.open_connection("127.0.0.1", port)
+            answer = await refused.read()
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert error_in(answer)["code"] == "engine_unavailable"
+            fake.emit(output(fake.added[0], ids("a"), finish_reason="length"))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            other.close()
+            writer.close()
+            await writer.wait_closed()
+            last, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(VERSION)
+            assert (await last.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+
+    asyncio.run(test())
+
+
+def test_there_are_descriptors_for_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(1024, 2**20)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    assert allowed_connections() == MAX_CONNECTIONS
+    assert MAX_CONNECTIONS < limits[-1][0] < 2 * MAX_CONNECTIONS
+    limits.append((256, 1024))
+    assert 512 < allowed_connections() < 1024
+    assert limits[-1] == (1024, 1024)
+    limits.append((2**20, 2**20))
+    assert allowed_connections() == MAX_CONNECTIONS
+    assert limits[-1] == (2**20, 2**20)
