@@ -31,7 +31,7 @@ def run_worker(
         )
         return model, growth_of(speculation)
 
-    DraftWorker(control, index=index, load=load, keys=wires.keys).serve()
+    DraftWorker(control, index=index, load=load, wires=wires).serve()
 
 
 def main() -> int:

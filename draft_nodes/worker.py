@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,9 +23,7 @@ from topspin.node_life import CacheSize, NodeLife
 from topspin.plan import NodeConfig
 from topspin.trace import Kind, Ring
 from topspin.trace_node import ring_of
-
-if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
-    from topspin.keys import KeyDirectory
+from topspin.wires import ON_ONE_HOST, Wires
 
 IDLE_S = 0.05
 """How long a node with nothing to do waits for verdicts before it looks for a Stop."""
@@ -47,10 +44,10 @@ class DraftWorker:
         index: int,
         load: Load,
         clock: Callable[[], float] = time.monotonic,
-        keys: KeyDirectory | None = None,
+        wires: Wires = ON_ONE_HOST,
     ) -> None:
-        """`load` returns the model and how its trees grow; `keys` prove attention nodes."""
-        self._keys = keys
+        """`load` returns the model and how its trees grow; `wires` say who may connect."""
+        self._wires = wires
         self._life = NodeLife(control, role="draft", index=index, can_reform=False)
         self._index = index
         self._load = load
@@ -76,7 +73,9 @@ class DraftWorker:
         self._warm_up(self._rounds)
         self._trace = self._life.inbox.trace = ring_of(config)
         assert config.node.address is not None, "the launcher gives draft nodes their addresses"
-        self._server = ControlServer(config.node.address, keys=self._keys)
+        self._server = ControlServer(
+            config.node.address, keys=self._wires.keys, groups=self._wires.peers
+        )
         return CacheSize()
 
     def _warm_up(self, rounds: DraftRounds) -> None:

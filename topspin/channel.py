@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
@@ -117,8 +118,9 @@ class ControlServer:
         *,
         heartbeat: Heartbeat = RELAXED_HEARTBEAT,
         keys: KeyDirectory | None = None,
+        groups: Collection[str] | None = None,
     ) -> None:
-        """Listen on `address`; with `keys`, only peers of its groups are heard.
+        """Listen on `address`; with `keys`, only peers of these `groups` are heard (None: of all).
 
         Raises ConfigError for an address that others can reach without keys, or that cannot be
         listened on.
@@ -136,7 +138,7 @@ class ControlServer:
         self._group_of: dict[bytes, str] = {}
         self._keys_checked_s = 0.0
         try:
-            self._listen(address, keys)
+            self._listen(address, keys, groups)
         except ConfigError:
             self.close()
             raise
@@ -147,9 +149,11 @@ class ControlServer:
         self._fd_of_peer: dict[bytes, int] = {}
         self._unclaimed_closed_fds: set[int] = set()
 
-    def _listen(self, address: str, keys: KeyDirectory | None) -> None:
+    def _listen(
+        self, address: str, keys: KeyDirectory | None, groups: Collection[str] | None
+    ) -> None:
         if keys is not None:
-            self._gatekeeper = Gatekeeper(self._context, self._socket, address, keys)
+            self._gatekeeper = Gatekeeper(self._context, self._socket, address, keys, groups)
             return
         try:
             self._socket.bind(address)

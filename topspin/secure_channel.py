@@ -16,6 +16,7 @@ import logging
 import socket
 import struct
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
 import zmq
@@ -62,7 +63,7 @@ def secure_client(socket_: zmq.Socket[Any], keys: Keys, server: str) -> None:
 
 
 class Gatekeeper:
-    """Lets the groups of a key directory in at one address, while keys come and go."""
+    """Lets groups of a key directory in at one address, while keys come and go."""
 
     def __init__(
         self,
@@ -70,12 +71,15 @@ class Gatekeeper:
         socket_: zmq.Socket[Any],
         address: str,
         keys: KeyDirectory,
+        groups: Collection[str] | None = None,
     ) -> None:
-        """Listen; raises ConfigError for an address that is none, or is taken."""
+        """Listen, for `groups` only (None: all). Raises ConfigError for an address that is none,
+        or is taken."""
         # Only now: few processes listen, and it loads asyncio.
         from zmq.auth.thread import ThreadAuthenticator
 
         self._socket, self._address, self._directory = socket_, address, keys
+        self._groups = groups
         self._secret = b""
         self._num_listeners = 0
         self._place = place_of(address, name=NAME)
@@ -129,7 +133,8 @@ class Gatekeeper:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Say whether the peer that has proved to own `key` is let in (zmq.auth calls this)."""
-        is_known = z85.decode(key) in self._directory.read().accepted
+        group = self._directory.read().accepted.get(z85.decode(key))
+        is_known = group is not None and (self._groups is None or group in self._groups)
         now_s = time.monotonic()
         if not is_known and now_s >= self._refusal_logged_s + _LOG_INTERVAL_S:
             self._refusal_logged_s = now_s

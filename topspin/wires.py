@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package 
 class Wires(NamedTuple):
     """Where a process listens for rows (None: on this host only), and its keys, if it has some.
 
-    `peers`: the key groups of those with whom it exchanges rows (None: all that `keys` accepts).
+    `peers`: the key groups of those with whom it exchanges rows, or drafts (None: all that `keys`
+    accepts).
     `trusted_network`: rows may travel between hosts without authentication (nixl).
     """
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a node on one of several hosts."""
     add_key_arguments(parser)
     parser.add_argument("--host", metavar="HOST", help="address at which others send it rows")
-    parser.add_argument("--peers", nargs="+", metavar="GROUP", help="groups that send it rows")
+    parser.add_argument("--peers", nargs="+", metavar="GROUP", help="groups it exchanges rows with")
     parser.add_argument(
         "--trusted-network", action="store_true", help="rows need no authentication"
     )

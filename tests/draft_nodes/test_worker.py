@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from draft_nodes.worker import COUNTS_INTERVAL_S, DraftWorker
 from spec_decode.forest import Growth
 from tests.server.scheduler.engine import make_config
 from tests.spec_decode.table import Table
 from topspin.channel import ControlClient, ControlServer, Received
+from topspin.cli.keys import make
+from topspin.errors import PeerLost
 from topspin.expert_table import uniform_table
+from topspin.keys import KeyDirectory
 from topspin.launch.engine import with_draft_addresses
+from topspin.launch.role import peer_groups
 from topspin.messages import (
     DraftCounts,
     Hello,
@@ -31,6 +39,7 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.node_life import run_node
+from topspin.wires import ON_ONE_HOST, Wires
 
 TIMEOUT_S = 30.0
 
@@ -39,6 +48,12 @@ class Model(Table):
     """A draft model with the attribute that the worker reads."""
 
     max_length = 100
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 class Clock:
@@ -55,18 +70,28 @@ class Clock:
 class World:
     """A draft node in a thread, and its scheduler."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keys: Path | None = None) -> None:
+        """With `keys` it listens on loopback tcp, for attention nodes."""
         address = f"ipc://@topspin-test-{secrets.token_hex(8)}"
         self.scheduler = ControlServer(address)
         self.status: list[int] = []
         plan = with_draft_addresses(make_config(draft_nodes=1), address)
+        wires, own = ON_ONE_HOST, None
+        if keys is not None:
+            [draft] = plan.drafts
+            others = [each for each in plan.nodes if each != draft]
+            plan = replace(plan, nodes=(*others, replace(draft, address=free_address())))
+            groups = peer_groups(plan, plan.drafts[0])
+            wires = Wires(keys=KeyDirectory(keys / "draft", "draft"), peers=groups)
+            own = KeyDirectory(keys / "attention", "attention")
         model: Any = Model()
 
         def body(control: ControlClient) -> None:
             growth = Growth(passes=3, width=2, num_top=2)
-            DraftWorker(
-                control, index=0, load=lambda config: (model, growth), clock=Clock()
-            ).serve()
+            worker = DraftWorker(
+                control, index=0, load=lambda config: (model, growth), clock=Clock(), wires=wires
+            )
+            worker.serve()
 
         def run() -> None:
             self.status.append(
@@ -83,7 +108,8 @@ class World:
         assert self.hear(Ready).role == "draft"
         node = plan.drafts[0].address
         assert node is not None
-        self.target = ControlClient(node)
+        self.address = node
+        self.target = ControlClient(node, keys=own, server="draft")
 
     def hear(self, kind: type[Any]) -> Any:
         """Return the next message of a kind to the scheduler."""
@@ -150,3 +176,28 @@ def test_a_target_that_leaves_is_forgotten(world: World) -> None:
     assert world.ask(verdicts(2, 9, 3)).unknown == pack_ints([7]), "it has two tokens, not nine"
     node.send(Verdicts(epoch=3, ended=pack_ints([7])))
     assert world.ask(verdicts(4, 2, 3)).epoch in (3, 4)
+
+
+def test_only_attention_nodes_are_let_in_and_only_draft_nodes_are_asked(tmp_path: Path) -> None:
+    """Other groups of the same engine have keys that are accepted, but not on this link."""
+    keys = tmp_path / "keys"
+    make(keys, ["scheduler", "gateway", "attention", "expert", "draft"])
+    world = World(keys=keys)
+    begun = verdicts(1, 0, 1, 2)
+    assert world.ask(begun).epoch == 1
+    for group in ("expert", "gateway", "draft"):
+        peer = KeyDirectory(keys / group, group)
+        with closing(ControlClient(world.address, keys=peer, server="draft")) as client:
+            client.send(begun)
+            with pytest.raises(PeerLost, match="in the handshake"):
+                client.recv(TIMEOUT_S)
+    attention = KeyDirectory(keys / "attention", "attention")
+    for group in ("expert", "scheduler"):
+        address = free_address()
+        impostor = ControlServer(address, keys=KeyDirectory(keys / group, group))
+        client = ControlClient(address, keys=attention, server="draft")
+        refused = pytest.raises(PeerLost, match="in the handshake")
+        with closing(impostor), closing(client), refused:
+            client.recv(TIMEOUT_S)
+    assert world.ask(Verdicts(epoch=2)).epoch == 2
+    world.stop()

@@ -67,12 +67,12 @@ def one_node_command(
 
 
 def peer_groups(plan: EnginePlan, node: NodeSpec) -> tuple[str, ...]:
-    """Return the groups of the nodes that exchange rows with `node`."""
+    """Return the groups of the nodes that exchange rows, or drafts, with `node`."""
     others: dict[str, Sequence[NodeSpec]] = {
         "attention": [*plan.experts, *plan.stages],
         "stage": [*plan.experts, *plan.attention],
         "expert": [*plan.attention, *plan.stages],
-        "draft": [],
+        "draft": plan.attention,
     }
     return tuple(sorted({each.key_group for each in others[node.role]}))
 

@@ -25,7 +25,7 @@ from topspin.launch.role import (
     scheduler_command,
 )
 from topspin.network import NetworkSpec
-from topspin.plan import ServeConfig, load_serve_config
+from topspin.plan import DraftNode, ServeConfig, load_serve_config
 from topspin.plan_file import print_plan
 
 KEYS = Path("/keys")
@@ -77,6 +77,14 @@ def test_groups_of_peers_follow_the_keys_of_the_plan() -> None:
     whole = changed(whole, {"nodes": tuple(nodes)})
     assert peer_groups(whole, find_node(whole, "attention", 0)) == ("experts",)
     assert peer_groups(whole, find_node(whole, "expert", 0)) == ("attentions",)
+
+
+def test_a_draft_node_lets_attention_nodes_in() -> None:
+    draft = DraftNode(index=0, device="cpu", kernels="cpu", wait="block", kv_cache_tokens=64)
+    whole = spread()
+    whole = changed(whole, {"nodes": (*whole.nodes, draft)})
+    command = one_node_command(whole, draft, keys=KEYS, advertise=None)
+    assert flags(command.argv)["--peers"] == "attention"
 
 
 def test_servers_get_the_whole_configuration() -> None:
