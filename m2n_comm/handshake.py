@@ -1,11 +1,10 @@
 """The handshake of a pair: both ends identify themselves and agree on every size.
 
-Owns the transfer of hello.py's messages (schema-checked MessagePack behind a bounded length),
-the accepting loop of an expert node and the asking end of an attention node. Knows sockets but
-not their later use; open.py calls it for all transports.
+Owns the transfer of hello.py's messages (schema-checked MessagePack behind a bounded length) and
+the asking end, of an attention node; the accepting one is reception.py. Knows sockets but not their
+later use; open.py calls it for all transports.
 
-A peer of another incarnation, a stranger, and one that stays silent are refused without disturbing
-the others; an expected peer with another version or shape can never work, so both ends raise.
+An expected peer with another version or shape can never work, so both ends raise.
 
 Between nodes with keys, both ends first offer their public keys and prove that they hold the secret
 ones (session.py); the messages after that carry authentication codes.
@@ -14,14 +13,12 @@ ones (session.py); the messages after that carry authentication codes.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -44,13 +41,10 @@ if TYPE_CHECKING:
 
 _PREFIX = struct.Struct("<4sI")
 _MAGIC = b"TSHS"
-_MAX_BODY = 2**16
+MAX_BODY = 2**16
 _CODE_BYTES = 16
 _MAX_REASON = 300
 _MAX_FDS = 3
-_SILENCE_S = 5.0
-_MAX_PENDING = 256
-_MAX_NOTES = 8
 
 
 class Meeting(NamedTuple):
@@ -67,7 +61,6 @@ class Meeting(NamedTuple):
 
 Message = KeyOffer | KeyProof | PairHello | PairRefusal
 
-_log = logging.getLogger("m2n")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _ERRORS: dict[str, type[TopspinError]] = {
@@ -149,8 +142,8 @@ class Reader:
         magic, body_bytes = _PREFIX.unpack_from(self._data)
         if magic != _MAGIC:
             raise FrameError("handshake: magic is wrong, this is not an M2N peer")
-        if not 1 <= body_bytes <= _MAX_BODY:
-            raise FrameError(f"handshake: {body_bytes} bytes, at most {_MAX_BODY} are allowed")
+        if not 1 <= body_bytes <= MAX_BODY:
+            raise FrameError(f"handshake: {body_bytes} bytes, at most {MAX_BODY} are allowed")
         return int(body_bytes)
 
 
@@ -202,7 +195,7 @@ def introduce(
     waiting: dict[int, tuple[int, _Introduction]] = {}
     poller = select.poll()
     for expert, sock in socks.items():
-        name = f"expert {expert} at {_address(sock)}"
+        name = f"expert {expert} at {address_of(sock)}"
         try:
             send_message(sock, agreements[expert].offer)
         except OSError as error:
@@ -232,15 +225,15 @@ def introduce(
 
 
 def _refusal(message: PairRefusal) -> TopspinError:
-    return _ERRORS.get(message.code, PeerLost)(_shown(message.reason))
+    return _ERRORS.get(message.code, PeerLost)(shown(message.reason))
 
 
-def _shown(reason: str) -> str:
+def shown(reason: str) -> str:
     """Return a reason for errors and logs, of which a part may be anybody's text."""
     return "".join(each if each.isprintable() else "?" for each in reason[:_MAX_REASON])
 
 
-def _address(sock: socket.socket) -> str:
+def address_of(sock: socket.socket) -> str:
     """Return the peer's address, for errors; on a Unix socket it has none."""
     if sock.family != socket.AF_INET:
         return "this host"
@@ -278,7 +271,7 @@ def ask(
                     raise
         if isinstance(message, PairRefusal):
             error = _refusal(message)
-            raise type(error)(f"expert {want.expert} at {_address(sock)}: {error}")
+            raise type(error)(f"expert {want.expert} at {address_of(sock)}: {error}")
         if not isinstance(message, PairHello):
             raise FrameError(f"expert {want.expert}: its first message is no hello")
         check_hello(message, want)
@@ -292,196 +285,3 @@ def ask(
         reader.close_fds()
         raise
     return Meeting(sock, message, tuple(reader.fds), session)
-
-
-@dataclass(slots=True)
-class _Guest:
-    """A connection on which no pair has been agreed on until `end_s`.
-
-    `is_known`: its hello is the next message, since no key is asked for or it is proved.
-    """
-
-    reader: Reader
-    name: str
-    end_s: float
-    is_known: bool
-
-
-class Reception:
-    """Accepts the attention nodes of one expert node, in any order, each once.
-
-    `expected[i]` is the hello that attention node i must send; `trusted` decides whether a
-    connection is accepted at all (peer credentials), `trust` which keys it must prove (None: none).
-    Every pending connection has its own deadline. `check` is called from time to time and may end
-    the wait.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        *,
-        expected: dict[int, PairHello],
-        trusted: Callable[[socket.socket], bool],
-        deadline_s: float,
-        check: Check,
-        trust: Trust | None = None,
-    ) -> None:
-        self._listener = listener
-        self._trust = trust
-        self._expected = expected
-        self._check = check
-        self._trusted = trusted
-        self._deadline_s = deadline_s
-        self._pending: dict[int, _Guest] = {}
-        self._met: dict[int, Meeting] = {}
-        self._refused: list[str] = []
-
-    def run(self, welcome: Callable[[Meeting], None]) -> dict[int, Meeting]:
-        """Return the meeting of each attention node, after `welcome` has answered each.
-
-        Raises DeadlineExceeded naming the missing and the refused peers, and the error of an
-        expected peer that can never fit. On an error every connection is closed.
-        """
-        try:
-            while len(self._met) < len(self._expected):
-                self._turn(welcome)
-        except BaseException:
-            for meeting in self._met.values():
-                meeting.sock.close()
-            raise
-        finally:
-            for guest in self._pending.values():
-                self._drop(guest)
-        return {index: self._met[index] for index in sorted(self._met)}
-
-    def _turn(self, welcome: Callable[[Meeting], None]) -> None:
-        """Wait for one event: a connection, a message, or a deadline."""
-        now = time.monotonic()
-        for fd, guest in list(self._pending.items()):
-            if now >= guest.end_s:
-                self._refuse(fd, "it said nothing")
-        if now >= self._deadline_s:
-            missing = [i for i in self._expected if i not in self._met]
-            raise DeadlineExceeded(
-                f"attention nodes {missing} did not connect"
-                + (f"; refused: {'; '.join(self._refused)}" if self._refused else "")
-            )
-        poller = select.poll()
-        if len(self._pending) < _MAX_PENDING:
-            poller.register(self._listener, select.POLLIN)
-        for fd in self._pending:
-            poller.register(fd, select.POLLIN)
-        end_s = min([each.end_s for each in self._pending.values()] + [self._deadline_s])
-        events = poller.poll(min(max(0, end_s - now), CHECK_INTERVAL_S) * 1000 + 1)
-        if not events:
-            self._check()
-        for fd, _ in events:
-            if fd == self._listener.fileno():
-                self._accept()
-            else:
-                self._read(fd, welcome)
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # it closed before it was accepted
-        if not self._trusted(sock):
-            self._note("a connection of another user")
-            sock.close()
-            return
-        sock.setblocking(False)
-        end_s = time.monotonic() + _SILENCE_S
-        guest = _Guest(Reader(sock), _address(sock), end_s, is_known=self._trust is None)
-        self._pending[sock.fileno()] = guest
-
-    def _read(self, fd: int, welcome: Callable[[Meeting], None]) -> None:
-        guest = self._pending[fd]
-        try:
-            message = guest.reader.advance()
-            if message is None:
-                return
-            if not guest.is_known:
-                self._introduce(guest, message)
-                return
-            if isinstance(message, KeyOffer):
-                raise UntrustedPeer("this node has no keys")
-        except BlockingIOError:
-            return
-        except UntrustedPeer as error:
-            self._tell(guest, error)
-            self._refuse(fd, str(error))
-            return
-        except (OSError, FrameError, PeerLost) as error:
-            self._refuse(fd, str(error))
-            return
-        if not isinstance(message, PairHello) or guest.reader.fds:
-            self._refuse(fd, "its first message is no hello")
-        else:
-            self._judge(fd, guest, message, welcome)
-
-    def _introduce(self, guest: _Guest, message: Message) -> None:
-        """Answer a peer's offer of keys, or take its proof. Raises UntrustedPeer, OSError."""
-        assert self._trust is not None
-        reader = guest.reader
-        if reader.session is None and isinstance(message, KeyOffer):
-            agreement = self._trust.begin("expert")
-            session = agreement.agree(message)
-            send_message(reader.sock, agreement.offer)
-            reader.session = session
-            send_message(reader.sock, KeyProof(), session=session)
-        elif reader.session is not None and isinstance(message, KeyProof):
-            guest.is_known = True
-            # It says hello once all expert nodes have proved their keys to it.
-            guest.end_s = self._deadline_s
-        else:
-            raise UntrustedPeer("a peer must prove its key first, since this node has keys")
-
-    def _tell(self, guest: _Guest, error: TopspinError) -> None:
-        """Send the reason of a refusal."""
-        guest.reader.sock.settimeout(1.0)
-        refusal = PairRefusal(code=error.code, reason=str(error))
-        with contextlib.suppress(OSError):  # it may be gone; the reason is recorded here too
-            send_message(guest.reader.sock, refusal, session=guest.reader.session)
-
-    def _judge(
-        self, fd: int, guest: _Guest, hello: PairHello, welcome: Callable[[Meeting], None]
-    ) -> None:
-        """Take the pair, or answer with a refusal; raise if an expected peer can never fit."""
-        reader = guest.reader
-        try:
-            if hello.attention not in self._expected or hello.attention in self._met:
-                raise StaleFrame(f"attention {hello.attention} is unknown or connected already")
-            check_hello(hello, self._expected[hello.attention])
-        except (StaleFrame, VersionMismatch, FrameError) as error:
-            self._tell(guest, error)
-            self._refuse(fd, str(error))
-            if not isinstance(error, StaleFrame):
-                raise
-            return
-        del self._pending[fd]
-        meeting = Meeting(reader.sock, hello, (), reader.session)
-        try:
-            reader.sock.settimeout(max(self._deadline_s - time.monotonic(), 0.001))
-            welcome(meeting)
-        except OSError as error:
-            reader.sock.close()
-            self._note(f"attention {hello.attention}: {error.strerror}")
-            return
-        self._met[hello.attention] = meeting
-
-    def _refuse(self, fd: int, reason: str) -> None:
-        guest = self._pending.pop(fd)
-        self._drop(guest)
-        self._note(f"{guest.name}: {reason}")
-
-    def _drop(self, guest: _Guest) -> None:
-        guest.reader.close_fds()
-        guest.reader.sock.close()
-
-    def _note(self, reason: str) -> None:
-        """Record and log a refusal; only the first ones, as strangers may come without end."""
-        if len(self._refused) < _MAX_NOTES:
-            reason = _shown(reason)
-            self._refused.append(reason)
-            _log.warning("refused a connection: %s", reason)

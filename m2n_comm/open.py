@@ -32,7 +32,7 @@ from m2n_comm.gpu.ipc_attention import IpcAttentionNet
 from m2n_comm.gpu.ipc_expert import IpcExpertNet
 from m2n_comm.gpu.ipc_forming import IpcForming
 from m2n_comm.gpu.staged import StagedExpertNet, StagedNet
-from m2n_comm.handshake import Meeting, Reception, ask, introduce, send_message
+from m2n_comm.handshake import Meeting, ask, introduce, send_message
 from m2n_comm.hello import Identity, PairHello
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
@@ -44,6 +44,7 @@ from m2n_comm.host.tcp import TcpForming
 from m2n_comm.net import AttentionNet, ExpertNet, Senders, wait_policy
 from m2n_comm.nixl.agent import load_nixl
 from m2n_comm.nixl.forming import NixlForming
+from m2n_comm.reception import Reception
 from m2n_comm.waits import Waits
 from topspin.errors import ConfigError, PeerLost
 from topspin.expert_table import ExpertTable

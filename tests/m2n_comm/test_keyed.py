@@ -11,7 +11,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2n_comm import handshake
+from m2n_comm import reception
 from m2n_comm.addresses import check_host
 from m2n_comm.handshake import Reader, ask, introduce, send_message
 from m2n_comm.hello import Identity, KeyOffer, KeyProof, PairHello, PairRefusal
@@ -410,7 +410,7 @@ def test_a_hello_that_does_not_fit_is_refused_with_a_code(keys: Path) -> None:
 def test_who_offers_a_key_and_proves_none_is_refused(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(reception, "SILENCE_S", 0.05)
     offer = Trust(of(keys, "attention")).begin("attention").offer
     with meeting_of(of(keys, "expert")) as meeting:
 
@@ -420,6 +420,31 @@ def test_who_offers_a_key_and_proves_none_is_refused(
                 _rest(sock)
 
         refused_then_formed(meeting, keys, intrude)
+
+
+@pytest.mark.parametrize(("keyed", "offers"), [(True, False), (True, True), (False, False)])
+def test_silent_strangers_do_not_keep_a_peer_out(
+    keys: Path,
+    keyed: bool,
+    offers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also more of them than have room, and those who say whose key they have."""
+    monkeypatch.setattr(reception, "SILENCE_S", 60.0)  # nobody's time runs out
+    num_strangers = reception.MAX_PENDING + 50
+    offer = Trust(of(keys, "attention")).begin("attention").offer
+    with ExitStack() as stack:
+        meeting = stack.enter_context(meeting_of(of(keys, "expert") if keyed else None))
+        expert = meeting.accept()
+        for _ in range(num_strangers):
+            sock = stack.enter_context(meeting.stranger())
+            with contextlib.suppress(OSError):  # it may have had to go already
+                if offers:
+                    send_message(sock, offer)
+        meeting.connect(of(keys, "attention") if keyed else None)
+        expert.result(10)
+    assert "it was silent, and others came" in caplog.text
 
 
 class Countdown:
@@ -439,7 +464,7 @@ def test_a_slow_expert_node_does_not_end_the_pairs_with_others(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The faster one knows the peer by then, and waits for its hello as long as for any peer."""
-    monkeypatch.setattr(handshake, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(reception, "SILENCE_S", 0.1)
     table = make_table(make_shape(), 2)
     with meeting_of(of(keys, "expert")) as fast, meeting_of(of(keys, "expert")) as slow:
         fast.table = table

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from m2n_comm import handshake
+from m2n_comm import reception
 from m2n_comm.addresses import Between
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.hello import Identity
@@ -242,7 +242,7 @@ def test_who_is_missing_and_who_was_refused_is_named(meeting: Meeting) -> None:
 def test_who_says_nothing_is_refused_while_the_others_are_waited_for(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(reception, "SILENCE_S", 0.05)
     with raw_connect(meeting.listener.address) as stranger:
         expert = meeting.accept(timeout_s=0.4)
         stranger.settimeout(5.0)

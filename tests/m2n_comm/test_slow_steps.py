@@ -102,6 +102,7 @@ def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + offset_s)
     monkeypatch.setattr("m2n_comm.open.time", clock)
     monkeypatch.setattr("m2n_comm.handshake.time", clock)
+    monkeypatch.setattr("m2n_comm.reception.time", clock)
     asked = threading.Semaphore(0)
     opened: list[object] = []
     listener = listen_expert("shm")
