@@ -86,6 +86,8 @@ class World:
 class SimulatedModel:
     """A draft model of a World; satisfies spec_decode.forest.DraftModel and counts its passes."""
 
+    vocab_size = 2**31
+
     def __init__(self, world: World) -> None:
         self._world = world
         self._verified: dict[int, list[int]] = {}

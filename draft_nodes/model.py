@@ -171,6 +171,11 @@ class DraftModel:
             size *= 2
 
     @property
+    def vocab_size(self) -> int:
+        """Return how many tokens there are: it computes no others."""
+        return self.config.vocab_size
+
+    @property
     def num_free_blocks(self) -> int:
         """Return the blocks of the cache that no sequence has."""
         return self._layout.num_free

@@ -54,6 +54,10 @@ class Kept(NamedTuple):
 class DraftModel(Protocol):
     """A model with a cache of its own."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Return how many tokens there are: it computes no others."""
+
     def open(self, seq_id: int, *, num_prompt: int) -> None:
         """Begin a sequence, whose prefix is empty; its first `num_prompt` tokens are prompt."""
 

@@ -17,10 +17,13 @@ from typing import Final, NamedTuple
 from spec_decode.draft import Draft
 from spec_decode.forest import MAX_CHUNK, DraftModel, Forest, Growth
 from spec_decode.round_depth import RoundDepth
+from topspin.errors import ProtocolError
 from topspin.messages import TreeOffer, TreeOffers, Verdict, Verdicts, pack_ints, unpack_ints
 
 MAX_LIVE: Final = 48
 """Best nodes of a tree among which leaves are expanded while the target verifies."""
+MAX_SEQUENCES: Final = 65536
+"""Of one target: as many as an attention node may have at once (AttentionNode.max_num_seqs)."""
 WAIT_FACTOR: Final = 2.0
 """A pass for which a target waits must bring so many times its time: later ones cost nothing.
 Between 1 and 5 the best one in benchmarks/spec_simulator.py."""
@@ -65,6 +68,7 @@ class DraftRounds:
 
     def __init__(self, model: DraftModel, growth: Growth, *, max_length: int) -> None:
         """`max_length` is the most positions that the model computes."""
+        self._vocab_size = model.vocab_size
         self._forest = Forest(model, growth)
         self._growth = growth
         self._max_length = max_length
@@ -77,15 +81,22 @@ class DraftRounds:
     # Messages.
 
     def hear(self, peer: bytes, message: Verdicts, now_s: float) -> None:
-        """Re-root the trees of a target; raises ProtocolError for packed fields of a wrong size."""
-        target = self._targets.setdefault(peer, _Target())
-        ended = unpack_ints(message.ended)
+        """Re-root the trees of a target.
+
+        Raises ProtocolError, and changes nothing, for packed fields of a wrong size, tokens that
+        the model does not have, and more sequences than a target has.
+        """
+        target = self._targets.get(peer, _Target())
+        ended, heard = unpack_ints(message.ended), self._tokens(message)
+        if len(target.seq_ids.keys() | heard.keys()) > MAX_SEQUENCES:
+            raise ProtocolError(f"verdicts of more than {MAX_SEQUENCES} sequences")
+        self._targets[peer] = target
         self._forest.drop([target.seq_ids.pop(each) for each in ended if each in target.seq_ids])
         asked = _Asked(message.epoch, {}, {}, [])
         texts: dict[int, tuple[list[int], int]] = {}
         num_accepted = 0
         for verdict in message.verdicts:
-            tokens = list(unpack_ints(verdict.tokens))
+            tokens = heard[verdict.seq_id]
             own = self._own(target, verdict, len(tokens))
             if own is None:
                 asked.unknown.append(verdict.seq_id)
@@ -103,6 +114,18 @@ class DraftRounds:
         )
         self.depth.heard(now_s, target_s=message.step_s, num_tokens=num_accepted)
         target.asked, target.passes_left = asked, 0
+
+    def _tokens(self, message: Verdicts) -> dict[int, list[int]]:
+        """Return the tokens of each sequence of a message. Raises ProtocolError."""
+        heard: dict[int, list[int]] = {}
+        for verdict in message.verdicts:
+            tokens = list(unpack_ints(verdict.tokens))
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+                raise ProtocolError(f"verdicts with tokens that are not of {self._vocab_size}")
+            heard[verdict.seq_id] = tokens
+        if len(heard) < len(message.verdicts):
+            raise ProtocolError("two verdicts of one sequence")
+        return heard
 
     def _own(self, target: _Target, verdict: Verdict, num_tokens: int) -> int | None:
         """Return our id of a verdict's sequence, None if what we have of it does not fit."""

@@ -22,6 +22,8 @@ def logps_after(path: Sequence[int]) -> dict[int, float]:
 class Table:
     """A DraftModel with the rules of a cache: rows follow rows that are there."""
 
+    vocab_size = VOCAB
+
     def __init__(self, room: int = 10_000) -> None:
         self.room = room
         self.verified: dict[int, list[int]] = {}
@@ -55,6 +57,7 @@ class Table:
             self.num_rows += len(each.tokens)
             for token, parent in zip(each.tokens, each.parents, strict=True):
                 assert ROOT <= parent < len(live)
+                assert 0 <= token < VOCAB
                 live.append((token, parent))
             wanted = range(len(live) - each.num_wanted, len(live))
             rows_of = [logps_after(self.path(each.seq_id, place)) for place in wanted]

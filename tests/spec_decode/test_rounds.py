@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,10 +18,20 @@ from spec_decode.asking import FIRST_WAIT_S, MAX_UNANSWERED, Patience, Questions
 from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text, accepted
 from spec_decode.forest import MAX_CHUNK, Growth
 from spec_decode.round_depth import ROUNDS, RoundDepth
-from spec_decode.rounds import DraftRounds
+from spec_decode.rounds import MAX_SEQUENCES, DraftRounds
+from tests.mutations import damaged
 from tests.spec_decode.table import VOCAB, Table, logps_after
 from topspin.errors import ProtocolError
-from topspin.messages import TreeOffer, TreeOffers, Verdict, Verdicts, pack_ints, unpack_ints
+from topspin.messages import (
+    TreeOffer,
+    TreeOffers,
+    Verdict,
+    Verdicts,
+    decode,
+    encode,
+    pack_ints,
+    unpack_ints,
+)
 
 GROWTH = Growth(passes=4, width=2, num_top=2)
 MOST = 4
@@ -390,3 +403,127 @@ def test_packed_fields_of_a_wrong_size_are_refused() -> None:
         rounds.hear(b"target", Verdicts(epoch=1, ended=b"abc"), 0.0)
     (verdict,) = Questions(VOCAB).ask([request(1, [4, 5])]).verdicts
     assert list(unpack_ints(verdict.tokens)) == [4, 5]
+
+
+def test_what_would_harm_others_is_refused_and_changes_nothing() -> None:
+    rounds = DraftRounds(Table(), GROWTH, max_length=20)
+    rounds.hear(b"target", begun(1, [0, 1]), 0.0)
+    bad = Verdict(seq_id=2, start=0, tokens=pack_ints([0, VOCAB]), at_most=3, num_prompt=2)
+    good = Verdict(seq_id=3, start=0, tokens=pack_ints([0, 1]), at_most=3, num_prompt=2)
+    for verdicts, message in (
+        ((good, bad), "not of 5"),
+        ((good, good), "two verdicts of one sequence"),
+        ((good, msgspec.structs.replace(bad, tokens=b"abc")), "multiple of 4"),
+    ):
+        with pytest.raises(ProtocolError, match=message):
+            rounds.hear(b"target", Verdicts(epoch=2, verdicts=verdicts), 0.0)
+    many = tuple(msgspec.structs.replace(good, seq_id=idx) for idx in range(MAX_SEQUENCES + 1))
+    with pytest.raises(ProtocolError, match="more than 65536 sequences"):
+        rounds.hear(b"target", Verdicts(epoch=2, verdicts=many), 0.0)
+    answers: list[tuple[bytes, TreeOffers]] = []
+    while not answers:
+        assert rounds.grow()
+        answers = rounds.take_offers()
+    ((_, offers),) = answers
+    assert (offers.epoch, len(offers.offers)) == (1, 1)
+
+
+def begun(epoch: int, text: list[int], seq_id: int = 1) -> Verdicts:
+    own = Verdict(seq_id=seq_id, start=0, tokens=pack_ints(text), at_most=3, num_prompt=2)
+    return Verdicts(epoch=epoch, verdicts=(own,))
+
+
+VERDICTS = [
+    encode(begun(1, [0, 1, 2])),
+    encode(Verdicts(epoch=2, step_s=0.25, ended=pack_ints([1, 2]))),
+    encode(
+        Verdicts(
+            epoch=3,
+            verdicts=tuple(
+                Verdict(seq_id=idx, start=start, tokens=pack_ints([1, 2]), at_most=4)
+                for idx, start in ((1, 3), (2, 0), (2**31 - 1, 0))
+            ),
+        )
+    ),
+]
+OFFERS = [
+    encode(
+        TreeOffers(
+            epoch=epoch,
+            offers=(
+                TreeOffer(
+                    seq_id=seq_id,
+                    root=2,
+                    tokens=pack_ints([3, 4]),
+                    parents=pack_ints([-1, 0]),
+                    logps=(-0.5, -1.0),
+                ),
+            ),
+            unknown=pack_ints([7]),
+        )
+    )
+    for epoch, seq_id in ((1, 0), (2, 0), (2, 1))
+]
+
+
+NUMBERS = st.sampled_from([*range(5)] * 8 + [-1, 2**31 - 1, 2**31, 2**63])
+TOKENS = st.sampled_from([0, 1, 2, 3, 4, VOCAB, -1])
+PACKED = st.sampled_from([b"", b"abc"]) | st.lists(TOKENS, min_size=1, max_size=3).map(pack_ints)
+# Well-formed, of any values.
+SAID = st.builds(
+    Verdicts,
+    epoch=NUMBERS,
+    step_s=st.sampled_from([0.0, 0.5] * 6 + [1e9, 1e99, -1.0, math.nan, math.inf]),
+    verdicts=st.lists(
+        st.builds(
+            Verdict,
+            seq_id=NUMBERS,
+            start=NUMBERS,
+            tokens=PACKED,
+            at_most=NUMBERS,
+            num_prompt=NUMBERS,
+        ),
+        max_size=3,
+    ).map(tuple),
+    ended=PACKED,
+).map(encode)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(damaged(VERDICTS) | SAID | st.binary(max_size=50), min_size=1, max_size=6))
+def test_any_verdicts_are_answered_or_refused(said: list[bytes]) -> None:
+    """Between those of a target that keeps to the rules, which notices nothing."""
+    script = Script([[0, 1], [3, 2, 2]])
+    script.ask()
+    for data in said:
+        script.hear()
+        with contextlib.suppress(ProtocolError):
+            message = decode(data)
+            if isinstance(message, Verdicts):
+                script.rounds.hear(b"stranger", message, script.now_s)
+        while not script.to_target:
+            assert script.grow(), "whoever waits is answered"
+            for peer, answer in script.rounds.take_offers():
+                assert decode(encode(answer)) == answer
+                if peer == b"target":
+                    script.to_target.append(answer)
+        script.take()
+        script.step()
+    assert script.texts == [plain(text[:3], len(text)) for text in script.texts]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(damaged(OFFERS) | st.binary(max_size=50), min_size=1, max_size=4))
+def test_any_offers_are_drafts_or_refused(said: list[bytes]) -> None:
+    questions = Questions(VOCAB)
+    requests = [request(0, [0, 1, 2]), request(1, [4, 2])]
+    for data in said:
+        questions.ask(requests)
+        try:
+            message = decode(data)
+            if isinstance(message, TreeOffers) and questions.take(message):
+                for draft in questions.drafts(requests):
+                    assert len(draft.tokens) == len(draft.parents) == len(draft.logps) <= MOST
+                    assert all(0 <= token < VOCAB for token in draft.tokens)
+        except ProtocolError:
+            questions = Questions(VOCAB)  # as after a lost connection

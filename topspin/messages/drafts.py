@@ -7,9 +7,15 @@ epoch is stale. Nothing here changes an output: both may be late, lost or wrong.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from topspin.messages.base import Message
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+# Between two questions a target may have had nothing to do for days.
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,11 +25,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `start` 0 the sequence begins, and its first `num_prompt` tokens are prompt.
     """
 
-    seq_id: int
-    start: int
+    seq_id: Count
+    start: Count
     tokens: bytes
-    at_most: int
-    num_prompt: int = 0
+    at_most: Count
+    num_prompt: Count = 0
 
 
 class Verdicts(Message, frozen=True, kw_only=True):
@@ -33,7 +39,7 @@ class Verdicts(Message, frozen=True, kw_only=True):
     """
 
     epoch: int
-    step_s: float = 0.0
+    step_s: Seconds = 0.0
     verdicts: tuple[Verdict, ...] = ()
     ended: bytes = b""
 
