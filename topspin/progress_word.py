@@ -26,6 +26,7 @@ State = Literal["starting", "loading", "idle", "working"]
 _STATES: Final = get_args(State)
 # The process, the state, and CLOCK_MONOTONIC in ns, which is the host's.
 _WORDS: Final = struct.Struct("<QQQ")
+_MAX_PID: Final = 2**22
 
 
 class ProgressWord:
@@ -76,12 +77,15 @@ class Progress(NamedTuple):
 def read_progress(path: Path) -> Progress:
     """Return the word in a file. Raises ConfigError if there is none."""
     try:
-        pid, state, at_ns = _WORDS.unpack(path.read_bytes())
-        return Progress(pid, _STATES[state], (time.monotonic_ns() - at_ns) / 1e9)
+        with open(path, "rb") as file:
+            pid, state, at_ns = _WORDS.unpack(file.read(_WORDS.size + 1))
     except OSError as error:
         raise ConfigError(f"progress file {path}: {error.strerror}") from error
-    except (struct.error, IndexError) as error:
-        raise ConfigError(f"progress file {path}: it is not one") from error
+    except struct.error:
+        pid = state = at_ns = 0
+    if not 0 < pid <= _MAX_PID or state >= len(_STATES):
+        raise ConfigError(f"progress file {path}: it is not one")
+    return Progress(pid, _STATES[state], (time.monotonic_ns() - at_ns) / 1e9)
 
 
 def trouble(found: Progress, *, ready: bool, within_s: float) -> str | None:

@@ -13,7 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from tests.mutations import damaged
 from topspin.channel import (
     AsyncControlClient,
     ControlClient,
@@ -24,7 +27,16 @@ from topspin.channel import (
     Received,
 )
 from topspin.errors import PeerLost
-from topspin.messages import AbortRequest, Hello, Refused, StatsQuery, Stop
+from topspin.messages import (
+    AbortRequest,
+    AddRequest,
+    Hello,
+    Refused,
+    SamplingParams,
+    StatsQuery,
+    Stop,
+    encode,
+)
 
 
 @pytest.fixture
@@ -216,3 +228,41 @@ def test_async_client_raises_when_the_server_goes(address: str) -> None:
         client.close()
 
     asyncio.run(talk())
+
+
+SAID = [
+    encode(Hello(role="expert", index=1, incarnation=2, revision="0.1.0")),
+    encode(
+        AddRequest(request_id="r", prompt=b"\0" * 8, sampling=SamplingParams(max_tokens=1, seed=1))
+    ),
+]
+
+
+def test_any_frames_are_events_of_their_sender(server: ControlServer, address: str) -> None:
+    """Whatever is in them, and however many; others are heard as before."""
+    other = ControlClient(address)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(address)
+    frames = st.lists(st.binary(max_size=40) | damaged(SAID), min_size=1, max_size=3)
+
+    @settings(max_examples=150, deadline=None)
+    @given(frames)
+    @example([b""])
+    @example([b"", b""])
+    @example([b"\x91" * 100_000])
+    def say(said: list[bytes]) -> None:
+        stranger.send_multipart(said)
+        other.send(StatsQuery(query_id=7))
+        events = wait_for(server, 2)
+        query = StatsQuery(query_id=7)
+        [heard] = [each for each in events if getattr(each, "message", None) == query]
+        [event] = [each for each in events if each is not heard]
+        assert isinstance(event, Received | Malformed)
+        assert event.peer != heard.peer
+        assert isinstance(event, Malformed) or len(said) == 1
+
+    say()
+    stranger.close(0)
+    context.term()
+    other.close()

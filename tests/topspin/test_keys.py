@@ -6,10 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from tests.mutations import damaged
 from topspin.cli.keys import make, rotate
 from topspin.errors import ConfigError
-from topspin.keys import KeyDirectory, public_of_secret, read_keys
+from topspin.keys import KEY_BYTES, KeyDirectory, check_group, public_of_secret, read_keys
 
 GROUPS = ("scheduler", "gateway", "expert")
 
@@ -127,3 +130,52 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     assert caplog.text.count("gateway.public: not keys") == 1
     os.replace(keys / "gateway.public", keys / "expert" / "gateway.public")
     assert directory.read() == known
+
+
+GOOD = b"\n".join(bytes([idx] * 32).hex().encode() for idx in (1, 2))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=damaged([GOOD, GOOD[:64], b""]) | st.binary(max_size=80),
+    name=st.sampled_from(["expert.secret", "gateway.public"]),
+)
+@example(data=b"0" * 100_000, name="expert.secret")
+@example(data=b"ab " * 100_000, name="gateway.public")
+def test_any_key_file_gives_keys_or_a_config_error_without_its_content(
+    some_keys: Path, data: bytes, name: str
+) -> None:
+    file = some_keys / "expert" / name
+    good = file.read_bytes()
+    file.chmod(0o640)
+    file.write_bytes(data)
+    try:
+        found = read_keys(some_keys / "expert", "expert")
+    except ConfigError as error:
+        shown = str(error)
+        assert name in shown or "a key of" in shown
+        assert not any(part in shown for part in data.decode("latin1").split() if len(part) > 20)
+    else:
+        assert all(len(each) == KEY_BYTES for each in (found.secret, *found.accepted))
+    finally:
+        file.write_bytes(good)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.text(max_size=40) | damaged([b"gateway.public"]).map(lambda b: b.decode("latin1")))
+def test_any_name_of_a_key_file_is_a_group_or_a_config_error(some_keys: Path, name: str) -> None:
+    """Names of groups become names of files: they are never paths."""
+    for group in (name, name.removesuffix(".public")):
+        try:
+            check_group(group)
+        except ConfigError:
+            continue
+        assert Path(group).name == group
+        assert group.isascii()
+
+
+@pytest.fixture(scope="module")
+def some_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fuzzed") / "keys"
+    make(path, GROUPS)
+    return path

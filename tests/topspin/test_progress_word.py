@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from tests.mutations import damaged
 from topspin.cli.main import main
 from topspin.errors import ConfigError
 from topspin.progress_word import FILE_VARIABLE, Progress, ProgressWord, read_progress, trouble
@@ -79,3 +83,27 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["probe", str(tmp_path / "other"), "--within", "0"]) == 2
     with pytest.raises(ConfigError, match=r"progress file .*: Not a directory"):
         ProgressWord(tmp_path / "other" / "progress")
+
+
+GOOD = struct.pack("<QQQ", os.getpid(), 3, time.monotonic_ns())
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=damaged([GOOD]) | st.binary(max_size=40))
+@example(data=struct.pack("<QQQ", 2**63, 3, 1))
+@example(data=struct.pack("<QQQ", 0, 3, 1))  # os.kill(0) would mean this process's group
+@example(data=GOOD + bytes(1000))
+def test_any_file_is_a_word_or_a_config_error(some_file: Path, data: bytes) -> None:
+    some_file.write_bytes(data)
+    try:
+        found = read_progress(some_file)
+    except ConfigError as error:
+        shown = str(error)
+        assert "it is not one" in shown
+        return
+    trouble(found, ready=True, within_s=1.0)
+
+
+@pytest.fixture(scope="module")
+def some_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("progress") / "word"

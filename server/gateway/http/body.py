@@ -18,8 +18,8 @@ from topspin.errors import EngineUnavailable, RequestError
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_DEADLINE_S = 30.0
-# Bodies that are being received or prepared, in bytes that have come. An object of a large body
-# takes up to 30 times its bytes when it is decoded, in a few threads.
+# Bodies that are being received or prepared, in bytes that have come. While one is decoded, in one
+# of a few threads, it takes up to 25 times its size.
 MAX_HELD_BYTES = 256 * 2**20
 
 

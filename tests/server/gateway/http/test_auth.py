@@ -16,11 +16,20 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from starlette.routing import Route
 
 from server.gateway.engine_client import EngineClient
-from server.gateway.http.auth import ApiKeys, keys_of
+from server.gateway.http.auth import (
+    MAX_TENANT_CHARS,
+    MIN_KEY_CHARS,
+    ApiKeys,
+    keys_of,
+    read_key_file,
+)
 from server.gateway.http.listener import check_tls
+from tests.mutations import damaged
 from tests.server.gateway.fakes import MODEL_NAME, FakeEngine, gateway, loopback, make_app, saying
 from topspin.config import API_KEY_VARIABLE, GatewaySection
 from topspin.errors import ConfigError
@@ -348,3 +357,31 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
         )
         with pytest.raises(ConfigError, match=message):
             check_tls(section)
+
+
+GOOD = f"# tenants\nours: {OURS}\ntheirs:{THEIRS}\r\n\n".encode()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=damaged([GOOD]) | st.binary(max_size=60))
+@example(data="t\u0131: sk-\uff10123456789abcdef".encode())
+@example(data=b"\xef\xbb\xbfours: " + OURS.encode())
+def test_any_key_file_gives_tenants_or_a_config_error_without_keys(
+    some_file: Path, data: bytes
+) -> None:
+    some_file.write_bytes(data)
+    try:
+        found = read_key_file(some_file)
+    except ConfigError as error:
+        shown, parts = str(error), data.decode("latin1").split()
+        assert not any(part in shown for part in parts if len(part) >= MIN_KEY_CHARS)
+        return
+    assert found
+    assert all(1 <= len(tenant) <= MAX_TENANT_CHARS for tenant in found.values())
+
+
+@pytest.fixture(scope="module")
+def some_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "file"
+    file.touch(mode=0o600)
+    return file

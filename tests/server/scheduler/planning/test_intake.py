@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
 
 from server.scheduler.planning.intake import Intake
 from server.scheduler.planning.sequence import Request
-from topspin.errors import InvalidRequest
-from topspin.messages import AddRequest, SamplingParams, pack_ints
+from tests.mutations import damaged
+from topspin.errors import InvalidRequest, ProtocolError
+from topspin.messages import AddRequest, SamplingParams, decode, encode, pack_ints
 
 VOCAB = 64
 
@@ -95,3 +97,45 @@ def test_a_prompt_without_output_may_fill_the_context() -> None:
     with_output = msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=1, seed=0))
     with pytest.raises(InvalidRequest, match="leaves no room for output"):
         intake.request(with_output, peer=b"gateway", arrival=0)
+
+
+ADDED = [
+    encode(
+        AddRequest(
+            request_id="r#1-0",
+            prompt=pack_ints([1, 2, 3]),
+            sampling=SamplingParams(
+                max_tokens=8,
+                seed=5,
+                top_p=0.5,
+                logit_bias={1: -2.5},
+                stop_token_ids=(3,),
+                eos_token_ids=(0,),
+                logprobs=2,
+                grammar=grammar,
+                bad_words=((1, 2),),
+            ),
+            cache_salt="t",
+        )
+    )
+    for grammar in ("", "start: /a/")
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(damaged(ADDED))
+def test_any_request_of_a_gateway_is_taken_within_its_limits_or_refused(data: bytes) -> None:
+    try:
+        message = decode(data)
+    except ProtocolError:
+        return
+    if not isinstance(message, AddRequest):
+        return
+    intake = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
+    try:
+        taken = intake.request(message, peer=b"gateway", arrival=0)
+    except InvalidRequest:
+        return
+    assert 0 < taken.num_prompt_tokens <= taken.max_length <= 32
+    assert all(0 <= token < VOCAB for token in taken.tokens)
+    taken.hashes.first(taken.num_prompt_tokens // 4, taken.tokens)
