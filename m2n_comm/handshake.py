@@ -44,7 +44,7 @@ _MAGIC = b"TSHS"
 MAX_BODY = 2**16
 _CODE_BYTES = 16
 _MAX_REASON = 300
-_MAX_FDS = 3
+MAX_FDS = 3
 
 
 class Meeting(NamedTuple):
@@ -109,12 +109,12 @@ class Reader:
         if len(self._data) >= _PREFIX.size:
             needed += self._body_bytes()
         data, fds, flags, _ = (
-            socket.recv_fds(self.sock, needed - len(self._data), _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            socket.recv_fds(self.sock, needed - len(self._data), MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             if self.sock.family == socket.AF_UNIX
             else (self.sock.recv(needed - len(self._data)), [], 0, None)
         )
         self.fds += fds
-        if flags & socket.MSG_CTRUNC or len(self.fds) > _MAX_FDS:
+        if flags & socket.MSG_CTRUNC or len(self.fds) > MAX_FDS:
             raise FrameError("handshake: too many descriptors")
         if not data:
             raise PeerLost("the peer closed the connection during the handshake")

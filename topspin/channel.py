@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package 
 MAX_MESSAGE_BYTES = 64 * 2**20
 HIGH_WATER_MARK = 100_000
 LINGER_MS = 1000
+HANDSHAKE_MS = 5000
 # How soon a listening end uses a key that has been replaced.
 KEY_CHECK_S = 1.0
 _CLOSED = zmq.EVENT_DISCONNECTED
@@ -92,7 +93,7 @@ def _configure(socket: zmq.Socket[Any], heartbeat: Heartbeat = RELAXED_HEARTBEAT
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat.interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, heartbeat.timeout_ms)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, LINGER_MS)

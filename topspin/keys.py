@@ -30,8 +30,8 @@ SECRET: Final = ".secret"
 PUBLIC: Final = ".public"
 GROUP_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 # A directory of keys is small; anything larger was not written by us.
-_MAX_FILES: Final = 256
-_MAX_FILE_BYTES: Final = 8192
+MAX_FILES: Final = 256
+MAX_FILE_BYTES: Final = 8192
 
 _log = logging.getLogger("keys")
 
@@ -122,10 +122,8 @@ def _files(path: Path) -> list[Path]:
         found = sorted(each for each in path.iterdir() if each.suffix in (SECRET, PUBLIC))
     except OSError as error:
         raise ConfigError(f"key directory {path}: {error.strerror}") from error
-    if len(found) > _MAX_FILES:
-        raise ConfigError(
-            f"key directory {path}: {len(found)} files, at most {_MAX_FILES} are read"
-        )
+    if len(found) > MAX_FILES:
+        raise ConfigError(f"key directory {path}: {len(found)} files, at most {MAX_FILES} are read")
     return found
 
 
@@ -141,8 +139,8 @@ def read_file(file: Path, *, count: int | None = None) -> list[bytes]:
     """Return the keys in `file`, of which there must be `count` if given. Raises ConfigError."""
     try:
         with open(file, "rb") as stream:
-            text = stream.read(_MAX_FILE_BYTES + 1)
-        if len(text) > _MAX_FILE_BYTES:
+            text = stream.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
             raise ValueError
         found = [bytes.fromhex(line) for line in text.decode("ascii").split()]
     except OSError as error:

@@ -22,6 +22,7 @@ from server.gateway.requests.schema import Count, Fields, decode_chat, items_of
 from server.gateway.requests.tools import MessageFormats, tool_use
 from topspin.errors import InvalidRequest
 
+MAX_TOKENS = 2**18
 CHAT_FIELDS = (
     "messages",
     "add_generation_prompt",
@@ -62,7 +63,7 @@ class DetokenizeBody(Fields, kw_only=True, frozen=True):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[Count], Meta(max_length=2**18)]
+    tokens: Annotated[list[Count], Meta(max_length=MAX_TOKENS)]
 
 
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
