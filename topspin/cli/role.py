@@ -20,12 +20,12 @@ from topspin.cli.serve import (
     set_log_format,
 )
 from topspin.config import GatewaySection
+from topspin.launch.commands import inherited_config
 from topspin.launch.role import (
     become,
     find_node,
     gateway_command,
     index_of,
-    inherited_config,
     one_node_command,
     scheduler_command,
 )

@@ -1,22 +1,28 @@
 """The commands of an engine's node processes: modules, arguments and environments.
 
-Owns the mapping from a plan to what is executed for each node; knows roles by module name only and
-imports none of them. Starts nothing: topspin.launch.engine supervises these commands on one host,
-topspin.launch.role becomes one of them.
+Owns the mapping from a plan to what is executed for each node, and the configuration that the
+scheduler and gateways inherit; knows roles by module name only and imports none of them. Starts
+nothing: topspin.launch.engine supervises these commands on one host, topspin.launch.role becomes
+one of them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 import topspin
 from topspin.cores import node_environment
 from topspin.launch.supervisor import RoleCommand
-from topspin.plan import EnginePlan, NodeSpec
+from topspin.plan import EnginePlan, NodeSpec, ServeConfig
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 def node_commands(plan: EnginePlan, control: str) -> list[RoleCommand]:
@@ -86,6 +92,17 @@ def _environment(plan: EnginePlan, node: NodeSpec) -> dict[str, str]:
         on_device=on_device,
     )
     return {**import_path(os.environ), **environment}
+
+
+def inherited_config(config: ServeConfig) -> int:
+    """Return a descriptor of `config` as JSON, which processes started with it inherit.
+
+    It is read by load_serve_config(), has no path in a file system, and cannot be changed.
+    """
+    fd = os.memfd_create("topspin-config", os.MFD_ALLOW_SEALING)
+    os.write(fd, msgspec.json.encode(config))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
 
 
 def module_argv(name: str, *arguments: str) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ answers 200 on /health). topspin.launch.supervisor keeps their processes. Called
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import os
 import secrets
@@ -15,8 +14,8 @@ import shlex
 import signal
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from typing import Any
@@ -25,7 +24,12 @@ import msgspec
 
 from topspin.config import GatewaySection
 from topspin.errors import EngineError
-from topspin.launch.commands import import_path, module_argv, node_commands
+from topspin.launch.commands import (
+    import_path,
+    inherited_config,
+    module_argv,
+    node_commands,
+)
 from topspin.launch.display import CompiledKernels, Display, open_display
 from topspin.launch.supervisor import RoleCommand, StopGraces, Supervisor
 from topspin.plan import EnginePlan, ServeConfig
@@ -35,8 +39,6 @@ HEALTH_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
 # How long the gateway may take to stop beyond the time that its requests get.
 STOP_MARGIN_S = 1.0
-
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +131,8 @@ def launch(
         kernels = CompiledKernels(display)
         graces = StopGraces(front_s=STOP_MARGIN_S + config.gateway.shutdown_timeout_s)
         supervisor = stack.enter_context(Supervisor(emit=kernels.line, graces=graces))
-        with _config_file(config) as config_fd:
+        config_fd = inherited_config(config)
+        try:
             context = LaunchContext(
                 config=config,
                 control=control,
@@ -139,6 +142,8 @@ def launch(
             )
             for command in roles(context):
                 supervisor.start(command)
+        finally:
+            os.close(config_fd)
         port_writer.close()
         dead_writer.close()
         start = EngineStart(config=config, port_reader=port_reader, started=started)
@@ -185,18 +190,6 @@ def _finish(supervisor: Supervisor, display: Display) -> int:
     if failed and any(gone.returncode == CONFIG_ERROR_STATUS for gone in supervisor.exits):
         return CONFIG_ERROR_STATUS  # the role that found it may not have been the first to end
     return 1 if failed else 0
-
-
-@contextmanager
-def _config_file(config: ServeConfig) -> Iterator[int]:
-    """Yield a sealed memfd that holds `config` as JSON; it has no path in a file system."""
-    fd = os.memfd_create("topspin-config", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.write(fd, msgspec.json.encode(config))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        yield fd
-    finally:
-        os.close(fd)
 
 
 class EngineStart:

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
-
 from topspin.errors import ConfigError
 from topspin.launch.commands import import_path, module_argv, node_command
 from topspin.launch.supervisor import RoleCommand
@@ -119,13 +117,6 @@ def _address_of(host: str) -> str:
         return socket.gethostbyname(host)
     except OSError as error:
         raise ConfigError(f"host {host!r} has no IPv4 address: {error.strerror}") from error
-
-
-def inherited_config(config: ServeConfig) -> int:
-    """Return a descriptor of `config` as JSON that the role's process inherits; it has no path."""
-    fd = os.memfd_create("topspin-config", 0)
-    os.write(fd, msgspec.json.encode(config))
-    return fd
 
 
 def become(command: RoleCommand) -> NoReturn:

@@ -15,11 +15,11 @@ from tests.structs import changed
 from tests.topspin.plans import plan
 from tests.topspin.test_network import CONTROL, spread
 from topspin.errors import ConfigError
+from topspin.launch.commands import inherited_config
 from topspin.launch.role import (
     find_node,
     gateway_command,
     index_of,
-    inherited_config,
     one_node_command,
     peer_groups,
     scheduler_command,
@@ -92,6 +92,8 @@ def test_servers_get_the_whole_configuration() -> None:
     fd = inherited_config(config)
     try:
         assert os.get_inheritable(fd)
+        with pytest.raises(PermissionError):
+            os.pwrite(fd, b"x", 0)
         assert load_serve_config(f"/dev/fd/{fd}") == config
         for bind, address in ((None, CONTROL), ("0.0.0.0", "tcp://0.0.0.0:7000")):
             found = flags(scheduler_command(config, fd, keys=KEYS, bind=bind).argv)
