@@ -145,6 +145,8 @@ class AttentionSide:
         self.lines = lines
         self._in_place = lines if isinstance(lines, InPlaceLines) else None
         self._has_ports = self._has_flags = False
+        # By micro-batch, what native.add_answers reads.
+        self._answering: list[array[int]] = []
         self._records = self._make_records() if native_serves(self.shape) else None
         self._answer_words = {
             expert: [
@@ -163,7 +165,7 @@ class AttentionSide:
         self._has_ports = None not in ports.values()
         self._has_flags = any(port is not None and port.in_flag for port in ports.values())
         hops.prepare()
-        return {
+        records = {
             expert: [
                 Record(
                     self._layout,
@@ -181,6 +183,10 @@ class AttentionSide:
             ]
             for expert in self._everyone
         }
+        for micro_batch in micro_batches:
+            addresses = [records[expert][micro_batch].address for expert in self._everyone]
+            self._answering.append(array("Q", addresses + [0] * len(addresses)))
+        return records
 
     @property
     def local(self) -> frozenset[int]:
@@ -420,7 +426,7 @@ class AttentionSide:
         self.lines.close()
 
     def _consume_whole(self, layer: int, micro_batch: int, out: torch.Tensor) -> None:
-        """Receive and add every node's single answer, each checked and read by one call."""
+        """Receive every node's single answer; one call checks and adds them all."""
         assert self._records is not None
         everyone = self._everyone
         total = out if _is_at_hand(out) else torch.empty(out.shape, dtype=torch.float32)
@@ -434,16 +440,15 @@ class AttentionSide:
                 self._await_whole(layer, expert, micro_batch, everyone[position:])
             if self.trace is not None:
                 self.trace.stamp(Kind.ARRIVED, layer, micro_batch, expert)
-            arguments = (
-                record.address,
-                total.data_ptr(),
-                total.shape[0],
-                int(position > 0),
-                self._measured.address,
-                expert,
-            )
-            refuse = partial(self._refuse_answer, expert, micro_batch)
-            launch_alone(hops.add_rows, arguments, refuse)
+        records, num_records = self._answering[micro_batch], len(everyone)
+        arguments = (
+            records.buffer_info()[0],
+            num_records,
+            total.data_ptr(),
+            total.shape[0],
+            self._measured.address,
+        )
+        launch_alone(hops.add_rows, arguments, partial(self._refuse_answer, micro_batch))
         if total is not out:
             out.copy_(total)
 
@@ -456,14 +461,15 @@ class AttentionSide:
             self._await(layer, expert, micro_batch, awaited)
             self._records[expert][micro_batch].words[ARRIVED_NS] = time.monotonic_ns()
 
-    def _refuse_answer(self, expert: int, micro_batch: int) -> None:
+    def _refuse_answer(self, micro_batch: int) -> None:
         """Raise FrameError or StaleFrame for an answer that does not match its request."""
         with self._rules:
             assert self._records is not None
-            header = read_header(self.lines.inbox(expert, micro_batch).header)
-            sent = read_header(self._records[expert][micro_batch].request)
-            self._parts.check_answer(header, sent, expert)
-            raise FrameError(f"frame of expert {expert}: it changed while it was read")
+            for expert in self._everyone:
+                header = read_header(self.lines.inbox(expert, micro_batch).header)
+                sent = read_header(self._records[expert][micro_batch].request)
+                self._parts.check_answer(header, sent, expert)
+            raise FrameError("an answer changed while it was read")
 
     def _consume_parts(
         self, flight: _Flight, parts: Parts, micro_batch: int, out: torch.Tensor

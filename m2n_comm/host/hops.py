@@ -28,7 +28,7 @@ from kernels.cpu.simd.tasks import leave_undone
 from kernels.frame_header import word
 from m2n_comm.host import native
 from m2n_comm.host.native import (
-    add_answer,
+    add_answers,
     copy_request,
     take_request,
     write_answer,
@@ -61,8 +61,8 @@ time that its thread had had a core by then, and has had for all batches."""
 (PLACE,) = offsets(1)
 """The argument of `await_frame`: the address of a word with the record's address."""
 
-ANSWERED, OUT, NUM_OUT, ADDS, TIMES, EXPERT = offsets(6)
-"""The arguments of `add_rows`: a record, then as native.add_answer; TIMES of expert node EXPERT."""
+ANSWERED, NUM_ANSWERED, OUT, NUM_OUT, TIMES = offsets(5)
+"""The arguments of `add_rows`: as native.add_answers; TIMES of all expert nodes."""
 
 (
     TAKEN, TAKEN_LAYER, TAKEN_STEP, NUM_SLOTS, BUCKET, ROWS, SLOTS, WEIGHTS_OUT, BATCH, IS_FIRST,
@@ -77,7 +77,7 @@ of its participants."""
 _OUT_FLAG, _OUT_IS_AWAKE, _BELL, _IN_FLAG, _IN_IS_AWAKE, _CONSUMED = range(
     8 * native.OUT_FLAG, 8 * native.CONSUMED + 1, 8
 )
-_COUNT, _SENT_NS = 8 * native.COUNT, 8 * native.SENT_NS
+_EXPERT, _COUNT, _SENT_NS = 8 * native.EXPERT, 8 * native.COUNT, 8 * native.SENT_NS
 _WAIT_BEGAN_NS, _ARRIVED_NS = 8 * native.WAIT_BEGAN_NS, 8 * native.ARRIVED_NS
 _IN_HEADER, _OUT_HEADER, _SHAPER = (
     8 * each for each in (native.IN_HEADER, native.OUT_HEADER, native.SHAPER)
@@ -168,25 +168,33 @@ def _add(word_at: int, number: int) -> None:
     write_i64(word_at, read_i64(word_at) + number)
 
 
-@Kernel
-def add_rows(block: int) -> None:
-    """Check the answer that has arrived, add its rows, count its times; undone if it is wrong."""
-    record = read_i64(block + ANSWERED)
-    out, num_rows = read_i64(block + OUT), read_i64(block + NUM_OUT)
-    if add_answer(record, out, num_rows, read_i64(block + ADDS)) < 0:
-        leave_undone(block)
-        return
-    header, times = read_i64(record + _IN_HEADER), read_i64(block + TIMES)
+@inlined
+def _count(times: int, record: int) -> None:
+    """Count the times of an answer."""
+    header = read_i64(record + _IN_HEADER)
     arrived_ns = read_i64(record + _ARRIVED_NS)
     waited_ns = arrived_ns - read_i64(record + _WAIT_BEGAN_NS)
     computed_ns = read_i64(header + _COMPUTE)
     _add(times + NUM_ANSWERS, 1)
     _add(times + WAIT_NS, waited_ns)
-    _add(times + EXPERT_NS + 8 * read_i64(block + EXPERT), computed_ns)
+    _add(times + EXPERT_NS + 8 * read_i64(record + _EXPERT), computed_ns)
     if waited_ns > WAITED_NS and read_i64(header + _IDLE) > WAITED_NS:
         trip_ns = arrived_ns - read_i64(record + _SENT_NS)
         _add(times + LINK_NS, max(0, trip_ns - computed_ns) // 2)
         _add(times + NUM_LINKS, 1)
+
+
+@Kernel
+def add_rows(block: int) -> None:
+    """Check and add up the answers that have arrived, and count their times; undone if wrong."""
+    records, num_records = read_i64(block + ANSWERED), read_i64(block + NUM_ANSWERED)
+    out, num_rows = read_i64(block + OUT), read_i64(block + NUM_OUT)
+    if add_answers(records, num_records, out, num_rows) < 0:
+        leave_undone(block)
+        return
+    times = read_i64(block + TIMES)
+    for idx in range(num_records):
+        _count(times, read_i64(records + 8 * idx))
 
 
 @Kernel

@@ -36,7 +36,7 @@ _SEQUENCE, ROWS, _STEP, _VERSION = map(word, ("sequence", "rows", "step", "table
 _LAYER, _PART, _NUM_PARTS = map(word, ("layer", "part", "num_parts"))
 _WRITER, _READER = map(word, ("incarnation", "reader_incarnation"))
 _KIND, _PAYLOAD = map(word, ("kind", "payload"))
-_ATTENTION, _EXPERT, _MICRO_BATCH = map(word, ("attention", "expert", "micro_batch"))
+_ATTENTION, EXPERT, _MICRO_BATCH = map(word, ("attention", "expert", "micro_batch"))
 _HIDDEN_SIZE, _SIZE = map(word, ("hidden_size", "payload_bytes"))
 _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
 (
@@ -106,7 +106,7 @@ class Record:
         self.words = array("Q", bytes(8 * _RECORD_WORDS))
         self._chosen = array("i", bytes(4 * shape.window_rows))
         words = self.words
-        words[_ATTENTION], words[_EXPERT], words[_MICRO_BATCH] = header
+        words[_ATTENTION], words[EXPERT], words[_MICRO_BATCH] = header
         writes_requests = outbox.slots is not None
         writer, reader = incarnations if writes_requests else incarnations[::-1]
         words[_WRITER], words[_READER] = writer, reader
@@ -308,43 +308,61 @@ def write_request(
     return count
 
 
-@compiled(4)
-def add_answer(record: int, out_at: int, num_rows: int, adds: int) -> int:
-    """Add the answer to the newest request to out f32[T, H], or (not `adds`) write it there.
+@_inline  # type: ignore[untyped-decorator]
+def _add_row(out_at: Any, from_at: Any, size: Any, is_bf16: Any, adds: Any) -> None:
+    """Add a row of an answer to out f32[size], or (not `adds`) write it there."""
+    out = carray(_pointer(out_at), (size,), np.float32)
+    in_bf16 = carray(_pointer(from_at), (size,), np.uint16)
+    in_fp32 = carray(_pointer(from_at), (size,), np.float32)
+    if is_bf16 and adds:
+        for column in range(size):
+            out[column] += _as_float(np.uint32(in_bf16[column]) << np.uint32(16))
+    elif is_bf16:
+        for column in range(size):
+            out[column] = _as_float(np.uint32(in_bf16[column]) << np.uint32(16))
+    elif adds:
+        for column in range(size):
+            out[column] += in_fp32[column]
+    else:
+        for column in range(size):
+            out[column] = in_fp32[column]
 
-    T is num_rows; rows that it does not have are written as 0. Returns the answer's rows, -1 if it
-    does not match the request.
+
+@compiled(4)
+def add_answers(records_at: int, num_records: int, out_at: int, num_rows: int) -> int:
+    """Fill out f32[T, H] with the sums of the answers to the newest request of each record.
+
+    T is num_rows; a row is added in the records' order, and 0 if no answer has it. `records_at` is
+    the address of their addresses, then of as many words for this function. Row by row, so that
+    each sum stays in the nearest cache until it is complete. Returns -1, and fills nothing, if a
+    frame is not the answer, else 0.
     """
-    words = _words(record)
-    header = _words(words[IN_HEADER])
-    if not _is_answer(header, words):
-        return -1
-    count = words[ROWS]
-    size = np.int64(words[_HIDDEN_SIZE])
-    out = carray(_pointer(out_at), (np.int64(num_rows), size), np.float32)
-    rows = carray(_pointer(words[_CHOSEN]), (np.int64(count),), np.int32)
-    in_order = count == num_rows
-    shape = (np.int64(count), size)
-    in_bf16 = carray(_pointer(words[_IN_HIDDEN]), shape, np.uint16)
-    in_fp32 = carray(_pointer(words[_IN_HIDDEN]), shape, np.float32)
-    is_bf16 = words[_IS_BF16] != 0
-    if not adds and not in_order:
-        out[:] = np.float32(0)
-    for idx in range(np.int64(count)):
-        row = idx if in_order else np.int64(rows[idx])
-        if is_bf16 and adds:
-            for column in range(size):
-                out[row, column] += _as_float(np.uint32(in_bf16[idx, column]) << np.uint32(16))
-        elif is_bf16:
-            for column in range(size):
-                out[row, column] = _as_float(np.uint32(in_bf16[idx, column]) << np.uint32(16))
-        elif adds:
-            for column in range(size):
-                out[row, column] += in_fp32[idx, column]
-        else:
-            for column in range(size):
-                out[row, column] = in_fp32[idx, column]
-    return int(count)
+    count = np.int64(num_records)
+    records = carray(_pointer(records_at), (count,), np.uint64)
+    for idx in range(count):
+        words = _words(records[idx])
+        if not _is_answer(_words(words[IN_HEADER]), words):
+            return -1
+    done = carray(_pointer(records_at + np.uint64(8) * num_records), (count,), np.int64)
+    done[:] = 0
+    size = np.int64(_words(records[0])[_HIDDEN_SIZE])
+    for row in range(np.int64(num_rows)):
+        to_at = out_at + np.uint64(row) * np.uint64(4 * size)
+        is_first = True
+        for idx in range(count):
+            words = _words(records[idx])
+            rows = carray(_pointer(words[_CHOSEN]), (np.int64(words[ROWS]),), np.int32)
+            if done[idx] == len(rows) or rows[done[idx]] != row:
+                continue
+            from_at = words[_IN_HIDDEN] + np.uint64(done[idx]) * words[_ROW_BYTES]
+            if is_first and idx > 0:
+                carray(_pointer(to_at), (size,), np.float32)[:] = np.float32(0)
+            _add_row(to_at, from_at, size, words[_IS_BF16] != 0, idx > 0)
+            is_first = False
+            done[idx] += 1
+        if is_first:
+            carray(_pointer(to_at), (size,), np.float32)[:] = np.float32(0)
+    return 0
 
 
 @compiled(5)

@@ -13,7 +13,7 @@ from kernels.frame_header import FrameHeader, word
 from m2n_comm.host.native import (
     MAX_RUNS,
     Record,
-    add_answer,
+    add_answers,
     add_bf16,
     serves,
     take_request,
@@ -184,36 +184,43 @@ def test_an_unknown_expert_writes_no_header(unknown: int) -> None:
     assert bytes(pair.request.header) == bytes(HEADER_BYTES)
 
 
+def add(pairs: list[Pair], out: torch.Tensor) -> int:
+    """Fill `out` with the sum of the answers of all pairs."""
+    addresses = [pair.attention.address for pair in pairs]
+    records = array("Q", [*addresses, *[7] * len(pairs)])
+    taken: int = add_answers(records.buffer_info()[0], len(pairs), out.data_ptr(), out.shape[0])
+    return taken
+
+
 @pytest.mark.parametrize(
-    ("hidden_size", "dtype", "adds"),
+    ("hidden_size", "dtype", "sends_all"),
     cover_pairs((1, 13, 64), (torch.float32, torch.bfloat16), (False, True)),
 )
-def test_an_answer_is_added_to_the_rows_that_were_sent(
-    hidden_size: int, dtype: torch.dtype, adds: bool
+def test_answers_are_added_to_the_rows_that_were_sent(
+    hidden_size: int, dtype: torch.dtype, sends_all: bool
 ) -> None:
+    """Of three expert nodes, in their order; some rows have gone to none."""
     for seed in range(8):
-        pair = Pair(dtype, hidden_size, sends_all=not adds)
-        hidden, chosen, weights, columns = routing(seed, 8, dtype, hidden_size)
-        count = pair.send(hidden, chosen, weights, columns)
-        assert pair.take() == count
-        partial = torch.randn(count, hidden_size).to(dtype)
-        size = write_answer(pair.expert.address, partial.data_ptr(), 77, 2**32 - 1)
-        assert size == count * pair.layout.answer_row_bytes
-        want_header = pair.header(ANSWER, count)._replace(compute_ns=77, idle_ns=2**32 - 1)
-        assert read_header(bytes(pair.answer.header)) == want_header
-
-        out = torch.randn(8, hidden_size)
-        want = out.clone()
-        rows = [
-            row
-            for row, picked in enumerate(chosen.tolist())
-            if not adds or any(columns[column] >= 0 for column in picked)
-        ]
-        if adds:
+        out = torch.full((8, hidden_size), float("nan"))
+        want = torch.zeros(8, hidden_size)
+        pairs = [Pair(dtype, hidden_size, sends_all=sends_all) for _ in range(3)]
+        for number, pair in enumerate(pairs):
+            hidden, chosen, weights, columns = routing(seed + number, 8, dtype, hidden_size)
+            columns = columns.roll(number)
+            count = pair.send(hidden, chosen, weights, columns)
+            assert pair.take() == count
+            partial = torch.randn(count, hidden_size).to(dtype)
+            size = write_answer(pair.expert.address, partial.data_ptr(), 77, 2**32 - 1)
+            assert size == count * pair.layout.answer_row_bytes
+            want_header = pair.header(ANSWER, count)._replace(compute_ns=77, idle_ns=2**32 - 1)
+            assert read_header(bytes(pair.answer.header)) == want_header
+            rows = [
+                row
+                for row, picked in enumerate(chosen.tolist())
+                if sends_all or any(columns[column] >= 0 for column in picked)
+            ]
             want[rows] += partial.float()
-        else:
-            want[rows] = partial.float()
-        assert add_answer(pair.attention.address, out.data_ptr(), 8, adds) == count
+        assert add(pairs, out) == 0
         assert torch.equal(out, want)
 
 
@@ -226,7 +233,7 @@ def test_bf16_values_of_every_kind_keep_their_bits() -> None:
     partial = every.view(torch.bfloat16).view(8, 2**13)
     write_answer(pair.expert.address, partial.data_ptr(), 0, 0)
     out = torch.empty(8, 2**13)
-    assert add_answer(pair.attention.address, out.data_ptr(), 8, False) == 8
+    assert add([pair], out) == 0
     assert torch.equal(out.view(torch.int32), partial.float().view(torch.int32))
 
 
@@ -252,7 +259,7 @@ def test_any_damaged_byte_of_a_compared_field_is_refused_at_both_ends() -> None:
         write_answer(pair.expert.address, 0, 0, 0)
         pair.answer.header[byte] ^= 0x40
         out = torch.zeros(6, 13)
-        assert add_answer(pair.attention.address, out.data_ptr(), 6, True) == -1
+        assert add([pair], out) == -1
         assert not out.any()
 
 
@@ -276,8 +283,7 @@ def test_a_frame_of_another_kind_step_or_size_is_refused() -> None:
             value = getattr(answer, name) + delta
             if value >= 0:
                 write_header(pair.answer.header, answer._replace(**{name: value}))
-                taken = add_answer(pair.attention.address, out.data_ptr(), 6, True)
-                assert taken == -1, (name, value)
+                assert add([pair], out) == -1, (name, value)
         assert not out.any()
 
 
