@@ -434,7 +434,7 @@ class AttentionSide:
             record = self._records[expert][micro_batch]
             if self._has_flags or is_recording():
                 wait = partial(self._await_whole, layer, expert, micro_batch, everyone[position:])
-                launch_alone(hops.await_frame, (record.place,), wait)
+                launch_alone(hops.await_frame, (record.place, 0, 0), wait)
             else:
                 record.words[WAIT_BEGAN_NS] = time.monotonic_ns()
                 self._await_whole(layer, expert, micro_batch, everyone[position:])

@@ -20,6 +20,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +38,6 @@ from m2n_comm.host.native import (
     Record,
     copy_request,
     take_request,
-    write_answer,
 )
 from m2n_comm.host.native import serves as native_serves
 from m2n_comm.host.windows import PairLayout, WindowRows
@@ -60,6 +60,13 @@ from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Kind, Stamps
+
+
+class Arrived(NamedTuple):
+    """The rows of one frame; `is_placed`: its hidden rows are in the join buffer already."""
+
+    rows: WindowRows
+    is_placed: bool
 
 
 class _Join:
@@ -89,34 +96,45 @@ class _Join:
         each = (self._hidden, self._slots, self._weights, self._scratch)
         return sum(buffer.nbytes for buffer in each)
 
-    def join(self, found: list[WindowRows]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    @property
+    def takes_rows(self) -> bool:
+        """Return whether hidden rows are kept as they travel, so that a line may write them."""
+        return self._in_place
+
+    def place(self, low: int) -> int:
+        """Return the address of hidden row `low`."""
+        at, row_bytes = self._strides[0]
+        return at + low * row_bytes
+
+    def join(self, found: list[Arrived]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return hidden, slots and weights of all rows, valid until the next call."""
-        if len(found) == 1:
-            rows, hidden = found[0], found[0].hidden
+        if len(found) == 1 and not found[0].is_placed:
+            rows, hidden = found[0].rows, found[0].rows.hidden
             if not self._in_place:
                 hidden = self._hidden[: len(rows.hidden)]
                 self._take(rows, hidden)
             return hidden, rows.slots, rows.weights
         low = 0
-        for rows in found:
+        for rows, is_placed in found:
             high = low + len(rows.hidden)
-            self._take(rows, self._hidden[low:high])
+            if not is_placed:
+                self._take(rows, self._hidden[low:high])
             self._slots[low:high].copy_(rows.slots)
             self._weights[low:high].copy_(rows.weights)
             low = high
         return self._hidden[:low], self._slots[:low], self._weights[:low]
 
-    def join_taken(self, taken: list[tuple[int, int]]) -> tuple[torch.Tensor, ...] | None:
-        """Return join() of the frames that take_request() took: each a record, and its rows.
+    def join_taken(self, taken: list[tuple[int, int, bool]]) -> tuple[torch.Tensor, ...] | None:
+        """Return join() of the frames that take_request() took: record, rows, whether placed.
 
         One call copies each. None if join() must widen their rows, or need not copy them.
         """
         if len(taken) < 2 or not self._in_place:
             return None
         low = 0
-        for address, rows in taken:
+        for address, rows, is_placed in taken:
             hidden, slots, weights = (at + low * row_bytes for at, row_bytes in self._strides)
-            copy_request(address, hidden, slots, weights, rows)
+            copy_request(address, 0 if is_placed else hidden, slots, weights, rows)
             low += rows
         return self._hidden[:low], self._slots[:low], self._weights[:low]
 
@@ -181,6 +199,8 @@ class ExpertSide:
         self._gathered_ns = 0
         self._began_ns = 0
         self._idle_ns = 0
+        # The senders of the open batch whose hidden rows were read into the join buffer.
+        self._placed: set[int] = set()
         self.use(lines)
         self.set_table(table)
 
@@ -321,21 +341,15 @@ class ExpertSide:
         assert self._records is not None
         micro_batch = batch.micro_batch
         partial_at = 0
-        source = self._source(share)
-        if source is None and self._is_at_hand(share):
+        if self._is_at_hand(share):
             partial_at = share.data_ptr()
-        elif source is None and rows:
+        elif rows:
             self.lines.outbox(peer, micro_batch).first(rows).hidden.copy_(share)
-        now_ns = time.monotonic_ns()
-        payload_bytes = write_answer(
-            self._records[peer][micro_batch].address,
-            partial_at,
-            now_ns - self._gathered_ns,
-            self._idle_ns,
-        )
-        self._delay(peer, micro_batch, payload_bytes)
-        sequence = self._sequences[peer][micro_batch]
-        self._send(self._hop(peer, micro_batch, batch.layer), rows, sequence, source)
+        times = self._batch_times
+        times[hops.GATHERED_NS // 8], times[hops.IDLE_NS // 8] = self._gathered_ns, self._idle_ns
+        arguments = (self._records[peer][micro_batch].place, partial_at, times.buffer_info()[0], 0)
+        finish = partial(self._finish_answer, batch.layer, micro_batch, peer, share)
+        launch_alone(hops.send_answer, arguments, finish)
 
     def _is_at_hand(self, share: torch.Tensor) -> bool:
         """Return whether rows lie in host memory just as they are sent."""
@@ -402,7 +416,8 @@ class ExpertSide:
             first = position * bucket
             wait = partial(self._await_recorded, layer, micro_batch, position)
             place = self._place(layer, micro_batch, position)
-            launch_alone(hops.await_frame, (place,), wait)
+            hidden_at = hidden.data_ptr() + first * hidden.stride(0) * hidden.itemsize
+            launch_alone(hops.await_frame, (place, hidden_at, bucket), wait)
             if self.trace is not None:
                 peer = self._peers(ticket, layer)[position]
                 self.trace.stamp(Kind.GATHERED, layer, micro_batch, peer)
@@ -412,7 +427,7 @@ class ExpertSide:
                 self._step_words.buffer_info()[0],
                 self._rules.num_slots[layer],
                 bucket,
-                hidden.data_ptr() + first * hidden.stride(0) * hidden.itemsize,
+                hidden_at,
                 slots.data_ptr() + first * slots.stride(0) * slots.itemsize,
                 weights.data_ptr() + first * weights.stride(0) * weights.itemsize,
                 self._batch_times.buffer_info()[0],
@@ -443,13 +458,14 @@ class ExpertSide:
             partial_rows = partial_rows.to(self.shape.payload).contiguous()
         first = 0
         for position, bucket in enumerate(batch.row_counts):
-            at = partial_rows.data_ptr() + first * partial_rows.stride(0) * partial_rows.itemsize
-            first += bucket
             place = self._place(batch.layer, batch.micro_batch, position)
             is_last = position == len(batch.row_counts) - 1
-            arguments = (place, at, self._batch_times.buffer_info()[0], int(is_last))
-            finish = partial(self._finish_answer, batch.layer, batch.micro_batch, position)
+            times_at = self._batch_times.buffer_info()[0]
+            arguments = (place, partial_rows[first:].data_ptr(), times_at, int(is_last))
+            share = partial_rows[first : first + bucket]
+            finish = partial(self._finish_recorded, batch.layer, batch.micro_batch, position, share)
             launch_alone(hops.send_answer, arguments, finish)
+            first += bucket
         self._pending = ()
         self._rules.open = None
         if self.trace is not None:
@@ -497,15 +513,21 @@ class ExpertSide:
             self._check_slots(slots, layer, micro_batch)
             raise FrameError(f"frame of attention {peer}: it changed while it was read")
 
-    def _finish_answer(self, layer: int, micro_batch: int, position: int) -> None:
-        """Publish an answer that hops.send_answer has written, over lines without a port."""
+    def _finish_recorded(
+        self, layer: int, micro_batch: int, position: int, share: torch.Tensor
+    ) -> None:
+        """Publish a participant's answer that hops.send_answer has written or begun to send."""
         with self._rules:
-            peer = self._peer(layer, position)
-            assert self._records is not None
-            rows = self._records[peer][micro_batch].words[ROWS]
-            self._delay(peer, micro_batch, rows * self._layout.answer_row_bytes)
-            sequence = self._sequences[peer][micro_batch]
-            self.lines.send(self._hop(peer, micro_batch, layer), rows, sequence)
+            self._finish_answer(layer, micro_batch, self._peer(layer, position), share)
+
+    def _finish_answer(self, layer: int, micro_batch: int, peer: int, share: torch.Tensor) -> None:
+        """Publish the answer, the first rows of `share`."""
+        assert self._records is not None
+        rows = self._records[peer][micro_batch].words[ROWS]
+        self._delay(peer, micro_batch, rows * self._layout.answer_row_bytes)
+        sequence = self._sequences[peer][micro_batch]
+        hop = self._hop(peer, micro_batch, layer)
+        self._send(hop, rows, sequence, self._source(share[:rows]))
 
     def _rounds(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
         part = 0
@@ -524,19 +546,16 @@ class ExpertSide:
         previous, self._headers = self._headers, {}
         self._row_counts = {}
         started_ns = time.monotonic_ns()
+        self._placed = set()
         for position, peer in enumerate(self._pending):
             hop = self._hop(peer, micro_batch, layer)
-            raw = self.lines.receive(hop, self._pending[position:])
-            if self._deliver_words[peer][micro_batch][DELIVER_WORD]:
-                deliver_ns = read_header(raw).deliver_ns
-                if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s, spins=self._spins):
-                    raise late("attention", hop)
+            self._receive(hop, self._pending[position:], sum(self._row_counts.values()))
             if self.trace is not None:
                 self.trace.stamp(Kind.GATHERED, layer, micro_batch, peer)
             self._sequences[peer][micro_batch] += 1
             rows = self._take(ticket, peer, micro_batch, layer) if part == 0 else -1
             if rows < 0:
-                header = read_header(raw)
+                header = read_header(self.lines.inbox(peer, micro_batch).header)
                 self._check(ticket, header, hop, part, previous.get(peer) if part else None)
                 self._headers[peer] = header
                 rows = header.rows
@@ -550,6 +569,28 @@ class ExpertSide:
         if self.trace is not None:
             self.trace.stamp(Kind.JOINED, layer, micro_batch)
         return batch
+
+    def _receive(self, hop: Hop, pending: tuple[int, ...], low: int) -> None:
+        """Wait for the next frame of hop.peer, whose first row is row `low` of the batch."""
+        if self._records is None:
+            self._receive_slowly(hop, pending)
+            return
+        record = self._records[hop.peer][hop.micro_batch]
+        place = 0
+        if self._join.takes_rows and len(self._pending) > 1:
+            place = self._join.place(low)
+        wait = partial(self._receive_slowly, hop, pending)
+        launch_alone(hops.await_frame, (record.place, place, self.shape.window_rows), wait)
+        if place and record.is_placed:
+            self._placed.add(hop.peer)
+
+    def _receive_slowly(self, hop: Hop, pending: tuple[int, ...]) -> None:
+        """Wait for longer than hops.await_frame does, or see what is wrong."""
+        raw = self.lines.receive(hop, pending)
+        if self._deliver_words[hop.peer][hop.micro_batch][DELIVER_WORD]:
+            deliver_ns = read_header(raw).deliver_ns
+            if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s, spins=self._spins):
+                raise late("attention", hop)
 
     def _take(self, ticket: StepTicket, peer: int, micro_batch: int, layer: int) -> int:
         """Return the rows of a common frame, fully checked; -1 if it is another kind."""
@@ -577,10 +618,16 @@ class ExpertSide:
         if self._records is not None and not self._headers:
             records = self._records
             joined = self._join.join_taken(
-                [(records[peer][micro_batch].address, rows) for peer, rows in counts.items()]
+                [
+                    (records[peer][micro_batch].address, rows, peer in self._placed)
+                    for peer, rows in counts.items()
+                ]
             )
         hidden, slots, weights = joined or self._join.join(
-            [inbox(peer, micro_batch).first(rows) for peer, rows in counts.items()]
+            [
+                Arrived(inbox(peer, micro_batch).first(rows), peer in self._placed)
+                for peer, rows in counts.items()
+            ]
         )
         return ExpertBatch(
             micro_batch,

@@ -7,7 +7,8 @@ needs no Python; what they cannot do (a long wait, a frame that must be refused,
 port) they leave undone, and the sides do it in Python with all checks. Knows no order of calls.
 
 Waiting: this thread yields its core, since on shared cores the peer that it waits for may need it,
-and a core that sleeps takes tens of microseconds to wake. After YIELD_NS Python waits, asleep.
+and a core that sleeps takes tens of microseconds to wake. After YIELD_NS (on a connection, where
+each look is a system call, CONNECTION_YIELD_NS) Python waits, asleep.
 """
 
 from __future__ import annotations
@@ -34,10 +35,26 @@ from m2n_comm.host.native import (
     write_answer,
     write_request,
 )
+from m2n_comm.host.tcp_frames import (
+    AWAITS,
+    CODED,
+    ENDED,
+    IS_CODED,
+    IS_PLACED,
+    NOTHING,
+    PLACE,
+    PLACE_ROWS,
+    add_segment,
+    read_frame,
+    seal_header,
+    send_segments,
+)
 from m2n_comm.host.wire import HEADER_BYTES
 
 YIELD_NS: Final = 2_000_000
 """How long a hop of a step is awaited awake: several times as long as a usual layer takes."""
+
+CONNECTION_YIELD_NS: Final = 200_000
 
 # Below this the frame had already arrived.
 WAITED_NS: Final = 5_000
@@ -58,8 +75,9 @@ time that its thread had had a core by then, and has had for all batches."""
 ) = offsets(9)  # fmt: skip
 """The arguments of `send_rows`; see native.write_request."""
 
-(PLACE,) = offsets(1)
-"""The argument of `await_frame`: the address of a word with the record's address."""
+AWAITED, ROWS_TO, MAX_ROWS = offsets(3)
+"""The arguments of `await_frame`: the address of a word with the record's address; on a connection
+ROWS_TO, if not 0, takes the frame's hidden rows, at most MAX_ROWS, in place of the inbox."""
 
 ANSWERED, NUM_ANSWERED, OUT, NUM_OUT, TIMES = offsets(5)
 """The arguments of `add_rows`: as native.add_answers; TIMES of all expert nodes."""
@@ -67,18 +85,30 @@ ANSWERED, NUM_ANSWERED, OUT, NUM_OUT, TIMES = offsets(5)
 (
     TAKEN, TAKEN_LAYER, TAKEN_STEP, NUM_SLOTS, BUCKET, ROWS, SLOTS, WEIGHTS_OUT, BATCH, IS_FIRST,
 ) = offsets(10)  # fmt: skip
-"""The arguments of `take_rows`: TAKEN as PLACE; the rest as native.take_request and copy_request;
+"""The arguments of `take_rows`: TAKEN as AWAITED; the rest as native.take_request and copy_request;
 BATCH are the batch's times; IS_FIRST of its participants."""
 
 ANSWERING, PARTIAL, SERVED, IS_LAST = offsets(4)
-"""The arguments of `send_answer`: as PLACE, rows in the payload's dtype, the batch's times; IS_LAST
-of its participants."""
+"""The arguments of `send_answer`: as AWAITED; rows in the payload's dtype, the batch's times;
+IS_LAST of its participants. PARTIAL 0: the rows are in the outbox."""
 
 _OUT_FLAG, _OUT_IS_AWAKE, _BELL, _IN_FLAG, _IN_IS_AWAKE, _CONSUMED = range(
     8 * native.OUT_FLAG, 8 * native.CONSUMED + 1, 8
 )
+_LINE, _BLOCK = 8 * native.LINE, 8 * native.BLOCK
 _EXPERT, _COUNT, _SENT_NS = 8 * native.EXPERT, 8 * native.COUNT, 8 * native.SENT_NS
 _WAIT_BEGAN_NS, _ARRIVED_NS = 8 * native.WAIT_BEGAN_NS, 8 * native.ARRIVED_NS
+_ROWS, _ROW_BYTES, _TOP_K = 8 * native.ROWS, 8 * native.ROW_BYTES, 8 * native.TOP_K
+_OUT_SLOTS, _OUT_WEIGHTS, _OUT_HIDDEN, _RUNS_AT, _NUM_RUNS = (
+    8 * each
+    for each in (
+        native.OUT_SLOTS,
+        native.OUT_WEIGHTS,
+        native.OUT_HIDDEN,
+        native.RUNS_AT,
+        native.NUM_RUNS,
+    )
+)
 _IN_HEADER, _OUT_HEADER, _SHAPER = (
     8 * each for each in (native.IN_HEADER, native.OUT_HEADER, native.SHAPER)
 )
@@ -88,13 +118,20 @@ _SIZE, _DELIVER, _COMPUTE, _IDLE = (
 
 
 @inlined
-def _publish(block: int, record: int, sequence: int) -> None:
+def _publish(block: int, record: int, sequence: int, hidden: int) -> None:
     """Publish the outbox; ring a reader that sleeps. With an empty port Python does both.
 
     Over an emulated link the frame gets its delivery time first, as emulate.LinkShaper tells it.
+    On a connection the hidden rows at `hidden` are sent from there; what the kernel does not take
+    at once, and what needs a code or a delivery time, Python sends.
     """
-    flag, link = read_i64(record + _OUT_FLAG), read_i64(record + _SHAPER)
-    if not flag:
+    flag, link, line = (
+        read_i64(record + _OUT_FLAG), read_i64(record + _SHAPER), read_i64(record + _LINE)
+    )  # fmt: skip
+    if line:
+        if link or read_i64(line + IS_CODED) or not _send(record, line, hidden):
+            leave_undone(block)
+    elif not flag:
         leave_undone(block)
     else:
         if link:
@@ -106,6 +143,36 @@ def _publish(block: int, record: int, sequence: int) -> None:
         exchange_shared(flag, sequence)
         if not read_shared(read_i64(record + _OUT_IS_AWAKE)):
             ring(read_i64(record + _BELL))
+
+
+@inlined
+def _send(record: int, line: int, hidden: int) -> bool:
+    """Send the frame that write_request or write_answer has written; False: not all of it.
+
+    `hidden` is where its rows are: those of a request in the record's runs of them, if it has any.
+    """
+    header, rows = read_i64(record + _OUT_HEADER), read_i64(record + _ROWS)
+    row_bytes = read_i64(record + _ROW_BYTES)
+    seal_header(header)
+    count = add_segment(line, 0, header, HEADER_BYTES)
+    num_runs = 0
+    if read_i64(record + _OUT_SLOTS):
+        routing_bytes = rows * read_i64(record + _TOP_K) * 4
+        count = add_segment(line, count, read_i64(record + _OUT_SLOTS), routing_bytes)
+        count = add_segment(line, count, read_i64(record + _OUT_WEIGHTS), routing_bytes)
+        num_runs = read_i64(record + _NUM_RUNS)
+        if not num_runs:
+            hidden = 0
+    for idx in range(num_runs):
+        ends = read_i64(read_i64(record + _RUNS_AT) + 8 * idx)
+        first, end = ends & 0xFFFFFFFF, ends >> 32
+        count = add_segment(line, count, hidden + first * row_bytes, (end - first) * row_bytes)
+    if not num_runs:
+        if not hidden:
+            hidden = read_i64(record + _OUT_HIDDEN)
+        count = add_segment(line, count, hidden, rows * row_bytes)
+    write_i64(read_i64(record + _BLOCK) + AWAITS, 1)
+    return send_segments(line, count)
 
 
 @Kernel
@@ -132,25 +199,36 @@ def send_rows(block: int) -> None:
     else:
         write_i64(read_i64(record + _COUNT), sequence)
         write_i64(record + _SENT_NS, now_ns())
-        _publish(block, record, sequence)
+        _publish(block, record, sequence, read_i64(block + HIDDEN))
 
 
 @Kernel
 def await_frame(block: int) -> None:
     """Wait for the next frame in the inbox, and count it; undone if Python has to see it first."""
-    record = read_i64(read_i64(block + PLACE))
+    record = read_i64(read_i64(block + AWAITED))
     began_ns = now_ns()
     write_i64(record + _WAIT_BEGAN_NS, began_ns)
-    flag = read_i64(record + _IN_FLAG)
+    flag, line = read_i64(record + _IN_FLAG), read_i64(record + _LINE)
     if not flag:
         leave_undone(block)
         return
     consumed = read_i64(read_i64(record + _CONSUMED))
     found, arrived_ns = read_shared(flag), began_ns
+    patience_ns, state = YIELD_NS, NOTHING
+    if line and found == consumed:
+        write_i64(read_i64(record + _BLOCK) + PLACE, read_i64(block + ROWS_TO))
+        write_i64(read_i64(record + _BLOCK) + PLACE_ROWS, read_i64(block + MAX_ROWS))
+        patience_ns, state = CONNECTION_YIELD_NS, read_frame(line)
+        found = read_shared(flag)
     if found == consumed:
         write_i64(read_i64(record + _IN_IS_AWAKE), 1)
-        while found == consumed and arrived_ns - began_ns < YIELD_NS:
-            yield_core()
+        while found == consumed and arrived_ns - began_ns < patience_ns:
+            if state == NOTHING:
+                yield_core()
+            if line:
+                state = read_frame(line)
+                if state == CODED or state >= ENDED:
+                    break
             found, arrived_ns = read_shared(flag), now_ns()
     deliver_ns = read_i64(read_i64(record + _IN_HEADER) + _DELIVER)
     if found != consumed + 1 or deliver_ns - arrived_ns > YIELD_NS:
@@ -215,6 +293,8 @@ def take_rows(block: int) -> None:
         return
     write_i64(read_i64(record + _COUNT), sequence)
     hidden, slots = read_i64(block + ROWS), read_i64(block + SLOTS)
+    if read_i64(record + _LINE) and read_i64(read_i64(record + _BLOCK) + IS_PLACED):
+        hidden = 0
     copy_request(record, hidden, slots, read_i64(block + WEIGHTS_OUT), bucket)
     batch, arrived_ns = read_i64(block + BATCH), read_i64(record + _ARRIVED_NS)
     write_i64(batch + GATHERED_NS, arrived_ns)
@@ -229,10 +309,12 @@ def send_answer(block: int) -> None:
     """Write and publish the answer to the request that was taken."""
     record, batch = read_i64(read_i64(block + ANSWERING)), read_i64(block + SERVED)
     computed_ns = now_ns() - read_i64(batch + GATHERED_NS)
-    write_answer(record, read_i64(block + PARTIAL), computed_ns, read_i64(batch + IDLE_NS))
+    partial = read_i64(block + PARTIAL)
+    copied = 0 if read_i64(record + _LINE) else partial
+    write_answer(record, copied, computed_ns, read_i64(batch + IDLE_NS))
     if read_i64(block + IS_LAST):
         _add(batch + BUSY_NS, thread_ns() - read_i64(batch + BEGAN_NS))
-    _publish(block, record, read_i64(read_i64(record + _COUNT)))
+    _publish(block, record, read_i64(read_i64(record + _COUNT)), partial)
 
 
 def prepare() -> None:

@@ -30,7 +30,9 @@ class Port(NamedTuple):
     """One micro-batch's windows of a pair, for compiled code: addresses of 64-bit words.
 
     The flags of outbox and inbox, whether their readers are awake, and the sequence consumed last;
-    `bell` is the eventfd that wakes the peer. All 0: Python publishes and waits.
+    `bell` is the eventfd that wakes the peer. All 0: Python publishes and waits. Frames on a
+    connection have its words (tcp_frames.LineWords) at `line`, those of the micro-batch at `block`,
+    and neither flag of the outbox nor bell.
     """
 
     out_flag: int = 0
@@ -39,6 +41,8 @@ class Port(NamedTuple):
     in_flag: int = 0
     in_is_awake: int = 0
     consumed: int = 0
+    line: int = 0
+    block: int = 0
 
 
 class Lines(Protocol):

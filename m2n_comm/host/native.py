@@ -11,6 +11,7 @@ is 10 us a side, more than the rows of a small batch.
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from typing import Any
 
@@ -23,13 +24,14 @@ from kernels.cpu.compiled.runtime import compiled
 from kernels.frame_header import NUM_WORDS, word
 from m2n_comm.emulate import LinkShaper
 from m2n_comm.host.lines import Port
+from m2n_comm.host.tcp_frames import IS_PLACED
 from m2n_comm.host.windows import PairLayout, Window
 from m2n_comm.host.wire import ANSWER, REQUEST, payload_code
 from m2n_comm.net import NetShape
 
 # A record: the header of the newest request, then words that do not change, then (from SENT_NS)
 # times of the newest frames, which hops.py writes. The loops below rely on the order of the header
-# fields that they name. OUT_FLAG to CONSUMED are the port's, 0 without one; SHAPER is the address
+# fields that they name. OUT_FLAG to BLOCK are the port's, 0 without one; SHAPER is the address
 # of an emulated link's words (0: none), SELF the record's own address, COUNT the address of the
 # number of requests sent or taken.
 _SEQUENCE, ROWS, _STEP, _VERSION = map(word, ("sequence", "rows", "step", "table_version"))
@@ -41,23 +43,23 @@ _HIDDEN_SIZE, _SIZE = map(word, ("hidden_size", "payload_bytes"))
 _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
 (
     OUT_HEADER,
-    _OUT_SLOTS,
-    _OUT_WEIGHTS,
-    _OUT_HIDDEN,
+    OUT_SLOTS,
+    OUT_WEIGHTS,
+    OUT_HIDDEN,
     IN_HEADER,
     _IN_SLOTS,
     _IN_WEIGHTS,
     _IN_HIDDEN,
     _CHOSEN,
-    _TOP_K,
+    TOP_K,
     _WINDOW_ROWS,
-    _ROW_BYTES,
+    ROW_BYTES,
     _REQUEST_ROW_BYTES,
-    _ANSWER_ROW_BYTES,
+    ANSWER_ROW_BYTES,
     _ANSWER_PAYLOAD,
     _IS_BF16,
     _SENDS_ALL,
-    _RUNS_AT,
+    RUNS_AT,
     NUM_RUNS,
     OUT_FLAG,
     OUT_IS_AWAKE,
@@ -65,6 +67,8 @@ _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
     IN_FLAG,
     IN_IS_AWAKE,
     CONSUMED,
+    LINE,
+    BLOCK,
     SHAPER,
     SELF,
     COUNT,
@@ -72,7 +76,7 @@ _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
     WAIT_BEGAN_NS,
     ARRIVED_NS,
     _RECORD_WORDS,
-) = range(NUM_WORDS, NUM_WORDS + 32)
+) = range(NUM_WORDS, NUM_WORDS + 34)
 MAX_RUNS = 128
 _IS_ANSWER = np.uint64(ANSWER)
 
@@ -114,24 +118,24 @@ class Record:
         words[_KIND], words[_PAYLOAD] = REQUEST, payload_code(shape.request_dtype)
         words[_HIDDEN_SIZE] = shape.hidden_size
         words[OUT_HEADER], words[IN_HEADER] = outbox.header_at, inbox.header_at
-        words[_OUT_HIDDEN], words[_IN_HIDDEN] = outbox.hidden.data_ptr(), inbox.hidden.data_ptr()
-        for window, slots in ((outbox, _OUT_SLOTS), (inbox, _IN_SLOTS)):
+        words[OUT_HIDDEN], words[_IN_HIDDEN] = outbox.hidden.data_ptr(), inbox.hidden.data_ptr()
+        for window, slots in ((outbox, OUT_SLOTS), (inbox, _IN_SLOTS)):
             words[slots] = 0 if window.slots is None else window.slots.data_ptr()
-        for window, weights in ((outbox, _OUT_WEIGHTS), (inbox, _IN_WEIGHTS)):
+        for window, weights in ((outbox, OUT_WEIGHTS), (inbox, _IN_WEIGHTS)):
             words[weights] = 0 if window.weights is None else window.weights.data_ptr()
         words[_CHOSEN] = self._chosen.buffer_info()[0]
         self._runs = array("i", bytes(8 * MAX_RUNS))
-        words[_RUNS_AT] = self._runs.buffer_info()[0] if in_place else 0
-        words[_TOP_K] = shape.top_k
+        words[RUNS_AT] = self._runs.buffer_info()[0] if in_place else 0
+        words[TOP_K] = shape.top_k
         words[_WINDOW_ROWS] = shape.window_rows
-        words[_ROW_BYTES] = shape.hidden_size * shape.payload.itemsize
+        words[ROW_BYTES] = shape.hidden_size * shape.payload.itemsize
         words[_REQUEST_ROW_BYTES] = layout.request_row_bytes
-        words[_ANSWER_ROW_BYTES] = layout.answer_row_bytes
+        words[ANSWER_ROW_BYTES] = layout.answer_row_bytes
         words[_ANSWER_PAYLOAD] = payload_code(shape.payload)
         words[_IS_BF16] = shape.payload.itemsize == 2
         words[_SENDS_ALL] = sends_all
         if port is not None:
-            words[OUT_FLAG : CONSUMED + 1] = array("Q", port)
+            words[OUT_FLAG : BLOCK + 1] = array("Q", port)
         if shaper is not None:
             words[SHAPER] = shaper.address
         words[COUNT] = count.buffer_info()[0] + count.itemsize * header[2]
@@ -143,6 +147,12 @@ class Record:
     def place(self) -> int:
         """Return the address of a word that holds `address`."""
         return self.address + 8 * SELF
+
+    @property
+    def is_placed(self) -> bool:
+        """Return whether the newest frame's hidden rows went where hops.await_frame was told to."""
+        block = self.words[BLOCK]
+        return block != 0 and ctypes.c_int64.from_address(block + IS_PLACED).value != 0
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -212,7 +222,7 @@ def _is_answer(header: Any, words: Any) -> Any:
         & (header[_PAYLOAD] == words[_ANSWER_PAYLOAD])
         & (header[_WRITER] == words[_READER])
         & (header[_READER] == words[_WRITER])
-        & (header[_SIZE] == words[ROWS] * words[_ANSWER_ROW_BYTES])
+        & (header[_SIZE] == words[ROWS] * words[ANSWER_ROW_BYTES])
     )
     for idx in range(_WRITER):
         right &= header[idx] == words[idx]
@@ -259,13 +269,13 @@ def write_request(
     the payload's dtype, weights f32[T, K], all contiguous, T at most a window.
     """
     words = _words(record)
-    top_k, row_bytes = words[_TOP_K], words[_ROW_BYTES]
+    top_k, row_bytes = words[TOP_K], words[ROW_BYTES]
     num_choices = num_rows * top_k
     chosen = carray(_pointer(chosen_at), (num_choices,), np.int64)
     columns = carray(_pointer(columns_at), (num_columns,), np.int32)
     weights = carray(_pointer(weights_at), (num_choices,), np.float32)
-    to_slots = carray(_pointer(words[_OUT_SLOTS]), (num_choices,), np.int32)
-    to_weights = carray(_pointer(words[_OUT_WEIGHTS]), (num_choices,), np.float32)
+    to_slots = carray(_pointer(words[OUT_SLOTS]), (num_choices,), np.int32)
+    to_weights = carray(_pointer(words[OUT_WEIGHTS]), (num_choices,), np.float32)
     rows = carray(_pointer(words[_CHOSEN]), (num_rows,), np.int32)
     limit, sends_all = np.int64(num_columns), words[_SENDS_ALL] != 0
     count = 0
@@ -283,10 +293,10 @@ def write_request(
         if held:
             rows[count] = row
             count += 1
-    to_hidden = words[_OUT_HIDDEN]
+    to_hidden = words[OUT_HIDDEN]
     num_runs = 0
-    if words[_RUNS_AT] != 0:
-        num_runs = _find_runs(rows, count, words[_RUNS_AT])
+    if words[RUNS_AT] != 0:
+        num_runs = _find_runs(rows, count, words[RUNS_AT])
     words[NUM_RUNS] = num_runs
     if num_runs > 0:
         pass
@@ -354,7 +364,7 @@ def add_answers(records_at: int, num_records: int, out_at: int, num_rows: int) -
             rows = carray(_pointer(words[_CHOSEN]), (np.int64(words[ROWS]),), np.int32)
             if done[idx] == len(rows) or rows[done[idx]] != row:
                 continue
-            from_at = words[_IN_HIDDEN] + np.uint64(done[idx]) * words[_ROW_BYTES]
+            from_at = words[_IN_HIDDEN] + np.uint64(done[idx]) * words[ROW_BYTES]
             if is_first and idx > 0:
                 carray(_pointer(to_at), (size,), np.float32)[:] = np.float32(0)
             _add_row(to_at, from_at, size, words[_IS_BF16] != 0, idx > 0)
@@ -406,7 +416,7 @@ def take_request(
         is_next &= header[idx] == words[idx]
     if not is_next:
         return -1
-    num_choices = np.int64(count * words[_TOP_K])
+    num_choices = np.int64(count * words[TOP_K])
     slots = carray(_pointer(words[_IN_SLOTS]), (num_choices,), np.int32)
     low, high = np.int32(-1), np.int32(-1)
     for idx in range(num_choices):
@@ -422,14 +432,16 @@ def take_request(
 def copy_request(record: int, hidden_at: int, slots_at: int, weights_at: int, bucket: int) -> int:
     """Copy the request that was taken, R rows, to hidden [bucket, H], slots and weights.
 
-    slots i32[bucket, K] are -1 in the rows that did not come. Returns R.
+    hidden 0: its hidden rows are in their place already. slots i32[bucket, K] are -1 in the rows
+    that did not come. Returns R.
     """
     words = _words(record)
-    count, num_choices = words[ROWS], words[ROWS] * words[_TOP_K]
-    _copy(hidden_at, words[_IN_HIDDEN], count * words[_ROW_BYTES])
+    count, num_choices = words[ROWS], words[ROWS] * words[TOP_K]
+    if hidden_at != 0:
+        _copy(hidden_at, words[_IN_HIDDEN], count * words[ROW_BYTES])
     _copy(slots_at, words[_IN_SLOTS], np.uint64(4) * num_choices)
     _copy(weights_at, words[_IN_WEIGHTS], np.uint64(4) * num_choices)
-    size = np.int64(bucket * words[_TOP_K])
+    size = np.int64(bucket * words[TOP_K])
     slots = carray(_pointer(slots_at), (size,), np.int32)
     for idx in range(np.int64(num_choices), size):
         slots[idx] = -1
@@ -440,13 +452,13 @@ def copy_request(record: int, hidden_at: int, slots_at: int, weights_at: int, bu
 def write_answer(record: int, partial_at: int, compute_ns: int, idle_ns: int) -> int:
     """Write the answer to the request that was taken; returns its payload bytes.
 
-    partial [R, H] in the payload's dtype, contiguous; 0: the rows are in the window already.
+    partial [R, H] in the payload's dtype, contiguous; 0: the rows need not be copied.
     """
     words = _words(record)
     header = _words(words[OUT_HEADER])
-    size = words[ROWS] * words[_ANSWER_ROW_BYTES]
+    size = words[ROWS] * words[ANSWER_ROW_BYTES]
     if partial_at != 0:
-        _copy(words[_OUT_HIDDEN], partial_at, size)
+        _copy(words[OUT_HIDDEN], partial_at, size)
     for idx in range(_SIZE):
         header[idx] = words[idx]
     header[_KIND], header[_PAYLOAD] = _IS_ANSWER, words[_ANSWER_PAYLOAD]

@@ -1,39 +1,47 @@
 """M2N over TCP: one connection per pair, frames read straight into registered windows.
 
-Owns the sockets, the state of each one's partly read frame, and both windows of every pair in
-private memory. Knows no plans; before it reads a payload it checks the header for damage, window,
-size and sequence. Frames of other micro-batches that arrive first go to their own windows.
+Owns the sockets, both windows of every pair in private memory, and the waits; tcp_frames.py reads
+and sends, in ops without this module. Knows no plans. What is wrong with a frame is named here:
+before a payload is read its header is checked for damage, window, size and sequence. Frames of
+other micro-batches that arrive first go to their own windows.
 
 Between nodes with keys a frame carries an authentication code (session.py), which is checked when
-the whole frame is there, and before that only a window that awaits a frame is written: rows in use
-stay what they are whatever arrives.
+the whole frame is there, and before that only memory that awaits a frame is written: rows in use
+stay as they are whatever arrives.
 
-Every wait of a node, to receive and to send, reads from all of its connections. So a blocked send
-never blocks a peer's send to this node, and two ends can send large frames to each other.
-
-A frame takes one call to send and usually one to receive: a reader that waits for a frame reads
-past the header into the window for its rows, assuming that the frame is the awaited one and as long
-as the last; rows that belong elsewhere are moved. That window is free until the frame comes. With
-one connection the wait itself is that call.
+Every long wait of a node, to receive and to send, reads from all of its connections. So a blocked
+send never blocks a peer's send to this node, and two ends can send large frames to each other.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import select
 import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kernels.frame_header import FrameHeader
+from kernels.cpu.compiled.runtime import make_callable
 from m2n_comm.handshake import Meeting
 from m2n_comm.hello import Identity, NodeRole, PairHello
-from m2n_comm.host.lines import NodeLines
+from m2n_comm.host.lines import NodeLines, Port
+from m2n_comm.host.tcp_frames import (
+    CODED,
+    ENDED,
+    FOUND,
+    IS_PLACED,
+    PLACE,
+    SENT,
+    SEQUENCE,
+    WRONG,
+    LineWords,
+    accept_frame,
+    read_line,
+)
 from m2n_comm.host.windows import PairLayout, Window, private_memory
 from m2n_comm.host.wire import (
-    HEADER_BYTES,
     SEAL_AT,
     check_seal,
     check_size,
@@ -45,11 +53,6 @@ from topspin.errors import FrameError, StaleFrame
 
 if TYPE_CHECKING:
     from m2n_comm.session import Session
-
-# The rest of a partly read frame comes soon: poll before sleeping, since a wake-up costs more.
-_MID_FRAME_S = 50e-6
-# A struct timeval.
-_CHECK_INTERVAL = struct.pack("@ll", 0, round(CHECK_INTERVAL_S * 1e6))
 
 
 class TcpPair(NamedTuple):
@@ -92,12 +95,7 @@ class TcpForming:
 
 
 class _Line:
-    """The receiving state of one connection.
-
-    Invariant: `arrived[mb]` holds the header of a whole frame that lies in inbox mb and has
-    not been received yet; `segments` is the rest of the frame in progress. `awaits[mb]`: inbox mb
-    is not in use, so that a frame may be read into it.
-    """
+    """One connection: reads frames into their windows, and names what is wrong with them."""
 
     def __init__(
         self,
@@ -111,129 +109,76 @@ class _Line:
     ) -> None:
         self.sock = pair.sock
         self.session = pair.session
-        self.ended = False
-        self.awaits = [awaits] * len(inbox)
-        self.arrived: list[bytes | None] = [None] * len(inbox)
+        self.words = LineWords(
+            pair.sock,
+            inbox,
+            window_rows=rows,
+            row_bytes=row_bytes,
+            awaits=awaits,
+            is_coded=pair.session is not None,
+        )
         self._inbox = inbox
         self._row_bytes = row_bytes
         self._window_rows = rows
         self._name = name
-        self._sequences = [0] * len(inbox)
-        self._last_rows = [0] * len(inbox)
-        self._header = bytearray(HEADER_BYTES)
-        self._segments: list[memoryview] = [memoryview(self._header)]
-        self._frame: FrameHeader | None = None
-        # Rows read together with the header, before it is known where they belong.
-        self._guessed: list[memoryview] = []
-        self._spare = memoryview(b"")
-
-    def pump(self, awaited: int | None = None, *, wait: bool = False) -> bool:
-        """Read available bytes, up to the end of a frame; return whether there were any.
-
-        `awaited` is a micro-batch whose inbox is free until its next frame. With `wait` sleeps
-        up to CHECK_INTERVAL_S for the first bytes. In the middle of a frame it polls for up to
-        _MID_FRAME_S after the last bytes. Raises FrameError or StaleFrame.
-        """
-        if awaited is not None and self._frame is None and not self._guessed:
-            self._guess(awaited)
-        has_read, patience_s = False, 0.0
-        while True:
-            try:
-                count = self._read(0 if wait and not has_read else socket.MSG_DONTWAIT)
-            except (BlockingIOError, InterruptedError):
-                if self._frame is None or time.monotonic() >= patience_s:
-                    return has_read
-                continue
-            except ConnectionError:
-                count = 0
-            has_read = True
-            patience_s = time.monotonic() + _MID_FRAME_S
-            if count == 0:
-                self.ended = True
-                return True
-            self._segments = _after(self._segments, count)
-            if self._frame is None and self._has_header():
-                self._begin()
-            if self._frame is not None and not self._segments:
-                self._complete(self._frame)
-                if not self._spare:
-                    return True
-
-    def _guess(self, micro_batch: int) -> None:
-        """Add that window's rows to the segments if only the (rest of the) header was left."""
-        rows = self._last_rows[micro_batch]
-        if rows and len(self._segments) == 1:
-            self._guessed = self._inbox[micro_batch].payload(rows)
-            self._segments = [*self._segments, *self._guessed]
-
-    def _read(self, flags: int) -> int:
-        """Fill the segments with bytes already read beyond a frame, or else from the socket."""
-        if not self._spare:
-            return self.sock.recvmsg_into(self._segments, 0, flags)[0]
-        segment = self._segments[0]
-        count = min(len(segment), len(self._spare))
-        segment[:count] = self._spare[:count]
-        self._spare = self._spare[count:]
-        return count
-
-    def _has_header(self) -> bool:
-        """Return whether the header is complete, so that at most guessed rows are left to read."""
-        return len(self._segments) <= len(self._guessed)
-
-    def _begin(self) -> None:
-        """Handle a complete header: read the rows into their window."""
-        frame = self._judge()
-        self._frame = frame
-        guessed, self._guessed = self._guessed, []
-        payload = self._inbox[frame.micro_batch].payload(frame.rows)
-        if guessed is payload:
-            return
-        self._segments, left = list(payload), self._segments
-        if not guessed:
-            return
-        # The guess was wrong: move the bytes of its rows, and those beyond it.
-        count = sum(map(len, guessed)) - sum(map(len, left))
-        self._spare = memoryview(b"".join(guessed)[:count])
-
-    def _complete(self, frame: FrameHeader) -> None:
-        """Handle a complete frame: mark it as arrived."""
-        if self.session is not None:
-            header = memoryview(self._header)
-            payload = self._inbox[frame.micro_batch].payload(frame.rows)
-            if not self.session.theirs.is_next([header[:SEAL_AT], *payload], header[SEAL_AT:]):
-                raise FrameError(
-                    f"frame of {self._name}, layer {frame.layer}, micro-batch "
-                    f"{frame.micro_batch}: its authentication code is wrong"
-                )
-        self.awaits[frame.micro_batch] = False
-        self._sequences[frame.micro_batch] = frame.sequence
-        self._last_rows[frame.micro_batch] = frame.rows
-        self._inbox[frame.micro_batch].header[:] = self._header
-        self.arrived[frame.micro_batch] = bytes(self._header)
-        self._frame = None
-        self._segments = [memoryview(self._header)]
-
-    def _judge(self) -> FrameHeader:
-        """Check and return a header before any of its payload is used."""
-        if self.session is None:
-            check_seal(self._header)
-        frame = read_header(self._header)
-        if frame.micro_batch >= len(self._inbox):
-            raise FrameError(
-                f"frame of {self._name}: micro_batch is {frame.micro_batch}, there are windows "
-                f"for {len(self._inbox)}"
-            )
-        check_size(
-            frame, window_rows=self._window_rows, row_bytes=self._row_bytes, origin=self._name
+        self._read_line, self._accept = map(
+            make_callable, (read_line.address, accept_frame.address)
         )
-        expected = self._sequences[frame.micro_batch] + 1
-        if not self.awaits[frame.micro_batch] or frame.sequence != expected:
-            raise StaleFrame(
-                f"frame of {self._name}, layer {frame.layer}, micro-batch {frame.micro_batch}: "
-                f"sequence is {frame.sequence}, expected {expected}, and none before the "
-                "last one is answered"
+
+    @property
+    def ended(self) -> bool:
+        """Return whether no more bytes will come."""
+        return self.words[FOUND] == ENDED
+
+    def read(self) -> None:
+        """Read what has come, up to the end of a frame. Raises FrameError or StaleFrame."""
+        self._read_line(self.words.address)
+        found = self.words[FOUND]
+        if found == CODED:
+            self._check_code()
+            self._accept(self.words.address)
+        elif found == WRONG:
+            raise self._fault()
+
+    def _check_code(self) -> None:
+        """Raise FrameError unless the code of the frame that is complete is right."""
+        assert self.session is not None
+        header = memoryview(self.words.header).cast("B")
+        frame = read_header(header)
+        payload = self._inbox[frame.micro_batch].payload(frame.rows)
+        if frame.rows and self.words.of(frame.micro_batch, IS_PLACED):
+            place = self.words.of(frame.micro_batch, PLACE)
+            placed = (ctypes.c_char * len(payload[-1])).from_address(place)
+            payload = [*payload[:-1], memoryview(placed).cast("B")]
+        if not self.session.theirs.is_next([header[:SEAL_AT], *payload], header[SEAL_AT:]):
+            raise FrameError(
+                f"frame of {self._name}, layer {frame.layer}, micro-batch "
+                f"{frame.micro_batch}: its authentication code is wrong"
             )
-        return frame
+
+    def _fault(self) -> FrameError | StaleFrame:
+        """Return the error of a header that read_frame() does not follow."""
+        header = self.words.header.tobytes()
+        frame = read_header(header)
+        try:
+            if self.session is None:
+                check_seal(header)
+            if frame.micro_batch >= len(self._inbox):
+                return FrameError(
+                    f"frame of {self._name}: micro_batch is {frame.micro_batch}, there are "
+                    f"windows for {len(self._inbox)}"
+                )
+            check_size(
+                frame, window_rows=self._window_rows, row_bytes=self._row_bytes, origin=self._name
+            )
+        except FrameError as error:
+            return error
+        return StaleFrame(
+            f"frame of {self._name}, layer {frame.layer}, micro-batch {frame.micro_batch}: "
+            f"sequence is {frame.sequence}, expected "
+            f"{self.words.of(frame.micro_batch, SEQUENCE) + 1}, and none before the last one is "
+            "answered"
+        )
 
 
 class TcpLines(NodeLines):
@@ -252,9 +197,7 @@ class TcpLines(NodeLines):
         attention = role == "attention"
         row_bytes = layout.answer_row_bytes if attention else layout.request_row_bytes
         for peer, pair in pairs.items():
-            # Calls that must not sleep pass a flag; the one that may sleeps no longer than this.
-            pair.sock.setblocking(True)
-            pair.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _CHECK_INTERVAL)
+            pair.sock.setblocking(False)
             self._lines[peer] = _Line(
                 pair,
                 self._inbox[peer],
@@ -286,16 +229,18 @@ class TcpLines(NodeLines):
     def _send(self, hop: Hop, payload: list[memoryview]) -> None:
         line = self._lines[hop.peer]
         window = self._outbox[hop.peer][hop.micro_batch]
-        line.awaits[hop.micro_batch] = True
+        line.words.await_answer(hop.micro_batch)
         if line.session is None:
             seal(window.header)
         else:
             parts = [window.header[:SEAL_AT], *payload]
             window.header[SEAL_AT:] = line.session.ours.next(parts)
-        segments = [window.header, *payload]
+        # An op may have sent the beginning.
+        segments = _after([window.header, *payload], line.words[SENT])
+        line.words[SENT] = 0
         while segments:
             try:
-                segments = _after(segments, line.sock.sendmsg(segments, [], socket.MSG_DONTWAIT))
+                segments = _after(segments, line.sock.sendmsg(segments))
             except (BlockingIOError, InterruptedError):
                 self._wait(hop, late_text="could not send to", writable=True)
             except ConnectionError as error:
@@ -303,19 +248,34 @@ class TcpLines(NodeLines):
 
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
         """Wait for the next frame of hop.peer; see Lines.receive."""
-        arrived = self._lines[hop.peer].arrived
-        while (header := arrived[hop.micro_batch]) is None:
+        line = self._lines[hop.peer]
+        while not self.arrived(hop.peer, hop.micro_batch):
+            line.read()
+            if self.arrived(hop.peer, hop.micro_batch):
+                break
             for peer in awaited:
-                line = self._lines[peer]
-                if line.ended and line.arrived[hop.micro_batch] is None:
+                if self._lines[peer].ended and not self.arrived(peer, hop.micro_batch):
                     raise lost(self.peer_role, peer, hop)
             self._wait(hop)
-        arrived[hop.micro_batch] = None
-        return header
+        window = self._inbox[hop.peer][hop.micro_batch]
+        self.advance(hop, window.flag[0])
+        return bytes(window.header)
 
     def arrived(self, peer: int, micro_batch: int) -> bool:
-        """Return whether a whole frame lies in the inbox."""
-        return self._lines[peer].arrived[micro_batch] is not None
+        """Return whether a whole frame lies in the inbox, or where its rows were to go."""
+        return self._inbox[peer][micro_batch].flag[0] != self.consumed[peer][micro_batch]
+
+    def port(self, peer: int, micro_batch: int) -> Port | None:
+        """Return the words of the inbox and of the connection."""
+        inbox, words = self._inbox[peer][micro_batch], self._lines[peer].words
+        consumed = self.consumed[peer]
+        return Port(
+            in_flag=inbox.flag_at,
+            in_is_awake=inbox.reader_is_awake_at,
+            consumed=consumed.buffer_info()[0] + consumed.itemsize * micro_batch,
+            line=words.address,
+            block=words.block(micro_batch),
+        )
 
     def close(self) -> None:
         """Close the connections and drop all views."""
@@ -331,11 +291,6 @@ class TcpLines(NodeLines):
         if left_s <= 0:
             raise late(self.peer_role, hop, doing=late_text)
         target = self._lines[hop.peer]
-        sleeps_in_read = len(self._lines) == 1 and not self._spins and not writable
-        if sleeps_in_read and left_s > CHECK_INTERVAL_S:
-            if not target.pump(hop.micro_batch, wait=True):
-                self._check()
-            return
         if writable:
             if target.ended:
                 raise lost(self.peer_role, hop.peer, hop)
@@ -348,7 +303,7 @@ class TcpLines(NodeLines):
         for fd, mask in events:
             if mask & ~select.POLLOUT:
                 line = self._lines[self._peer_of[fd]]
-                line.pump(hop.micro_batch if line is target and not writable else None)
+                line.read()
                 if line.ended:
                     self._poller.unregister(fd)
 

@@ -108,16 +108,16 @@ class PairLayout:
         rows = self.shape.window_rows if routing else self.shape.answer_rows
         columns = self._request_columns if routing else self._answer_columns
         view = memoryview(memory)
+        base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         start = offset + self._front_bytes
         tensors: dict[str, torch.Tensor] = {}
         fields = []
         for column in columns:
             size = rows * column.row_bytes
             tensors[column.name] = _tensor(memory, start, (rows, column.width), column.dtype)
-            fields.append(Field(view[start : start + size], column.row_bytes))
+            fields.append(Field(view[start : start + size], column.row_bytes, base + start))
             start += _aligned(size)
         header = view[offset + _LINE_BYTES : offset + _LINE_BYTES + HEADER_BYTES]
-        base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         return Window(
             flag=word_at(view, offset),
             reader_is_awake=word_at(view, offset + WORD_BYTES),
@@ -134,10 +134,11 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """The bytes of one payload field of a window, `row_bytes` each row."""
+    """The bytes of one payload field of a window, at `address`, `row_bytes` each row."""
 
     data: memoryview
     row_bytes: int
+    address: int
 
 
 class WindowRows(NamedTuple):

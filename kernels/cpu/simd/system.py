@@ -6,6 +6,7 @@ thread and no task. Used by `kernels.cpu.compiled`, inside compiled functions on
 
 from __future__ import annotations
 
+import errno
 from typing import Final
 
 from llvmlite import ir
@@ -94,6 +95,44 @@ def ask_file(builder: ir.IRBuilder, fd: ir.Value, offset: ir.Value, num_bytes: i
     known = builder.module.globals.get("syscall")
     function = known or ir.Function(builder.module, kind, "syscall")
     builder.call(function, [constant(_SYS_FADVISE64), fd, offset, num_bytes, constant(_WILL_NEED)])
+
+
+WOULD_WAIT: Final = -errno.EAGAIN
+MAY_RETRY: Final = -errno.EINTR
+
+
+def _pass_message(
+    builder: ir.IRBuilder, name: str, fd: ir.Value, message: ir.Value, flags: ir.Value
+) -> ir.Value:
+    kind = ir.FunctionType(I64, [I32, I64, I32])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    passed = builder.call(function, [builder.trunc(fd, I32), message, builder.trunc(flags, I32)])
+    name = "__errno_location"
+    place = builder.module.globals.get(name)
+    place = place or ir.Function(builder.module, ir.FunctionType(I32.as_pointer(), []), name)
+    number = builder.sext(builder.load(builder.call(place, [])), I64)
+    has_failed = builder.icmp_signed("<", passed, constant(0))
+    return builder.select(has_failed, builder.neg(number), passed)
+
+
+@operation(types.int64, [types.int64, types.int64, types.int64])
+def receive_message(
+    builder: ir.IRBuilder, fd: ir.Value, message: ir.Value, flags: ir.Value
+) -> ir.Value:
+    """Read what a socket has into the segments of a struct msghdr at `message`.
+
+    Returns the number of bytes, 0 at the end of the connection; or WOULD_WAIT, MAY_RETRY, or
+    another negative errno.
+    """
+    return _pass_message(builder, "recvmsg", fd, message, flags)
+
+
+@operation(types.int64, [types.int64, types.int64, types.int64])
+def send_message(
+    builder: ir.IRBuilder, fd: ir.Value, message: ir.Value, flags: ir.Value
+) -> ir.Value:
+    """Send the segments of a struct msghdr; returns the number of bytes or as receive_message."""
+    return _pass_message(builder, "sendmsg", fd, message, flags)
 
 
 @operation(types.none, [])
