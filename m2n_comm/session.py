@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 CODE_BYTES: Final = 16
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
-# Up to this size one call over a copy is faster than a call for each part: 1 us against 5.
-_JOINED_BYTES = 2**14
+# Up to this size one call over a copy is faster than a call for each part: 1.6 us against 5.
+_JOINED_BYTES = 2**17
 _CONTEXT = b"topspin m2n 3"
 
 

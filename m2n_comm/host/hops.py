@@ -8,7 +8,7 @@ port) they leave undone, and the sides do it in Python with all checks. Knows no
 
 Waiting: this thread yields its core, since on shared cores the peer that it waits for may need it,
 and a core that sleeps takes tens of microseconds to wake. After YIELD_NS (on a connection, where
-each look is a system call, CONNECTION_YIELD_NS) Python waits, asleep.
+each look is a system call, PATIENCE_NS) Python waits, asleep.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ from m2n_comm.host.tcp_frames import (
     AWAITS,
     CODED,
     ENDED,
+    GOT,
     IS_CODED,
     IS_PLACED,
+    MAX_PATIENCE_NS,
     NOTHING,
+    PATIENCE_NS,
     PLACE,
     PLACE_ROWS,
     add_segment,
@@ -53,8 +56,6 @@ from m2n_comm.host.wire import HEADER_BYTES
 
 YIELD_NS: Final = 2_000_000
 """How long a hop of a step is awaited awake: several times as long as a usual layer takes."""
-
-CONNECTION_YIELD_NS: Final = 200_000
 
 # Below this the frame had already arrived.
 WAITED_NS: Final = 5_000
@@ -214,21 +215,25 @@ def await_frame(block: int) -> None:
         return
     consumed = read_i64(read_i64(record + _CONSUMED))
     found, arrived_ns = read_shared(flag), began_ns
-    patience_ns, state = YIELD_NS, NOTHING
+    patience_ns, state, got = YIELD_NS, NOTHING, 0
     if line and found == consumed:
         write_i64(read_i64(record + _BLOCK) + PLACE, read_i64(block + ROWS_TO))
         write_i64(read_i64(record + _BLOCK) + PLACE_ROWS, read_i64(block + MAX_ROWS))
-        patience_ns, state = CONNECTION_YIELD_NS, read_frame(line)
+        patience_ns, state = PATIENCE_NS, read_frame(line)
         found = read_shared(flag)
     if found == consumed:
         write_i64(read_i64(record + _IN_IS_AWAKE), 1)
-        while found == consumed and arrived_ns - began_ns < patience_ns:
+        until_ns = began_ns + patience_ns
+        while found == consumed and arrived_ns < until_ns:
             if state == NOTHING:
                 yield_core()
             if line:
                 state = read_frame(line)
                 if state == CODED or state >= ENDED:
                     break
+                if read_i64(line + GOT) != got:
+                    got = read_i64(line + GOT)
+                    until_ns = min(now_ns() + PATIENCE_NS, began_ns + MAX_PATIENCE_NS)
             found, arrived_ns = read_shared(flag), now_ns()
     deliver_ns = read_i64(read_i64(record + _IN_HEADER) + _DELIVER)
     if found != consumed + 1 or deliver_ns - arrived_ns > YIELD_NS:

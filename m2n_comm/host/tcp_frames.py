@@ -1,4 +1,4 @@
-"""One connection's frames in compiled code: read into their windows, or sent, without waiting.
+"""One connection's frames in compiled code: read into their windows, or sent.
 
 Owns the words of a connection (`LineWords`): the frame that is partly read, and for each
 micro-batch which frame is due, and where its rows go. `read_frame` follows them; a frame that is
@@ -20,7 +20,14 @@ import numpy as np
 
 from kernels.cpu.compiled.runtime import Kernel, inlined
 from kernels.cpu.simd.lanes import read_i64, write_i64
-from kernels.cpu.simd.system import MAY_RETRY, WOULD_WAIT, receive_message, send_message
+from kernels.cpu.simd.system import (
+    MAY_RETRY,
+    WOULD_WAIT,
+    now_ns,
+    receive_message,
+    send_message,
+    yield_core,
+)
 from kernels.frame_header import NUM_WORDS, word
 from m2n_comm.host.windows import Window
 from m2n_comm.host.wire import HEADER_BYTES, MAX_PARTS, SEAL_AT
@@ -29,15 +36,21 @@ NOTHING, CODED, READ, ENDED, WRONG = range(5)
 """What read_frame() has found: no more bytes; a whole frame whose code must be checked; a whole
 frame; the end of the connection; a header that must not be followed. The last two stay."""
 
+PATIENCE_NS: Final = 200_000
+"""How long compiled code looks for more bytes, or for room for them, before Python waits."""
+
+MAX_PATIENCE_NS: Final = 2_000_000
+"""The same while bytes pass."""
+
 MAX_FIELDS: Final = 4
 MAX_SEGMENTS: Final = 160
 
 (
-    _STATE, FOUND, _FD, _HEADER, _GOT, SENT, IS_CODED, _NUM_MICRO_BATCHES, _WINDOW_ROWS, _ROW_BYTES,
+    _STATE, FOUND, _FD, _HEADER, GOT, SENT, IS_CODED, _NUM_MICRO_BATCHES, _WINDOW_ROWS, _ROW_BYTES,
     _NUM_FIELDS, CURRENT,
 ) = range(0, 96, 8)  # fmt: skip
-"""The words of a connection. FOUND is what `read_line` has found; SENT how much of the newest frame
-send_segments() has sent; CURRENT the micro-batch of the frame that is being read."""
+"""The words of a connection. FOUND is what `read_line` has found; GOT how much of a frame has been
+read, CURRENT its micro-batch; SENT how much of the newest frame send_segments() has sent."""
 _FIELD_BYTES: Final = 96
 # A struct msghdr, whose third and fourth words are the address and the number of the segments.
 _MESSAGE: Final = _FIELD_BYTES + 8 * MAX_FIELDS
@@ -154,12 +167,10 @@ def _is_due(line: int, header: int) -> bool:
     if rows < 0 or rows > read_i64(line + _WINDOW_ROWS):
         return False
     block = _block_of(line, micro_batch)
-    return (
-        0 <= part < num_parts <= MAX_PARTS
-        and read_i64(header + _SIZE) == rows * read_i64(line + _ROW_BYTES)
-        and read_i64(block + AWAITS) != 0
-        and read_i64(header + _FRAME_SEQUENCE) == read_i64(block + SEQUENCE) + 1
-    )
+    is_sound = 0 <= part < num_parts <= MAX_PARTS
+    is_sound &= read_i64(header + _SIZE) == rows * read_i64(line + _ROW_BYTES)
+    is_next = read_i64(header + _FRAME_SEQUENCE) == read_i64(block + SEQUENCE) + 1
+    return is_sound and is_next and bool(read_i64(block + AWAITS))
 
 
 @inlined
@@ -210,7 +221,7 @@ def _accept(line: int) -> None:
     write_i64(block + PLACE, 0)
     for idx in range(NUM_WORDS):
         write_i64(to_header + 8 * idx, read_i64(header + 8 * idx))
-    write_i64(line + _GOT, 0)
+    write_i64(line + GOT, 0)
     write_i64(line + _STATE, NOTHING)
     write_i64(read_i64(block + _FLAG), sequence)
 
@@ -221,8 +232,26 @@ def send_segments(line: int, count: int) -> bool:
     size = 0
     for idx in range(count):
         size += read_i64(line + _SEGMENTS + 16 * idx + 8)
-    write_i64(line + _MESSAGE + 24, count)
-    sent = max(0, send_message(read_i64(line + _FD), line + _MESSAGE, _FLAGS))
+    began_ns = now_ns()
+    sent, first, until_ns = 0, 0, began_ns + PATIENCE_NS
+    while sent < size:
+        write_i64(line + _MESSAGE + 16, line + _SEGMENTS + 16 * first)
+        write_i64(line + _MESSAGE + 24, count - first)
+        passed = send_message(read_i64(line + _FD), line + _MESSAGE, _FLAGS)
+        if passed > 0:
+            sent += passed
+            until_ns = min(now_ns() + PATIENCE_NS, began_ns + MAX_PATIENCE_NS)
+            while first < count and passed >= read_i64(line + _SEGMENTS + 16 * first + 8):
+                passed -= read_i64(line + _SEGMENTS + 16 * first + 8)
+                first += 1
+            place = line + _SEGMENTS + 16 * first
+            write_i64(place, read_i64(place) + passed)
+            write_i64(place + 8, read_i64(place + 8) - passed)
+        elif passed == WOULD_WAIT and now_ns() < until_ns:
+            yield_core()
+        elif passed != MAY_RETRY:
+            break
+    write_i64(line + _MESSAGE + 16, line + _SEGMENTS)
     write_i64(line + SENT, 0 if sent == size else sent)
     return sent == size
 
@@ -231,9 +260,9 @@ def send_segments(line: int, count: int) -> bool:
 def read_frame(line: int) -> int:
     """Read what has come, up to the end of one frame; see NOTHING to WRONG. Never waits."""
     header = read_i64(line + _HEADER)
-    state = read_i64(line + _STATE)
+    state: int = read_i64(line + _STATE)
     while state == NOTHING:
-        got = read_i64(line + _GOT)
+        got = read_i64(line + GOT)
         left = HEADER_BYTES - got
         if left > 0:
             count = add_segment(line, 0, header + got, left)
@@ -251,7 +280,7 @@ def read_frame(line: int) -> int:
                 state = ENDED
                 break
         got += taken
-        write_i64(line + _GOT, got)
+        write_i64(line + GOT, got)
         if got == HEADER_BYTES and taken > 0:
             if not _is_due(line, header):
                 state = WRONG
