@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from array import array
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -41,17 +42,19 @@ _CONTEXT = b"topspin m2n 3"
 class Codes:
     """The authentication codes of one direction of a connection, in the order of its messages."""
 
-    __slots__ = ("_at_once", "_cipher", "_count")
+    __slots__ = ("_at_once", "_cipher", "count", "key")
 
     def __init__(self, key: bytes) -> None:
+        self.key = key
+        # In memory of its own, since compiled code makes codes too: see host/codes.py.
+        self.count = array("Q", (0,))
         self._cipher = AES(key)
         self._at_once = AESGCM(key)
-        self._count = 0
 
     def next(self, parts: Sequence[bytes | memoryview]) -> bytes:
         """Return the code of the next message, whose content is that of all `parts`."""
-        nonce = self._count.to_bytes(_NONCE_BYTES, "little")
-        self._count += 1
+        nonce = self.count[0].to_bytes(_NONCE_BYTES, "little")
+        self.count[0] += 1
         if sum(map(len, parts)) <= _JOINED_BYTES:
             return self._at_once.encrypt(nonce, b"", b"".join(parts))
         context = Cipher(self._cipher, GCM(nonce)).encryptor()

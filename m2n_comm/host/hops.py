@@ -44,12 +44,13 @@ from m2n_comm.host.tcp_frames import (
     IS_PLACED,
     MAX_PATIENCE_NS,
     NOTHING,
+    OURS,
     PATIENCE_NS,
     PLACE,
     PLACE_ROWS,
     add_segment,
     read_frame,
-    seal_header,
+    seal_frame,
     send_segments,
 )
 from m2n_comm.host.wire import HEADER_BYTES
@@ -124,13 +125,14 @@ def _publish(block: int, record: int, sequence: int, hidden: int) -> None:
 
     Over an emulated link the frame gets its delivery time first, as emulate.LinkShaper tells it.
     On a connection the hidden rows at `hidden` are sent from there; what the kernel does not take
-    at once, and what needs a code or a delivery time, Python sends.
+    at once, and what needs a delivery time, Python sends.
     """
     flag, link, line = (
         read_i64(record + _OUT_FLAG), read_i64(record + _SHAPER), read_i64(record + _LINE)
     )  # fmt: skip
     if line:
-        if link or read_i64(line + IS_CODED) or not _send(record, line, hidden):
+        is_python = read_i64(line + IS_CODED) != 0 and read_i64(line + OURS) == 0
+        if link or is_python or not _send(record, line, hidden):
             leave_undone(block)
     elif not flag:
         leave_undone(block)
@@ -154,7 +156,6 @@ def _send(record: int, line: int, hidden: int) -> bool:
     """
     header, rows = read_i64(record + _OUT_HEADER), read_i64(record + _ROWS)
     row_bytes = read_i64(record + _ROW_BYTES)
-    seal_header(header)
     count = add_segment(line, 0, header, HEADER_BYTES)
     num_runs = 0
     if read_i64(record + _OUT_SLOTS):
@@ -172,6 +173,7 @@ def _send(record: int, line: int, hidden: int) -> bool:
         if not hidden:
             hidden = read_i64(record + _OUT_HIDDEN)
         count = add_segment(line, count, hidden, rows * row_bytes)
+    seal_frame(line, header, count)
     write_i64(read_i64(record + _BLOCK) + AWAITS, 1)
     return send_segments(line, count)
 

@@ -24,14 +24,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.cpu.compiled.runtime import make_callable
+from kernels.frame_header import FrameHeader
 from m2n_comm.handshake import Meeting
 from m2n_comm.hello import Identity, NodeRole, PairHello
 from m2n_comm.host.lines import NodeLines, Port
 from m2n_comm.host.tcp_frames import (
     CODED,
     ENDED,
+    FORGED,
     FOUND,
     IS_PLACED,
+    IS_SEALED,
     PLACE,
     SENT,
     SEQUENCE,
@@ -115,7 +118,7 @@ class _Line:
             window_rows=rows,
             row_bytes=row_bytes,
             awaits=awaits,
-            is_coded=pair.session is not None,
+            session=pair.session,
         )
         self._inbox = inbox
         self._row_bytes = row_bytes
@@ -139,6 +142,8 @@ class _Line:
             self._accept(self.words.address)
         elif found == WRONG:
             raise self._fault()
+        elif found == FORGED:
+            raise self._forged(read_header(self.words.header.tobytes()))
 
     def _check_code(self) -> None:
         """Raise FrameError unless the code of the frame that is complete is right."""
@@ -151,10 +156,13 @@ class _Line:
             placed = (ctypes.c_char * len(payload[-1])).from_address(place)
             payload = [*payload[:-1], memoryview(placed).cast("B")]
         if not self.session.theirs.is_next([header[:SEAL_AT], *payload], header[SEAL_AT:]):
-            raise FrameError(
-                f"frame of {self._name}, layer {frame.layer}, micro-batch "
-                f"{frame.micro_batch}: its authentication code is wrong"
-            )
+            raise self._forged(frame)
+
+    def _forged(self, frame: FrameHeader) -> FrameError:
+        return FrameError(
+            f"frame of {self._name}, layer {frame.layer}, micro-batch {frame.micro_batch}: "
+            "its authentication code is wrong"
+        )
 
     def _fault(self) -> FrameError | StaleFrame:
         """Return the error of a header that read_frame() does not follow."""
@@ -230,7 +238,9 @@ class TcpLines(NodeLines):
         line = self._lines[hop.peer]
         window = self._outbox[hop.peer][hop.micro_batch]
         line.words.await_answer(hop.micro_batch)
-        if line.session is None:
+        if line.words[IS_SEALED]:
+            line.words[IS_SEALED] = 0
+        elif line.session is None:
             seal(window.header)
         else:
             parts = [window.header[:SEAL_AT], *payload]

@@ -4,7 +4,7 @@ Owns the words of a connection (`LineWords`): the frame that is partly read, and
 micro-batch which frame is due, and where its rows go. `read_frame` follows them; a frame that is
 complete has its header in its window and the window's flag set to its sequence, as if a peer had
 published it there. Whatever is wrong with a header it only notices: tcp.py judges it again and
-names the fault. Codes between nodes with keys are tcp.py's too; see IS_CODED.
+names the fault.
 
 Used by hops.py in ops, and by tcp.py, which waits.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -29,12 +29,17 @@ from kernels.cpu.simd.system import (
     yield_core,
 )
 from kernels.frame_header import NUM_WORDS, word
+from m2n_comm.host.codes import CODE, add_to_code, begin_code, finish_code, make
 from m2n_comm.host.windows import Window
 from m2n_comm.host.wire import HEADER_BYTES, MAX_PARTS, SEAL_AT
 
-NOTHING, CODED, READ, ENDED, WRONG = range(5)
+if TYPE_CHECKING:
+    from m2n_comm.session import Session
+
+NOTHING, CODED, READ, ENDED, WRONG, FORGED = range(6)
 """What read_frame() has found: no more bytes; a whole frame whose code must be checked; a whole
-frame; the end of the connection; a header that must not be followed. The last two stay."""
+frame; the end of the connection; a header that must not be followed; a frame with a wrong code. The
+last three stay."""
 
 PATIENCE_NS: Final = 200_000
 """How long compiled code looks for more bytes, or for room for them, before Python waits."""
@@ -47,11 +52,13 @@ MAX_SEGMENTS: Final = 160
 
 (
     _STATE, FOUND, _FD, _HEADER, GOT, SENT, IS_CODED, _NUM_MICRO_BATCHES, _WINDOW_ROWS, _ROW_BYTES,
-    _NUM_FIELDS, CURRENT,
-) = range(0, 96, 8)  # fmt: skip
+    _NUM_FIELDS, CURRENT, OURS, _THEIRS, IS_SEALED,
+) = range(0, 120, 8)  # fmt: skip
 """The words of a connection. FOUND is what `read_line` has found; GOT how much of a frame has been
-read, CURRENT its micro-batch; SENT how much of the newest frame send_segments() has sent."""
-_FIELD_BYTES: Final = 96
+read, CURRENT its micro-batch; SENT how much of the newest frame an op has sent; IS_SEALED whether
+one has sealed a frame that it has not sent whole. IS_CODED: frames carry codes, which compiled code
+makes by the words (codes.py) at OURS and _THEIRS, or (0) Python."""
+_FIELD_BYTES: Final = 120
 # A struct msghdr, whose third and fourth words are the address and the number of the segments.
 _MESSAGE: Final = _FIELD_BYTES + 8 * MAX_FIELDS
 _SEGMENTS: Final = _MESSAGE + 56
@@ -92,14 +99,17 @@ class LineWords:
         window_rows: int,
         row_bytes: int,
         awaits: bool,
-        is_coded: bool,
+        session: Session | None,
     ) -> None:
         """`awaits`: a frame may come for each micro-batch before one has been sent for it."""
         self.words = array("q", bytes(_BLOCKS + _BLOCK_BYTES * len(inbox)))
         self.header = array("Q", bytes(HEADER_BYTES))
         self.address: int = self.words.buffer_info()[0]
         self[_FD], self[_HEADER] = sock.fileno(), self.header.buffer_info()[0]
-        self[IS_CODED], self[_NUM_MICRO_BATCHES] = is_coded, len(inbox)
+        self[IS_CODED], self[_NUM_MICRO_BATCHES] = session is not None, len(inbox)
+        self._codes = () if session is None else (make(session.ours), make(session.theirs))
+        for offset, codes in zip((OURS, _THEIRS), self._codes, strict=False):
+            self[offset] = 0 if codes is None else codes.address
         self[_WINDOW_ROWS], self[_ROW_BYTES] = window_rows, row_bytes
         self[_MESSAGE + 16] = self.address + _SEGMENTS
         for micro_batch, window in enumerate(inbox):
@@ -139,13 +149,6 @@ def _crc(address: int, num_words: int) -> int:
             crc = (crc >> 8) ^ _CRC_TABLE[(crc ^ number) & 0xFF]
             number >>= 8
     return crc ^ 0xFFFFFFFF
-
-
-@inlined
-def seal_header(header: int) -> None:
-    """Write the checksum of a packed header into it, as wire.seal does."""
-    write_i64(header + SEAL_AT, _crc(header, SEAL_AT // 8))
-    write_i64(header + SEAL_AT + 8, 0)
 
 
 @inlined
@@ -227,6 +230,40 @@ def _accept(line: int) -> None:
 
 
 @inlined
+def _code(codes: int, line: int, header: int, first: int, count: int) -> None:
+    """Make the next code: of a frame's header, and of the segments from `first` on."""
+    begin_code(codes)
+    add_to_code(codes, header, SEAL_AT)
+    for idx in range(first, count):
+        segment = line + _SEGMENTS + 16 * idx
+        add_to_code(codes, read_i64(segment), read_i64(segment + 8))
+    finish_code(codes)
+
+
+@inlined
+def seal_frame(line: int, header: int, count: int) -> None:
+    """Seal the frame that the segments are, its header first: wire.seal's checksum, or a code."""
+    codes = read_i64(line + OURS)
+    if codes:
+        _code(codes, line, header, 1, count)
+        write_i64(header + SEAL_AT, read_i64(codes + CODE))
+        write_i64(header + SEAL_AT + 8, read_i64(codes + CODE + 8))
+    else:
+        write_i64(header + SEAL_AT, _crc(header, SEAL_AT // 8))
+        write_i64(header + SEAL_AT + 8, 0)
+
+
+@inlined
+def _is_genuine(line: int, header: int) -> bool:
+    """Return whether the code of the frame that is complete is the next one."""
+    codes = read_i64(line + _THEIRS)
+    _code(codes, line, header, 0, _rest_of_rows(line, header, 0))
+    low = read_i64(codes + CODE) ^ read_i64(header + SEAL_AT)
+    high = read_i64(codes + CODE + 8) ^ read_i64(header + SEAL_AT + 8)
+    return bool((low | high) == 0)
+
+
+@inlined
 def send_segments(line: int, count: int) -> bool:
     """Send the first `count` segments; returns whether all their bytes went, else see SENT."""
     size = 0
@@ -253,6 +290,7 @@ def send_segments(line: int, count: int) -> bool:
             break
     write_i64(line + _MESSAGE + 16, line + _SEGMENTS)
     write_i64(line + SENT, 0 if sent == size else sent)
+    write_i64(line + IS_SEALED, sent != size)
     return sent == size
 
 
@@ -289,7 +327,10 @@ def read_frame(line: int) -> int:
         if got >= HEADER_BYTES and got == HEADER_BYTES + read_i64(header + _SIZE):
             if read_i64(line + IS_CODED):
                 state = CODED
-                break
+                if read_i64(line + _THEIRS):
+                    state = NOTHING if _is_genuine(line, header) else FORGED
+                if state != NOTHING:
+                    break
             _accept(line)
             return READ
     write_i64(line + _STATE, state)

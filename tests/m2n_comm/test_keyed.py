@@ -25,6 +25,7 @@ from m2n_comm import reception
 from m2n_comm.addresses import check_host
 from m2n_comm.handshake import Reader, ask, introduce, send_message
 from m2n_comm.hello import Identity, KeyOffer, KeyProof, PairHello, PairRefusal
+from m2n_comm.host import tcp_frames
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.tcp import TcpLines
@@ -141,11 +142,19 @@ def meeting_of(keys: KeyDirectory | None, **others: Any) -> Iterator[Meeting]:
             meeting.close()
 
 
-def test_nodes_with_keys_exchange_rows(keys: Path) -> None:
+@pytest.mark.parametrize("ends", ["both", "one", "none"])
+def test_nodes_with_keys_exchange_rows(
+    keys: Path, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the codes of compiled code at both ends, at one, and at none."""
+    made = {"both": [True] * 4, "one": [True, True, False, False], "none": [False] * 4}[ends]
+    make_codes = tcp_frames.make
+    monkeypatch.setattr(tcp_frames, "make", lambda each: make_codes(each) if made.pop() else None)
     with meeting_of(of(keys, "expert"), groups={"attention"}) as meeting:
         expert = meeting.accept()
         attention = meeting.connect(of(keys, "attention"), groups={"expert"})
         meeting.check(attention, expert.result(10))
+    assert made == []
 
 
 def test_stages_prove_their_keys_too(keys: Path) -> None:

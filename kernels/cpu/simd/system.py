@@ -135,6 +135,14 @@ def send_message(
     return _pass_message(builder, "sendmsg", fd, message, flags)
 
 
+@operation(types.int64, [types.int64] * 6)
+def call_function(builder: ir.IRBuilder, function: ir.Value, *arguments: ir.Value) -> ir.Value:
+    """Call a C function of up to five integers or pointers, which returns an int."""
+    kind = ir.FunctionType(I32, [I64] * 5)
+    place = builder.inttoptr(function, kind.as_pointer())
+    return builder.sext(builder.call(place, arguments), I64)
+
+
 @operation(types.none, [])
 def pause(builder: ir.IRBuilder) -> None:
     """Tell the processor that this thread looks at a word in a loop."""
