@@ -58,7 +58,7 @@ TRIPS = 120
 ROUNDS = 3
 WARM_UP = 4 * NUM_LAYERS
 # Bytes that all pairs together move in one direction in one round's trips, and in its burst.
-ROUND_BYTES = 32 * 2**20
+ROUND_BYTES = 128 * 2**20
 
 
 def num_trips(case: Case) -> int:
@@ -256,7 +256,7 @@ def run(
                 ]
                 trips: dict[str, list[float]] = {case.backend: [] for case in cases}
                 bursts: dict[str, list[float]] = {case.backend: [] for case in cases}
-                for _ in range(max(1, 2 * rounds // (m + n))):
+                for _ in range(max(2, 2 * rounds // (m + n))):
                     for case in cases:
                         seconds, burst_s = _measure(case, pipes)
                         trips[case.backend] += seconds
