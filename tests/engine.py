@@ -178,11 +178,11 @@ def engine_config(
 class Engine:
     """A running engine and one gateway connection to it. Use as a context manager.
 
-    The test starts the nodes named in `external`, with `address`. With `--restart on` the others
-    start again when they end, while `may_restart` is set; `dead` has the process ids of lost nodes,
-    `states` and `details` the engine states sent to the gateway, `log` the scheduler's log lines,
-    each with its monotonic time. `control_of` may give a node ("expert 0") another address by which
-    it reaches the scheduler.
+    The test starts the nodes named in `external`, with `address` or start_node(). With `--restart
+    on` the others start again when they end, while `may_restart` is set; `dead` has the process ids
+    of lost nodes, `states` and `details` the engine states sent to the gateway, `log` the
+    scheduler's log lines, each with its monotonic time. `control_of` may give a node ("expert 0")
+    another address by which it reaches the scheduler.
     """
 
     def __init__(
@@ -283,6 +283,12 @@ class Engine:
         for index in range(len(self.config.stages)):
             if f"stage {index}" not in self._external:
                 self._start(f"stage {index}", lambda index=index: self._run_stage(index))
+
+    def start_node(self, name: str) -> None:
+        """Start an external attention or expert node ("expert 1") as a thread."""
+        role, index = name.split()
+        run = self._run_attention if role == "attention" else self._run_expert
+        self._start(name, lambda: run(int(index)))
 
     def _run_stage(self, index: int) -> int:
         transport = self.config.link.transport

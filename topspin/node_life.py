@@ -153,6 +153,7 @@ class NodeLife:
                         role=self._role,
                         index=self._index,
                         num_blocks=cache.num_blocks,
+                        num_frames=cache.num_frames,
                         load_s=load_s,
                     )
                 )

@@ -41,6 +41,7 @@ from topspin.expected import Expected
 from topspin.kv_cache_spec import KvCacheSpec
 from topspin.local_experts import LocalExperts
 from topspin.network import LOCALHOST, NetworkSpec, check_network
+from topspin.optional import check_optional
 from topspin.precision import PrecisionRule
 from topspin.retrieval import SpillSpec
 from topspin.settings import check_ranges
@@ -63,9 +64,10 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     shares all cores of the host), `num_threads` None: as many threads as its cores. `wait`: how it
     waits within a step. `slow` k emulates a device that takes k times as long: the node sleeps for
     k - 1 times its own computing, on the CPU only. `host`: where others reach it, with
-    `EnginePlan.network`; `key`: the group of its keys (None: its role's). Not served yet, and
-    refused unless left out: a device group (`tp`), a single one of the `phases`. `layers`: those
-    from the first number to before the second (topspin.stages); None: all.
+    `EnginePlan.network`; `key`: the group of its keys (None: its role's). The engine is ready
+    without an `optional` node (topspin.optional). Not served yet, and refused unless left out: a
+    device group (`tp`), a single one of the `phases`. `layers`: those from the first number to
+    before the second (topspin.stages); None: all.
     """
 
     role: ClassVar[NodeRole]
@@ -79,6 +81,7 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     host: str = LOCALHOST
     address: str | None = None
     key: str | None = None
+    optional: bool = False
     tp: Count = 1
     layers: tuple[int, int] | None = None
     phases: Literal["both", "prefill", "decode"] = "both"
@@ -342,6 +345,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             raise ConfigError("nodes: an engine needs an attention node")
         check_network(self)
         check_stages(self)
+        check_optional(self)
         if len(self.links) != 1:
             raise ConfigError(
                 f"links: {len(self.links)} of them; one link joins all attention and expert nodes"

@@ -43,6 +43,7 @@ from topspin.devices import (
 from topspin.errors import ConfigError
 from topspin.expert_table import even_shares
 from topspin.kv_cache_spec import KvCacheSpec
+from topspin.optional import check_held
 from topspin.plan import (
     AttentionNode,
     DraftNode,
@@ -205,6 +206,7 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
             f"nodes: expert nodes hold {' + '.join(map(str, held))} experts per layer of the "
             f"model's {model.num_experts}"
         )
+    check_held(plan, model.num_experts)
     check_ends(plan, model.num_layers)
     check_precision(plan, model)
     plan.kv_cache.check_layers(model.windows or (None,) * model.num_layers)

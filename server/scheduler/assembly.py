@@ -12,6 +12,7 @@ from server.scheduler.engine_facts import EngineFacts, shares_cores
 from server.scheduler.experts.local_layers import LocalLayers
 from server.scheduler.micro_batching.cost import CostModel, linked_cost_model
 from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.recovery import table_without
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.watermark import Watermark
 from server.scheduler.planning.attention_replica import DraftTokens
@@ -36,13 +37,35 @@ def places(plan: EnginePlan) -> list[Member]:
     return attention + [Member("expert", node.index) for node in plan.experts]
 
 
+def optional_places(plan: EnginePlan) -> list[Member]:
+    """Return the places of the nodes without which the engine is ready."""
+    nodes = [node for node in (*plan.attention, *plan.experts) if node.optional]
+    return [Member(node.role, node.index) for node in nodes]
+
+
+def make_formation(plan: EnginePlan, facts: EngineFacts) -> Formation:
+    """Return the formation of the nodes with which the engine starts."""
+    formation = Formation(first_table(plan, facts))
+    absent = {node.index for node in plan.experts if node.optional}
+    if absent:
+        full = formation.full_table
+        table = table_without(full, absent, current=full)
+        assert table is not None, "topspin.optional.check_held() first"
+        formation.use_part(table)
+    return formation
+
+
 def first_table(plan: EnginePlan, facts: EngineFacts) -> ExpertTable:
-    """Return the expert table with which the engine starts."""
+    """Return the expert table of all places; optional nodes hold second and further copies."""
+    order = sorted(plan.experts, key=lambda node: node.optional)
     table = contiguous_table(
         num_layers=facts.num_moe_layers,
         num_experts=facts.num_experts,
-        capacities=[node.experts for node in plan.experts],
+        capacities=[node.experts for node in order],
     )
+    rank = {node.index: idx for idx, node in enumerate(order)}
+    slots = tuple(tuple(layer[rank[node.index]] for node in plan.experts) for layer in table.slots)
+    table = msgspec.structs.replace(table, slots=slots)
     if plan.local_experts is None or plan.local_experts.when != "always":
         return table
     local = named_layers(plan, facts)

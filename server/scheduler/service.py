@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Protocol
 
 from server.scheduler.assembly import (
-    first_table,
+    make_formation,
     make_local_layers,
     make_policy,
     make_rehearsal,
     make_watermark,
     named_layers,
+    optional_places,
     places,
 )
 from server.scheduler.engine_facts import EngineFacts
@@ -29,7 +30,6 @@ from server.scheduler.nodes.drafts import DraftSide
 from server.scheduler.nodes.failover import POLL_S as RECOVERY_POLL_S
 from server.scheduler.nodes.failover import Failover
 from server.scheduler.nodes.faults import FailStop, Faults
-from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.side import NodeSide
@@ -134,7 +134,12 @@ class Service:
         self._drafts = DraftSide([node.index for node in plan.drafts], revision=__version__)
         stages = [node.of for node in plan.stages]
         self._nodes = NodeSide(
-            Roster(places(plan), revision=__version__, stages=stages),
+            Roster(
+                places(plan),
+                revision=__version__,
+                stages=stages,
+                optional=optional_places(plan),
+            ),
             self._drafts,
             send=channel.send,
             tracer=tracer,
@@ -142,7 +147,7 @@ class Service:
             experts_follow_tickets=not plan.is_one_process,
             replicas=Replicas(stages),
         )
-        self.formation = Formation(first_table(plan, facts))
+        self.formation = make_formation(plan, facts)
         self.balancer = ExpertBalancer(self.formation, plan.balance)
         self.local_layers = make_local_layers(plan, facts)
         self._gateways = GatewaySide(
@@ -158,6 +163,8 @@ class Service:
         self._rehearsal: Rehearsal | None = None
         self._faults: Faults = FailStop(self._nodes.roster)
         self._events: deque[Event] = deque()
+        # Optional nodes that came before the engine was ready.
+        self._early: dict[bytes, Hello] = {}
         self._stop_reason: str | None = None
 
     def request_stop(self, reason: str) -> None:
@@ -228,7 +235,7 @@ class Service:
             return False
         if self._faults.is_whole and policy.uses_one_table:
             self._choose_local()
-            table = self.balancer.turn(self._clock(), self._nodes.roster.places)
+            table = self.balancer.turn(self._clock(), self._faults.nodes)
             if table is not None:
                 self._log.info("expert table %d is being prepared", table.version)
                 self._nodes.tell_all(PrepareTable(table=table))
@@ -292,6 +299,8 @@ class Service:
         """Handle one event; raises the error by which the node, or the engine, is lost."""
         peer = event.peer
         if isinstance(event, PeerGone):
+            if self._early.pop(peer, None) is not None:
+                return
             if peer in self._nodes.roster.gateways:
                 self._gateways.left(peer)
             elif self._drafts.index(peer) is not None:
@@ -323,6 +332,10 @@ class Service:
             reason = f"{hello.role} {hello.index} has no key of the group {group!r}"
             self._gateways.refuse(peer, reason)
             return
+        is_optional = Member(hello.role, hello.index) in roster.optional
+        if is_optional and self._policy is None:
+            self._early[peer] = hello
+            return
         try:
             if hello.role == "draft":
                 self._drafts.join(peer, hello)
@@ -352,8 +365,9 @@ class Service:
     def _welcome(self) -> None:
         """Send Welcome to every node, now that all have joined; they then load."""
         roster, formation = self._nodes.roster, self.formation
-        topology = roster.topology(roster.places, formation.table, generation=formation.generation)
-        for member in roster.places:
+        nodes = roster.members
+        topology = roster.topology(nodes, formation.table, generation=formation.generation)
+        for member in nodes:
             assert member.role in ("attention", "stage", "expert")
             config = self._plan.for_node(member.role, member.index)
             if not self._nodes.tell(member, Welcome(config=config, topology=topology)):
@@ -474,6 +488,8 @@ class Service:
                 may_be_local=named_layers(self._plan, self._facts),
             )
         self._gateways.set_state("ready")
+        while self._early:
+            self._on_hello(*self._early.popitem())
 
     # Draft nodes.
 
@@ -542,8 +558,9 @@ class Service:
                 self._policy.fail_all(EngineUnavailable(f"the engine stops: {reason}"))
             )
         stop = Stop(reason=reason)
-        peers = self._nodes.peers.items()
-        leaving = {peer: str(member) for member, peer in peers if self._channel.send(peer, stop)}
+        peers = {peer: str(member) for member, peer in self._nodes.peers.items()}
+        peers |= {peer: f"{hello.role} {hello.index}" for peer, hello in self._early.items()}
+        leaving = {peer: name for peer, name in peers.items() if self._channel.send(peer, stop)}
         deadline_s = self._clock() + STOP_WAIT_S
         while True:
             gone = {event.peer for event in self._events if isinstance(event, PeerGone)}

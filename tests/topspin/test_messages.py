@@ -120,7 +120,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
         topology=TOPOLOGY,
         joins_late=True,
     ),
-    Loaded(role="attention", index=0, num_blocks=100, load_s=0.25),
+    Loaded(role="attention", index=0, num_blocks=100, num_frames=90, load_s=0.25),
     Halt(generation=2),
     Halted(role="expert", index=1, generation=2),
     Reform(topology=TOPOLOGY),

@@ -108,11 +108,15 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 class Loaded(Message, frozen=True, kw_only=True):
-    """A node that joins late has loaded and warmed up; it has no connections yet."""
+    """A node that joins late has loaded and warmed up; it has no connections yet.
+
+    `num_blocks` and `num_frames` are Ready's.
+    """
 
     role: Role
     index: int
     num_blocks: int = 0
+    num_frames: int = 0
     load_s: float = 0.0
 
 

@@ -73,6 +73,7 @@ class Failover:
         self._recovery = Recovery(
             formation,
             places=self._roster.places,
+            optional=self._roster.optional,
             halt_deadline_s=plan.failover.halt_deadline_s,
             restart_deadline_s=plan.failover.restart_deadline_s,
             needs_all=plan.is_one_process,
@@ -89,8 +90,8 @@ class Failover:
 
     @property
     def is_whole(self) -> bool:
-        """Say whether every node serves, so that experts may be moved between them."""
-        return self.is_serving and not self._recovery.absent
+        """Say whether every node serves that must, so that experts may be moved between them."""
+        return self.is_serving and not self._recovery.missing
 
     @property
     def nodes(self) -> list[Member]:
@@ -138,7 +139,7 @@ class Failover:
         self._halt(str(error))
 
     def joined(self, member: Member) -> None:
-        """Send Welcome to a node that takes the place of a lost one."""
+        """Send Welcome to a node that takes the place of a lost one, or an optional one's."""
         formation = self._formation
         topology = self._roster.topology((), formation.full_table, generation=formation.generation)
         assert member.role != "gateway"
@@ -151,6 +152,8 @@ class Failover:
             self._recovery.halted(member, message.generation)
         elif isinstance(message, Loaded):
             self._roster.loaded(member, message)
+            if member.role == "attention":
+                self._policy.equip(member.index, message.num_blocks, message.num_frames)
             self._log.info("%s has loaded (%.1f s)", member, message.load_s)
             self._recovery.loaded(member, self._clock())
         elif self._recovery.ready(member, message.generation, self._clock()):
@@ -209,7 +212,7 @@ class Failover:
             self._log.warning("%s does not take %s", member, type(message).__name__)
 
     def _waiting_for(self) -> str:
-        return ", ".join(str(place) for place in self._recovery.absent)
+        return ", ".join(str(place) for place in self._recovery.missing)
 
     def _announce(self, detail: str) -> None:
         """Tell gateways that requests wait or, after the restart deadline, are refused."""

@@ -27,7 +27,7 @@ class Faults(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Say whether every node serves, so that experts may be moved between them."""
+        """Say whether every node serves that must, so that experts may be moved between them."""
 
     @property
     def nodes(self) -> Collection[Member]:

@@ -7,6 +7,8 @@ experts/balancer.py changes it while every node serves. Pure.
 
 from __future__ import annotations
 
+import msgspec
+
 from topspin.expert_table import ExpertTable
 
 # The number of tables kept, since reports that name an older one may still be on their way.
@@ -16,8 +18,8 @@ NUM_RECENT_TABLES = 8
 class Formation:
     """The state common to all nodes: `generation` counts formings, `table` is the one in use.
 
-    `full_table` is the last table that gave experts to every place: a node that comes
-    back loads its share of it.
+    `full_table` gives experts to every place, the absent ones too: a node that comes (back)
+    loads its share of it.
     """
 
     def __init__(self, table: ExpertTable) -> None:
@@ -46,8 +48,8 @@ class Formation:
         self._generation += 1
 
     def use(self, table: ExpertTable) -> None:
-        """Use a table of all places, from the next step on."""
-        self._full_table = table
+        """Use a table from the next step on; a node without experts in it keeps its share."""
+        self._full_table = _filled(table, self._full_table)
         self.use_part(table)
 
     def use_part(self, table: ExpertTable) -> None:
@@ -60,3 +62,15 @@ class Formation:
     def recent_table(self, version: int) -> ExpertTable | None:
         """Return the table of that version, None if it was never in use, or long ago."""
         return self._recent.get(version)
+
+
+def _filled(table: ExpertTable, full: ExpertTable) -> ExpertTable:
+    """Return `table` with the slots of `full` for each node that holds nothing in any layer."""
+    absent = [node for node in range(table.num_nodes) if not any(table.experts_of(node))]
+    if not absent:
+        return table
+    slots = tuple(
+        tuple(before[node] if node in absent else held for node, held in enumerate(now))
+        for now, before in zip(table.slots, full.slots, strict=True)
+    )
+    return msgspec.structs.replace(table, slots=slots)

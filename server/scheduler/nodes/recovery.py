@@ -47,13 +47,14 @@ class Recovery:
         formation: Formation,
         *,
         places: Iterable[Member],
+        optional: Iterable[Member] = (),
         halt_deadline_s: float,
         restart_deadline_s: float,
         needs_all: bool,
         may_be_local: tuple[int, ...] = (),
         replicas: Replicas | None = None,
     ) -> None:
-        """Start in SERVING, with every node in its place.
+        """Start in SERVING, with every node in its place but those that are `optional`.
 
         `needs_all`: no generation without every place (all nodes live in one process).
         `may_be_local` are the MoE layers whose experts attention nodes hold too.
@@ -68,7 +69,8 @@ class Recovery:
         self._incomplete: set[Member] = set()
         self.stage = Stage.SERVING
         self._places = frozenset(places)
-        self.nodes = set(self._places)
+        self._optional = frozenset(optional)
+        self.nodes = set(self._places - self._optional)
         self._late: set[Member] = set()
         self._awaited: set[Member] = set()
         self._stage_since_s = 0.0
@@ -82,8 +84,13 @@ class Recovery:
 
     @property
     def absent(self) -> list[Member]:
-        """Return the places without a loaded node, for messages and tables."""
+        """Return the places without a loaded node, for tables."""
         return sorted(self._places - self.nodes, key=str)
+
+    @property
+    def missing(self) -> list[Member]:
+        """Return those of `absent` that are not optional, for messages."""
+        return [place for place in self.absent if place not in self._optional]
 
     @property
     def awaited(self) -> list[Member]:

@@ -6,7 +6,7 @@ are arguments and return values. Called by service.py, nodes.py, gateways.py and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from topspin.errors import ConfigError, ProtocolError, VersionMismatch
@@ -57,13 +57,21 @@ class Roster:
     """
 
     def __init__(
-        self, places: Sequence[Member], *, revision: str, stages: Sequence[int] = ()
+        self,
+        places: Sequence[Member],
+        *,
+        revision: str,
+        stages: Sequence[int] = (),
+        optional: Collection[Member] = (),
     ) -> None:
         """`places` are the engine's nodes, by role and ascending.
 
-        `stages` are the attention nodes of its stages, by index.
+        `stages` are the attention nodes of its stages, by index. The engine is complete without
+        those that are `optional`, which join afterwards.
         """
         self._places = list(places)
+        self.optional = frozenset(optional)
+        self._required = [place for place in self._places if place not in self.optional]
         self._stages = tuple(stages)
         self._revision = revision
         self._nodes: dict[Member, _Joined] = {}
@@ -128,8 +136,8 @@ class Roster:
 
     @property
     def is_complete(self) -> bool:
-        """Say whether every place is taken, so that Welcome can be sent."""
-        return len(self._nodes) == len(self._places)
+        """Say whether every place that must be is taken, so that Welcome can be sent."""
+        return all(place in self._nodes for place in self._required)
 
     @property
     def is_ready(self) -> bool:
@@ -138,10 +146,10 @@ class Roster:
 
     def awaited(self) -> str:
         """Return a text that names the nodes that the start still waits for."""
-        missing = [str(place) for place in self._places if place not in self._nodes]
+        missing = [str(place) for place in self._required if place not in self._nodes]
         if missing:
             return "waiting for " + ", ".join(missing)
-        loading = [str(p) for p in self._places if self._nodes[p].ready is None]
+        loading = [str(p) for p in self._required if self._nodes[p].ready is None]
         return "loading: " + ", ".join(loading) if loading else ""
 
     def topology(self, nodes: Iterable[Member], table: ExpertTable, *, generation: int) -> Topology:
@@ -167,8 +175,13 @@ class Roster:
         del self._member_of[self._nodes.pop(member).peer]
 
     def loaded(self, member: Member, message: Loaded) -> None:
-        """Note the cache of a node that joins late; raises ProtocolError if its size changed."""
-        before = self._num_blocks.get(member, message.num_blocks)
+        """Note the cache of a node that joins late.
+
+        Raises ProtocolError if it is empty, or its size has changed.
+        """
+        if member.role in ("attention", "stage") and message.num_blocks < 1:
+            raise ProtocolError(f"{member} has no KV-cache blocks")
+        before = self._num_blocks.setdefault(member, message.num_blocks)
         if message.num_blocks != before:
             raise ProtocolError(f"{member} has {message.num_blocks} blocks, it had {before}")
 
@@ -199,26 +212,26 @@ class Roster:
         return self._nodes[member].peer
 
     def num_blocks(self) -> list[int]:
-        """Return each attention node's cache size in blocks, once all are ready.
+        """Return each attention node's cache size in blocks, once all are ready; 0: it is absent.
 
         A sequence has the same blocks on all stages, so the smallest cache counts.
         """
-        return [min(each.num_blocks for each in replica) for replica in self._ready()]
+        return [min((each.num_blocks for each in each_of), default=0) for each_of in self._ready()]
 
     def num_frames(self) -> list[int]:
         """Return how many of them each can have in memory at once."""
-        return [min(each.num_frames for each in replica) for replica in self._ready()]
+        return [min((each.num_frames for each in each_of), default=0) for each_of in self._ready()]
 
     def _ready(self) -> list[list[Ready]]:
         """Return what each attention node and its stages have said."""
         assert self.is_ready
-        said = {place: self._nodes[place].ready for place in self._places}
+        said = {place: node.ready for place, node in self._nodes.items()}
         found: list[list[Ready]] = []
         for place in self._places:
             if place.role != "attention":
                 continue
             own = [Member("stage", idx) for idx, of in enumerate(self._stages) if of == place.index]
-            found.append([ready for each in (place, *own) if (ready := said[each]) is not None])
+            found.append([ready for each in (place, *own) if (ready := said.get(each)) is not None])
         return found
 
     def expert_addresses(self) -> list[str]:

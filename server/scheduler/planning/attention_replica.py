@@ -111,7 +111,7 @@ class AttentionReplica:
         """`draft_tokens` None: no drafts. `frames` None: all blocks are in memory."""
         self.node = node
         self.index = node.index
-        self.is_present = True
+        self.is_present = num_blocks > 0
         self.pool = BlockPool(num_blocks)
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
@@ -401,6 +401,12 @@ class AttentionReplica:
         assert not self.draining
         self.is_present = False
         self.pool = BlockPool(self.pool.num_blocks)
+
+    def equip(self, num_blocks: int, frames: FrameBudget | None) -> None:
+        """Note the cache of the absent node that is about to join."""
+        assert not self.is_present
+        self.pool = BlockPool(num_blocks)
+        self._frames = frames
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached, or held by the sequences that name it."""

@@ -57,14 +57,14 @@ class HashChain:
 
 
 class BlockPool:
-    """Reference-counted blocks 0..num_blocks-1.
+    """Reference-counted blocks 0..num_blocks-1; none for a node that has never been there.
 
     Invariant: a block is free (no holder, no content worth keeping), cached (no holder,
     published) or held (one reference per holder, published or not).
     """
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks > 0
+        assert num_blocks >= 0
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))

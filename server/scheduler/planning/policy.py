@@ -103,7 +103,7 @@ class Policy:
         local_layers: LocalLayers | None = None,
         last_step: int = 0,
     ) -> None:
-        """Serve the attention nodes whose caches have `num_blocks` blocks each.
+        """Serve the attention nodes whose caches have `num_blocks` blocks each; 0: it is absent.
 
         If the plan has a spill, `num_frames` of them can be in memory at once.
         Nodes may draft as many tokens for a request as `controller` or else `draft_tokens` says;
@@ -158,8 +158,12 @@ class Policy:
 
     @property
     def max_request_tokens(self) -> int:
-        """Return the longest request, prompt and output, that fits the largest node."""
-        largest = max(replica.max_blocks for replica in self._replicas)
+        """Return the longest request, prompt and output, that fits the largest node.
+
+        Optional nodes do not count: they may leave.
+        """
+        required = [replica for replica in self._replicas if not replica.node.optional]
+        largest = max(replica.max_blocks for replica in required)
         return min(self._plan.model.max_model_len, largest * self._block_size)
 
     @property
@@ -402,6 +406,10 @@ class Policy:
     def lose(self, index: int) -> None:
         """Remove attention node `index`; halt() must come before."""
         self._replicas[index].leave()
+
+    def equip(self, index: int, num_blocks: int, num_frames: int) -> None:
+        """Note the cache of attention node `index`, which is absent, before it joins."""
+        self._replicas[index].equip(num_blocks, _frames(self._plan, num_frames))
 
     @property
     def uses_one_table(self) -> bool:

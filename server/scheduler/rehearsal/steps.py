@@ -89,6 +89,8 @@ def obstacle(plan: EnginePlan) -> str | None:
     """Return why an engine cannot be measured so; None: it can."""
     if any(node.place.is_device for node in (*plan.attention, *plan.experts)):
         return "only nodes on the CPU are measured"
+    if any(node.optional for node in plan.nodes):
+        return "its optional nodes are not there yet"
     if plan.kv_cache.retrieval is not None:
         return "keys would be retrieved of which there are no codes"
     return None

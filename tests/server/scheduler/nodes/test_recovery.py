@@ -214,6 +214,43 @@ def test_a_table_without_a_single_copy_is_none(absent: set[int]) -> None:
     assert table_without(UNIFORM, absent, current=UNIFORM) is None
 
 
+def test_an_optional_node_is_not_missing_and_joins_with_its_share() -> None:
+    full = ExpertTable(1, 4, (((0, 1, 2, 3), (2, 3)),) * 2)
+    formation = Formation(full)
+    without = table_without(full, {1}, current=full)
+    assert without is not None
+    formation.use_part(without)
+    recovery = Recovery(
+        formation,
+        places=EVERYONE,
+        optional=[A1, E1],
+        halt_deadline_s=2.0,
+        restart_deadline_s=10.0,
+        needs_all=False,
+    )
+    assert recovery.nodes == {A0, E0}
+    assert recovery.absent == [A1, E1]
+    assert recovery.missing == []
+    recovery.loaded(E1, 1.0)
+    assert recovery.stage is Stage.DRAINING
+    halt_all(World(recovery, formation), 1.1)
+    assert recovery.try_form(1.2)
+    assert recovery.awaited == [A0, E0, E1]
+    assert (formation.table.slots, formation.table.version) == (full.slots, 3)
+    recovery.lose(E0)
+    assert recovery.missing == [E0]
+
+
+def test_a_change_of_the_table_keeps_the_share_of_absent_nodes() -> None:
+    full = ExpertTable(1, 4, (((0, 1), (2, 3), (0, 1)),))
+    formation = Formation(full)
+    formation.use_part(ExpertTable(2, 4, (((0, 1), (2, 3), ()),)))
+    formation.use(ExpertTable(3, 4, (((0, 2), (1, 3), ()),)))
+    assert formation.table.slots == (((0, 2), (1, 3), ()),)
+    assert formation.full_table.slots == (((0, 2), (1, 3), (0, 1)),)
+    assert formation.full_table.version == 3
+
+
 def test_a_table_that_says_the_same_keeps_its_version() -> None:
     assert table_without(UNIFORM, set(), current=UNIFORM) is UNIFORM
     dense = ExpertTable(1, 0, ())

@@ -9,7 +9,7 @@ import pytest
 from server.scheduler.nodes.roster import Member, Roster
 from topspin.errors import ConfigError, ProtocolError, VersionMismatch
 from topspin.expert_table import uniform_table
-from topspin.messages import ExpertPeer, Hello, Ready, Role
+from topspin.messages import ExpertPeer, Hello, Loaded, Ready, Role
 
 
 def hello(role: Role, index: int, **changes: Any) -> Hello:
@@ -53,6 +53,28 @@ def test_complete_when_every_place_is_taken() -> None:
     assert roster.is_complete
     assert roster.gateways == {b"g"}
     assert roster.awaited() == "loading: attention 0, attention 1, expert 0"
+
+
+def test_an_engine_is_complete_and_ready_without_optional_nodes() -> None:
+    places = [Member("attention", 0), Member("attention", 1), Member("expert", 0)]
+    roster = Roster(places, revision="1.0", optional=[Member("attention", 0)])
+    roster.join(b"a1", hello("attention", 1))
+    assert roster.awaited() == "waiting for expert 0"
+    roster.join(b"e0", hello("expert", 0))
+    assert roster.is_complete
+    for member in roster.members:
+        assert not roster.is_ready
+        roster.ready(member, Ready(role=member.role, index=member.index, num_blocks=7))
+    assert roster.is_ready
+    assert roster.num_blocks() == [0, 7]
+    topology = roster.topology(
+        roster.members, uniform_table(num_layers=2, num_experts=4, num_nodes=1), generation=1
+    )
+    assert topology.attention_incarnations == (None, 10 + len("attention"))
+    roster.join(b"a0", hello("attention", 0))
+    with pytest.raises(ProtocolError, match="no KV-cache blocks"):
+        roster.loaded(places[0], Loaded(role="attention", index=0))
+    roster.loaded(places[0], Loaded(role="attention", index=0, num_blocks=9))
 
 
 def test_a_topology_lists_nodes_in_index_order() -> None:

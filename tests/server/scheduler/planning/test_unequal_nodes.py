@@ -53,6 +53,26 @@ def test_while_the_larger_node_is_gone_its_requests_hold_up_nobody() -> None:
     assert engine.clients["long"].ended
 
 
+def test_an_optional_node_comes_with_its_cache_and_makes_no_request_longer() -> None:
+    plan = unequal(make_config(num_nodes=2), optional=[False, True])
+    engine = Engine(plan, num_blocks=[SMALL, 0])
+    assert engine.policy.max_request_tokens == SMALL * 4
+    for number in range(4):
+        message = make_request(f"r{number}", [number] * 8, max_tokens=8, seed=number)
+        assert engine.add(message) is None
+    assert engine.schedule()
+    assert set(engine.steps[-1].plans) == {0}
+    engine.halt()
+    engine.nodes[1]._num_blocks = LARGE
+    engine.policy.equip(1, LARGE, LARGE)
+    engine.resume([1])
+    assert engine.schedule()
+    assert set(engine.steps[-1].plans) == {0, 1}
+    assert engine.policy.max_request_tokens == SMALL * 4
+    assert engine.policy.stats(0, (), 0.0).num_blocks == SMALL + LARGE
+    engine.finish()
+
+
 def test_each_node_has_its_own_seats_and_tokens() -> None:
     plan = unequal(make_config(num_nodes=2), max_num_seqs=[1, 3], max_num_batched_tokens=[2, 40])
     engine = Engine(plan, num_blocks=64)

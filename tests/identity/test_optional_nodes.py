@@ -1,0 +1,99 @@
+"""Optional nodes join late and take load, and no token changes. Nodes are threads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from tests.engine import Engine, engine_config
+from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
+from tests.structs import changed
+from topspin.channel import ControlServer, Event, Received
+from topspin.config import BalanceSection, FailoverSection
+from topspin.messages import ExpertCounts, StepResult, unpack_ints
+from topspin.plan import EnginePlan
+
+NUM_STREAMS = 4
+NUM_EXPERTS = 8
+
+
+@pytest.fixture(scope="module")
+def case(case_of: CaseOf) -> Case:
+    whole = case_of("qwen2_moe")
+    return Case(whole.path, whole.prompts[:NUM_STREAMS], whole.tokens[:NUM_STREAMS])
+
+
+def plan_of(case: Case, transport: str = "shm") -> EnginePlan:
+    """Return a plan of one node of each role, and another one of each that is optional."""
+    plan = engine_config(
+        case.path,
+        attention_nodes=2,
+        expert_nodes=2,
+        transport=transport,  # type: ignore[arg-type]
+        max_num_seqs=3,
+        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+        balance=BalanceSection(redundant_experts=NUM_EXPERTS, interval_s=0.0),
+    )
+    nodes = tuple(changed(node, {"optional": node.index == 1}) for node in plan.nodes)
+    plan = changed(plan, {"nodes": nodes})
+    plan.check()
+    return plan
+
+
+class Load:
+    """What nodes have reported: tokens sampled by attention nodes, rows served by expert nodes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of: Counter[str] = Counter()
+        poll = ControlServer.poll
+
+        def watched(server: ControlServer, timeout_s: float | None) -> list[Event]:
+            events = poll(server, timeout_s)
+            for event in events:
+                if isinstance(event, Received):
+                    self._add(event.message)
+            return events
+
+        monkeypatch.setattr(ControlServer, "poll", watched)
+
+    def _add(self, message: object) -> None:
+        if isinstance(message, StepResult):
+            self.of[f"attention {message.index}"] += len(unpack_ints(message.tokens))
+        elif isinstance(message, ExpertCounts):
+            rows = sum(sum(unpack_ints(each)) for each in message.counts)
+            self.of[f"expert {message.index}"] += rows
+
+
+def streams_with(engine: Engine, case: Case, event: Callable[[], None]) -> None:
+    """Run all streams, with `event` once each has some tokens; all must end with theirs."""
+    ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
+    engine.collect(until=lambda: any(len(engine.requests[each].tokens) >= 4 for each in ids))
+    event()
+    engine.collect()
+    assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
+    assert [engine.requests[each].tokens for each in ids] == case.tokens
+
+
+def until_joined(engine: Engine, case: Case, name: str) -> None:
+    """Run streams until the engine has formed with node `name`."""
+    num_ready = engine.states.count("ready")
+    streams_with(engine, case, lambda: engine.start_node(name))
+    while engine.states.count("ready") == num_ready:
+        streams_with(engine, case, lambda: None)
+
+
+def test_optional_nodes_join_late_and_take_load(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Load(monkeypatch)
+    optional = ["expert 1", "attention 1"]
+    with Engine(plan_of(case), external=optional) as engine:
+        engine.wait_until_ready()
+        assert engine.details[-1] == ""
+        for name in optional:
+            until_joined(engine, case, name)
+            while not load.of[name]:
+                streams_with(engine, case, lambda: None)
+        assert engine.dead == []
