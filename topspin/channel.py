@@ -255,7 +255,10 @@ class ControlServer:
 
 
 class ControlClient:
-    """A node's end: one connection to the scheduler, for the whole life of the process."""
+    """A node's end: one connection to the scheduler, for the whole life of the process.
+
+    Belongs to one thread, but for wake().
+    """
 
     def __init__(
         self,
@@ -277,15 +280,24 @@ class ControlClient:
             secure_client(self._socket, keys.read(), server)
         self._monitor = self._socket.get_monitor_socket(_CLOSED | _REFUSED)
         self._socket.connect(address)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+
+    def wake(self) -> None:
+        """Have a recv() that waits, or the next one that would, return None at once.
+
+        May be called by any thread, and by a signal handler.
+        """
+        os.eventfd_write(self._wake_fd, 1)
 
     def recv(self, timeout_s: float | None = None) -> AnyMessage | None:
         """Return the next message, or None if none came within `timeout_s` (None: wait).
 
-        Raises PeerLost once the connection has closed and all earlier messages are read,
-        ProtocolError for a malformed message.
+        Also None after wake(). Raises PeerLost once the connection has closed and all earlier
+        messages are read, ProtocolError for a malformed message.
         """
         while True:
             try:
@@ -294,6 +306,9 @@ class ControlClient:
                 timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000))
                 ready = dict(self._poller.poll(timeout_ms))
                 if not ready:
+                    return None
+                if self._wake_fd in ready:
+                    os.eventfd_read(self._wake_fd)
                     return None
                 if self._socket not in ready:
                     raise PeerLost(_loss(self._monitor.recv_multipart())) from None
@@ -311,6 +326,7 @@ class ControlClient:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
+        os.close(self._wake_fd)
 
 
 class AsyncControlClient:

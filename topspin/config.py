@@ -500,7 +500,12 @@ class FailoverSection(Section, frozen=True, kw_only=True):
         ),
     ] = 30.0
     halt_deadline_s: Annotated[
-        float, Setting("a node that takes longer to give up a failed step is dead", above=0)
+        float,
+        Setting(
+            "a node that takes longer to give up a failed step is dead, and one that got SIGTERM "
+            "ends at the latest then",
+            above=0,
+        ),
     ] = 10.0
     progress_deadline_s: Annotated[
         float,

@@ -4,6 +4,9 @@ Owns the node's side of the life-cycle messages, Hello to Goodbye, and the proce
 Knows no tensors and no step: a Worker loads, connects and serves. Nodes that share a process
 (`--transport local`) have the same life cycle in threads. The scheduler's side is
 server.scheduler.nodes.roster and failover.
+
+On SIGTERM an attention or expert node that has loaded asks the scheduler to do without it, and goes
+on until it is told to stop, if the engine goes on without lost nodes; others end at once.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
@@ -35,6 +41,7 @@ from topspin.messages import (
     Halt,
     Halted,
     Hello,
+    Leaving,
     Loaded,
     Message,
     Ready,
@@ -103,6 +110,8 @@ class NodeLife:
         self._index = index
         self._can_reform = can_reform
         self._restarts = False
+        self._is_asked_to_leave = False
+        self._has_said_so = False
         self._word = ProgressWord.of_process()
         self.progress.on_beat = self._word.touch
         self._logger = logging.getLogger(role)
@@ -129,7 +138,39 @@ class NodeLife:
         """Called in long waits: report the wait; raise Interrupted if the step is not wanted."""
         self._word.touch()
         self.progress.waiting()
+        self._say_leaving()
         self.inbox.check()
+
+    def ask_to_leave(self) -> None:
+        """Have the node leave the engine, which goes on; for any thread, or a signal handler."""
+        self._is_asked_to_leave = True
+        self._control.wake()
+
+    def _say_leaving(self) -> None:
+        if self._is_asked_to_leave and not self._has_said_so:
+            self._has_said_so = True
+            self._logger.info("%s %d leaves", self._role, self._index)
+            self.send(Leaving(role=self._role, index=self._index))
+
+    @contextlib.contextmanager
+    def _leaving_on_sigterm(self, limit_s: float | None) -> Iterator[None]:
+        """Leave on SIGTERM, and end by SIGALRM if that takes `limit_s`; None: end at once."""
+        is_process = threading.current_thread() is threading.main_thread()
+        if limit_s is None or not is_process or self._role not in ("attention", "expert"):
+            yield
+            return
+
+        def on_sigterm(number: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            self.ask_to_leave()
+
+        before = signal.signal(signal.SIGTERM, on_sigterm)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGTERM, before)
 
     def serve(self, worker: Worker) -> None:
         """After introduce(): join, then serve until told to stop; raises Stopped or an error."""
@@ -146,38 +187,47 @@ class NodeLife:
             num_frames=cache.num_frames,
             load_s=load_s,
         )
-        try:
-            if welcome.joins_late:
-                self.send(
-                    Loaded(
-                        role=self._role,
-                        index=self._index,
-                        num_blocks=cache.num_blocks,
-                        num_frames=cache.num_frames,
-                        load_s=load_s,
-                    )
+        with self._leaving_on_sigterm(welcome.config.leave_deadline_s):
+            try:
+                self._take_part(worker, welcome, ready)
+            except PeerLost:
+                if self._is_asked_to_leave:
+                    raise Stopped("it was asked to leave, and the scheduler is gone") from None
+                raise
+            finally:
+                worker.disband()
+
+    def _take_part(self, worker: Worker, welcome: Welcome, ready: Ready) -> NoReturn:
+        if welcome.joins_late:
+            self.send(
+                Loaded(
+                    role=self._role,
+                    index=self._index,
+                    num_blocks=ready.num_blocks,
+                    num_frames=ready.num_frames,
+                    load_s=ready.load_s,
                 )
+            )
+        else:
+            self._form(worker, welcome, ready)
+        ready = msgspec.structs.replace(ready, load_s=0.0)  # it loads once
+        while True:
+            wait_s = worker.wait_s()
+            self._say_leaving()
+            self._word.set("idle")
+            message = self.inbox.next(wait_s)
+            self._word.set("working")
+            if message is None:
+                worker.idle()
+            elif isinstance(message, Halt) and self._can_reform:
+                worker.disband()
+                generation = message.generation
+                self.send(Halted(role=self._role, index=self._index, generation=generation))
+            elif isinstance(message, Reform):
+                welcome = msgspec.structs.replace(welcome, topology=message.topology)
+                self._reform(worker, welcome, ready)
             else:
-                self._form(worker, welcome, ready)
-            ready = msgspec.structs.replace(ready, load_s=0.0)  # it loads once
-            while True:
-                wait_s = worker.wait_s()
-                self._word.set("idle")
-                message = self.inbox.next(wait_s)
-                self._word.set("working")
-                if message is None:
-                    worker.idle()
-                elif isinstance(message, Halt) and self._can_reform:
-                    worker.disband()
-                    generation = message.generation
-                    self.send(Halted(role=self._role, index=self._index, generation=generation))
-                elif isinstance(message, Reform):
-                    welcome = msgspec.structs.replace(welcome, topology=message.topology)
-                    self._reform(worker, welcome, ready)
-                else:
-                    worker.handle(message)
-        finally:
-            worker.disband()
+                worker.handle(message)
 
     def _form(self, worker: Worker, welcome: Welcome, ready: Ready) -> None:
         worker.form(welcome)

@@ -181,7 +181,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     `micro_batches`: the number in every step; None: it varies. `local_layers`: decoder layers whose
     routed experts attention nodes hold too. `num_attention`: the nodes that send rows to each
     expert node, stages too. `stages` are those of the engine; `of` is the attention node of a
-    stage.
+    stage. `leave_deadline_s`: a node that was asked to end does so within this time; None: at once.
     """
 
     node: AttentionNode | StageNode | ExpertNode | DraftNode
@@ -199,6 +199,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     draft_group: str | None = None
     micro_batches: int | None = None
     restart: bool = False
+    leave_deadline_s: float | None = None
     trace: TraceSection = TraceSection()
     local_layers: tuple[int, ...] = ()
     stages: tuple[Stage, ...] = ()
@@ -325,6 +326,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             draft_group=None if draft is None else draft.key_group,
             micro_batches=self.scheduling.micro_batches,
             restart=self.failover.restart,
+            leave_deadline_s=self.failover.halt_deadline_s if self.failover.restart else None,
             trace=self.trace,
             local_layers=() if self.local_experts is None else self.local_experts.layers,
             stages=stages_of(self.stages),

@@ -60,6 +60,7 @@ from topspin.messages import (
     GrammarReady,
     Halted,
     Hello,
+    Leaving,
     Loaded,
     Message,
     PrepareTable,
@@ -390,6 +391,8 @@ class Service:
                 self._on_ready(member, ready)
             case Ready() | Loaded() | Halted() as answer:
                 self._faults.answered(member, answer)
+            case Leaving():
+                self._faults.leave(member)
             case StepFailed() as failed:
                 self._name_cause(member, failed.code)
                 reason = f"step {failed.step} failed on {member}: {failed.message} ({failed.code})"

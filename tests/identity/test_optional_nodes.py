@@ -1,4 +1,4 @@
-"""Optional nodes join late and take load, and no token changes. Nodes are threads."""
+"""Optional nodes join late, take load and leave again, and no token changes. Nodes are threads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.structs import changed
 from topspin.channel import ControlServer, Event, Received
 from topspin.config import BalanceSection, FailoverSection
 from topspin.messages import ExpertCounts, StepResult, unpack_ints
+from topspin.node_life import NodeLife, Worker
 from topspin.plan import EnginePlan
 
 NUM_STREAMS = 4
@@ -66,6 +67,19 @@ class Load:
             self.of[f"expert {message.index}"] += rows
 
 
+def watch_lives(monkeypatch: pytest.MonkeyPatch) -> dict[str, NodeLife]:
+    """Return the life of each node that has begun to serve."""
+    lives: dict[str, NodeLife] = {}
+    serve = NodeLife.serve
+
+    def watched(life: NodeLife, worker: Worker) -> None:
+        lives[f"{life._role} {life._index}"] = life
+        serve(life, worker)
+
+    monkeypatch.setattr(NodeLife, "serve", watched)
+    return lives
+
+
 def streams_with(engine: Engine, case: Case, event: Callable[[], None]) -> None:
     """Run all streams, with `event` once each has some tokens; all must end with theirs."""
     ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
@@ -84,11 +98,12 @@ def until_joined(engine: Engine, case: Case, name: str) -> None:
         streams_with(engine, case, lambda: None)
 
 
-def test_optional_nodes_join_late_and_take_load(
+def test_optional_nodes_join_late_take_load_and_leave(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = Load(monkeypatch)
     optional = ["expert 1", "attention 1"]
+    lives = watch_lives(monkeypatch)
     with Engine(plan_of(case), external=optional) as engine:
         engine.wait_until_ready()
         assert engine.details[-1] == ""
@@ -96,4 +111,16 @@ def test_optional_nodes_join_late_and_take_load(
             until_joined(engine, case, name)
             while not load.of[name]:
                 streams_with(engine, case, lambda: None)
+        for name in optional:
+            engine.may_restart.clear()
+            streams_with(engine, case, lives[name].ask_to_leave)
+            while name not in engine.exit_statuses:
+                streams_with(engine, case, lambda: None)
+            assert engine.exit_statuses[name] == 0
+            before = load.of[name]
+            streams_with(engine, case, lambda: None)
+            assert load.of[name] == before
+        stats = engine.stats()
         assert engine.dead == []
+        assert engine.details[-1] == ""
+    assert stats.num_replays > 0

@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -131,6 +132,26 @@ def test_another_user_cannot_connect(server: ControlServer, address: str) -> Non
 def test_recv_returns_none_when_nothing_comes(server: ControlServer, address: str) -> None:
     client = ControlClient(address)
     assert client.recv(0.01) is None
+    client.close()
+
+
+def test_recv_is_woken_by_another_thread_but_messages_come_first(
+    server: ControlServer, address: str
+) -> None:
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=7))
+    (event,) = wait_for(server, 1)
+    waker = threading.Timer(0.05, client.wake)
+    waker.start()
+    assert client.recv() is None
+    waker.join()
+    assert server.send(event.peer, Stop(reason="test"))
+    assert client._socket.poll(10_000)
+    client.wake()
+    client.wake()
+    assert client.recv() == Stop(reason="test")
+    assert client.recv() is None
+    assert client.recv(0.001) is None
     client.close()
 
 

@@ -33,6 +33,7 @@ from topspin.messages import (
     Halt,
     Halted,
     Hello,
+    Leaving,
     Loaded,
     MicroBatch,
     NewSequence,
@@ -120,6 +121,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
         topology=TOPOLOGY,
         joins_late=True,
     ),
+    Leaving(role="expert", index=1),
     Loaded(role="attention", index=0, num_blocks=100, num_frames=90, load_s=0.25),
     Halt(generation=2),
     Halted(role="expert", index=1, generation=2),
@@ -295,7 +297,7 @@ def _plain(value: Any) -> Any:
 
 def test_golden_bytes_of_a_ticket() -> None:
     """The form on the wire; when it changes, so does PROTOCOL_VERSION."""
-    assert PROTOCOL_VERSION == 7
+    assert PROTOCOL_VERSION == 8
     golden = (
         b"\x88\xa4type\xaaStepTicket\xa4step\x09\xa8previous\x08\xaageneration\x01"
         b"\xadtable_version\x02\xb1num_micro_batches\x02\xacparticipants\x92\x00\x01"

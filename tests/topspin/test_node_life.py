@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import signal
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -30,8 +34,10 @@ from topspin.messages import (
     Halt,
     Halted,
     Hello,
+    Leaving,
     Loaded,
     Message,
+    PrepareTable,
     Ready,
     Reform,
     StepFailed,
@@ -135,6 +141,9 @@ class Node:
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
+    def wake(self) -> None:
+        pass
+
     def serve(self) -> None:
         self.life.introduce("print", "unix:@x")
         self.life.serve(self)
@@ -162,6 +171,8 @@ class Node:
 
     def handle(self, message: AnyMessage) -> None:
         self.done.append(type(message).__name__)
+        if isinstance(message, PrepareTable):
+            os.kill(os.getpid(), signal.SIGTERM)
         if isinstance(message, StepTicket):
             self.life.report_failure(message, self.step_fault)
             self.disband()
@@ -243,3 +254,69 @@ def test_a_node_that_cannot_reform_knows_no_halt() -> None:
     with pytest.raises(Stopped):
         node.serve()
     assert node.done == ["load", "form 1", "Halt", "disband"]
+
+
+# SIGTERM, which the node below gets with each PrepareTable.
+
+SIGTERM = PrepareTable(table=uniform_table(num_layers=1, num_experts=2, num_nodes=1))
+
+
+def test_a_node_that_gets_sigterm_asks_once_and_serves_until_it_is_let_go() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    node = Node(
+        welcome(), SIGTERM, Halt(generation=2), Reform(topology=topology(2)), Stop(reason="")
+    )
+    with pytest.raises(Stopped):
+        node.serve()
+    assert [type(message) for message in node.sent] == [Hello, Ready, Leaving, Halted, Ready]
+    assert node.sent[2] == Leaving(role="expert", index=3)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_node_in_a_long_wait_asks_too() -> None:
+    node = Node(welcome())
+    node.life.ask_to_leave()
+    node.life.check()
+    node.life.check()
+    assert [type(message) for message in node.sent if isinstance(message, Leaving)] == [Leaving]
+
+
+def test_a_node_that_is_to_leave_ends_in_order_if_the_scheduler_is_gone() -> None:
+    def idle() -> None:
+        raise PeerLost("the scheduler is gone")
+
+    for messages, error in (((welcome(),), PeerLost), ((welcome(), SIGTERM), Stopped)):
+        node = Node(*messages)
+        node.idle = idle  # type: ignore[method-assign]
+        with pytest.raises(error, match="scheduler is gone"):
+            node.serve()
+
+
+LONELY = """
+import sys
+from tests.topspin.test_node_life import Node, SIGTERM, plan, welcome
+from topspin.config import FailoverSection
+import msgspec
+
+restart, num_signals = sys.argv[1] == "restart", int(sys.argv[2])
+hello = welcome(restart=restart)
+config = msgspec.structs.replace(hello.config, leave_deadline_s=0.2 if restart else None)
+node = Node(msgspec.structs.replace(hello, config=config), *[SIGTERM] * num_signals)
+node.idle = lambda: None
+node.serve()
+"""
+
+
+@pytest.mark.parametrize(
+    ("restart", "num_signals", "status"),
+    [
+        pytest.param(True, 1, -signal.SIGALRM, id="nobody lets it go"),
+        pytest.param(True, 2, -signal.SIGTERM, id="asked twice"),
+        pytest.param(False, 1, -signal.SIGTERM, id="the engine ends without it anyway"),
+    ],
+)
+def test_a_node_ends_anyway(restart: bool, num_signals: int, status: int) -> None:
+    words = "restart" if restart else "end", str(num_signals)
+    done = subprocess.run([sys.executable, "-c", LONELY, *words], timeout=TIMEOUT_S, check=False)
+    assert done.returncode == status

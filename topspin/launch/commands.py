@@ -19,7 +19,7 @@ import msgspec
 
 import topspin
 from topspin.cores import node_environment
-from topspin.launch.supervisor import RoleCommand
+from topspin.launch.supervisor import Part, RoleCommand
 from topspin.plan import EnginePlan, NodeSpec, ServeConfig
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -48,9 +48,10 @@ def node_command(
 ) -> RoleCommand:
     """Return the command of one node; `wires` are further arguments (topspin.wires).
 
-    The engine goes on without a draft node.
+    The engine starts without an optional node, and goes on without a draft node.
     """
     is_draft = node.role == "draft"
+    part: Part = "optional" if node.optional else "helper" if is_draft else "worker"
     argv = module_argv(
         _module_of(plan, node),
         *("--control", control, "--model", plan.model.path, "--index", str(node.index)),
@@ -62,7 +63,7 @@ def node_command(
         name=str(node),
         argv=argv,
         environment=_environment(plan, node),
-        part="helper" if is_draft else "worker",
+        part=part,
     )
 
 

@@ -140,6 +140,7 @@ def launch(
                 port_fd=writer_fd,
                 dead_fd=dead_writer_fd,
             )
+            supervisor.restart("optional")
             for command in roles(context):
                 supervisor.start(command)
         finally:

@@ -34,7 +34,7 @@ _MAX_LINE_BYTES = 65536
 _MAX_LAST_WORDS_BYTES = 2**20
 
 
-Part = Literal["front", "coordinator", "worker", "helper"]
+Part = Literal["front", "coordinator", "worker", "optional", "helper"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +43,8 @@ class RoleCommand:
 
     `part` decides when the role is asked to stop: the front (gateway) first, so that it can finish
     its requests while the others run; then the coordinator (scheduler), which tells the workers
-    (nodes) to stop; a worker only if it was not told. Helpers are workers without which the others
-    go on.
+    (nodes) to stop; a worker only if it was not told. Optional ones are workers that the others do
+    without from the beginning, and helpers those that they can lose later.
     """
 
     name: str
@@ -263,13 +263,14 @@ class Supervisor:
     def restart(self, part: Part) -> None:
         """From now on restart a role of this part that ends, instead of reporting its exit.
 
-        At once after a long life; each early end doubles the delay.
+        At once after a long life; each early end doubles the delay. An optional one that ends with
+        status 0 was asked to leave, and is not restarted.
         """
         self._restarting.add(part)
 
     def kill(self, pid: int) -> None:
         """Kill the running worker with process id `pid`, if there is one."""
-        for child in self._running(self._of("worker")):
+        for child in self._running(self._of("worker", "optional")):
             if child.process.pid == pid:
                 self._emit(f"{child.command.name} (pid {pid}) is taken for dead and is killed")
                 child.kill()
@@ -326,6 +327,9 @@ class Supervisor:
     def _plan_restart(self, child: _Child, gone: RoleExit) -> None:
         self._children.remove(child)
         now = time.monotonic()
+        if child.command.part == "optional" and gone.returncode == 0:
+            self._emit(f"topspin: {gone.name} has left")
+            return
         before = self._restarts.get(gone.name)
         healthy = before is None or now - child.started > HEALTHY_S
         delay_s = FIRST_DELAY_S if before is None or healthy else before.delay_s
@@ -351,7 +355,7 @@ class Supervisor:
         # A front that is still busy gets as long as the others: it may be answering clients.
         if self._terminate(self._of("coordinator")):
             self._step_until_ended(self._children, self._graces.coordinated_s)
-        self._terminate([*self._of("worker"), *self._of("helper")])
+        self._terminate(self._of("worker", "optional", "helper"))
         self._step_until_ended(self._children, self._graces.stop_s)
         for child in self._running(self._children):
             self._emit(f"{child.command.name} did not stop in time and is killed")
@@ -364,8 +368,8 @@ class Supervisor:
     def _running(children: Sequence[_Child]) -> list[_Child]:
         return [child for child in children if child.is_running]
 
-    def _of(self, part: Part) -> list[_Child]:
-        return [child for child in self._children if child.command.part == part]
+    def _of(self, *parts: Part) -> list[_Child]:
+        return [child for child in self._children if child.command.part in parts]
 
     def _terminate(self, children: Sequence[_Child]) -> bool:
         """Ask the running ones to stop; return whether there was one."""

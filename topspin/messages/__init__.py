@@ -9,7 +9,7 @@ A change of meaning increments PROTOCOL_VERSION.
 Senders and receivers:
     node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult and
                           GrammarReady (attention), ExpertCounts (experts), DraftCounts
-                          (draft nodes), StepFailed, Goodbye
+                          (draft nodes), StepFailed, Leaving, Goodbye
     scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
                           StepPlan and CompileGrammar (attention), Stop
     gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest
@@ -41,6 +41,7 @@ from topspin.messages.lifecycle import (
     Halt,
     Halted,
     Hello,
+    Leaving,
     Loaded,
     PrepareTable,
     Ready,
@@ -117,6 +118,7 @@ __all__ = [
     "Halted",
     "Hello",
     "KvCounts",
+    "Leaving",
     "Loaded",
     "Message",
     "MicroBatch",
@@ -174,6 +176,7 @@ AnyMessage = (
     | Welcome
     | Refused
     | Ready
+    | Leaving
     | Loaded
     | Halt
     | Halted

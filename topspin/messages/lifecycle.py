@@ -90,9 +90,19 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Orderly shutdown of the engine: finish the current step, close, exit 0."""
+    """Orderly shutdown of the engine, or of a node that leaves: end the step, close, exit 0."""
 
     reason: str
+
+
+class Leaving(Message, frozen=True, kw_only=True):
+    """A node was asked to end: the engine is to do without it, and then to send it Stop.
+
+    Until then it takes part as before.
+    """
+
+    role: Role
+    index: int
 
 
 class Goodbye(Message, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from server.scheduler.nodes.side import Log, NodeSide
 from server.scheduler.planning.outbox import Delivery
 from server.scheduler.planning.policy import Policy
 from topspin.errors import NodeLost, TopspinError
-from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Refused, Welcome
+from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Refused, Stop, Welcome
 from topspin.plan import EnginePlan
 
 # How often a loop that waits for nodes checks its deadlines.
@@ -82,6 +82,8 @@ class Failover:
         )
         self._form_after_s = 0.0
         self._reason = ""
+        # They were sent Stop, and have not closed their connections yet.
+        self._let_go: set[Member] = set()
 
     @property
     def is_serving(self) -> bool:
@@ -107,6 +109,11 @@ class Failover:
 
     def lose(self, member: Member, error: TopspinError) -> None:
         """Continue without a node that is gone or must count as dead, and its replica."""
+        if member in self._let_go:
+            self._let_go.discard(member)
+            self._roster.leave(member)
+            self._log.info("%s has left", member)
+            return
         if self._plan.is_one_process:
             lost = self._roster.members
         else:
@@ -127,6 +134,18 @@ class Failover:
         for node in taking_part:
             if node.role == "attention":
                 self._policy.lose(node.index)
+
+    def leave(self, member: Member) -> None:
+        """Continue without a node, and its replica, once the steps under way have ended."""
+        if self._plan.is_one_process:
+            self.lose(member, NodeLost(f"{member} leaves, as it was asked to end"))
+        elif member not in self._recovery.nodes:  # it loads
+            self._stop(member)
+        else:
+            self._log.warning("%s leaves, as it was asked to end", member)
+            self._recovery.leave(member, self._clock())
+            if self._recovery.stage is not Stage.DRAINING:
+                self._halt(f"{member} leaves")
 
     def step_failed(self, generation: int, error: TopspinError) -> None:
         """Begin a new generation because this one's steps, or its forming, have failed."""
@@ -166,7 +185,8 @@ class Failover:
         for member in self._recovery.overdue(now):
             self.lose(member, NodeLost(f"it does not react ({self._reason})"))
         if self._recovery.stage is Stage.DRAINING and not self._policy.num_steps_in_flight:
-            self._halt("a node is back")
+            leaving = " and ".join(map(str, self._recovery.leaving))
+            self._halt(f"without {leaving}" if leaving else "a node is back")
         if self._recovery.has_halted and now >= self._form_after_s:
             self._form(now)
         if self._recovery.expires(now):
@@ -179,6 +199,9 @@ class Failover:
 
     def _halt(self, reason: str) -> None:
         self._reason = reason
+        leaving = self._recovery.leaving
+        for member in leaving:
+            self._recovery.lose(member)
         self._recovery.halt(self._clock())
         generation = self._formation.generation
         self._log.warning("generation %d begins: %s", generation, reason)
@@ -186,6 +209,16 @@ class Failover:
         self._announce(reason)
         for member in self._recovery.awaited:
             self._tell(member, Halt(generation=generation))
+        for member in leaving:
+            if member.role == "attention":
+                self._policy.lose(member.index)
+            self._stop(member)
+
+    def _stop(self, member: Member) -> None:
+        """Tell a node, in whose place no step or generation counts on it, to end."""
+        self._recovery.lose(member)
+        self._let_go.add(member)
+        self._tell(member, Stop(reason="it was asked to end"))
 
     def _form(self, now: float) -> None:
         was_waiting = self._recovery.stage is Stage.WAITING

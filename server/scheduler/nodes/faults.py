@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import NoReturn, Protocol
 
 from server.scheduler.nodes.roster import Member, Roster
-from topspin.errors import ProtocolError, TopspinError
+from topspin.errors import NodeLost, ProtocolError, TopspinError
 from topspin.messages import Halted, Loaded, Ready
 
 
@@ -35,6 +35,9 @@ class Faults(Protocol):
 
     def lose(self, member: Member, error: TopspinError) -> None:
         """Handle a node that is gone or must count as dead; `error` is the reason."""
+
+    def leave(self, member: Member) -> None:
+        """Handle a node that wants to end."""
 
     def step_failed(self, generation: int, error: TopspinError) -> None:
         """Handle the failure of a step, or of the forming, of `generation`."""
@@ -66,6 +69,9 @@ class FailStop:
     def lose(self, member: Member, error: TopspinError) -> NoReturn:
         self._roster.leave(member)
         raise error
+
+    def leave(self, member: Member) -> NoReturn:
+        self.lose(member, NodeLost(f"{member} leaves, as it was asked to end"))
 
     def step_failed(self, generation: int, error: TopspinError) -> NoReturn:
         raise error

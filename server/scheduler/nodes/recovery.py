@@ -6,7 +6,7 @@ no socket, no clock, no request. Called by failover.py, which sends a stage's me
 reports the answers.
 
     serving --loss, failed step--> halting --all halted--> forming --all ready--> serving
-    serving --a node is back--> draining --no step left--> halting
+    serving --a node is back, or leaves--> draining --no step left--> halting
     halting --all halted, but experts or attention are missing--> waiting --back--> forming
 
 Every loss begins a new generation, in any stage. A node that reacts too late also counts as lost.
@@ -72,6 +72,7 @@ class Recovery:
         self._optional = frozenset(optional)
         self.nodes = set(self._places - self._optional)
         self._late: set[Member] = set()
+        self._leaving: set[Member] = set()
         self._awaited: set[Member] = set()
         self._stage_since_s = 0.0
         self._down_since_s: float | None = None
@@ -101,8 +102,23 @@ class Recovery:
         """Remove a node; the caller then begins a new generation if it was in `nodes`."""
         self.nodes.discard(member)
         self._late.discard(member)
+        self._leaving.discard(member)
         self._awaited.discard(member)
         self._incomplete.discard(member)
+
+    def leave(self, member: Member, now: float) -> None:
+        """Let a node of `nodes`, and its replica, go with the next generation.
+
+        In SERVING the steps under way end first; in later stages the caller begins a generation.
+        """
+        self._leaving.update(self._replicas.together(member))
+        if self.stage is Stage.SERVING:
+            self.drain(now)
+
+    @property
+    def leaving(self) -> list[Member]:
+        """Return the nodes that the next generation is without."""
+        return sorted(self._leaving, key=str)
 
     def drain(self, now: float) -> None:
         """Plan no more steps, so that a new generation can begin without losing one."""

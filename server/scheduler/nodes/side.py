@@ -23,6 +23,7 @@ from topspin.messages import (
     Goodbye,
     GrammarReady,
     Halted,
+    Leaving,
     Loaded,
     Message,
     Progress,
@@ -42,6 +43,7 @@ NodeMessage = (
     | Goodbye
     | GrammarReady
     | Halted
+    | Leaving
     | Loaded
     | Progress
     | Ready

@@ -29,6 +29,7 @@ from topspin.config import (
 )
 from topspin.cores import CORES_VARIABLE, Layout
 from topspin.errors import EngineError
+from topspin.launch.commands import node_command
 from topspin.launch.engine import (
     LaunchContext,
     RoleTable,
@@ -337,6 +338,13 @@ def test_the_commands_of_separate_nodes(transport: Transport) -> None:
             *("--port-fd", "8"),
         ),
     }
+
+
+def test_the_launcher_knows_which_nodes_are_optional() -> None:
+    plan = engine(transport="shm", attention=2, experts=1).plan
+    nodes = [replace(node, optional=node.index == 1) for node in plan.attention]
+    parts = [node_command(plan, node, "ipc://@c").part for node in nodes]
+    assert parts == ["worker", "optional"]
 
 
 def test_nodes_that_are_restarted_notice_a_silent_scheduler_soon() -> None:
