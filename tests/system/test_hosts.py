@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.structs import changed
-from tests.system.conftest import NUM_TOKENS, Tiny
-from tests.system.hosts import DEADLINE_S, Host, Service
+from tests.system.conftest import Tiny
+from tests.system.hosts import Host, Service
+from tests.system.streams import NUM_STREAMS, Load
 from topspin.cli.flags import read_config
 from topspin.cli.keys import make, rotate
 from topspin.cli.main import _parser, main
@@ -24,7 +22,6 @@ from topspin.plan import EnginePlan
 from topspin.plan_file import print_plan
 
 CONTROL_PORT = 7400
-NUM_STREAMS = 8
 GATEWAY_FLAGS = ("--served-model-name", "tiny", "--port", "0")
 
 
@@ -98,60 +95,8 @@ def engine(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
         yield Engine(tiny, tmp_path_factory.mktemp("hosts"), host, stack)
 
 
-class Load:
-    """Requests on NUM_STREAMS streams, one after the other, until left; each answer is checked."""
-
-    def __init__(self, engine: Engine, tiny: Tiny) -> None:
-        self._engine, self._tiny = engine, tiny
-        self._stop = threading.Event()
-        self.wrong: list[str] = []
-        self.num_answers = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Load:
-        self._threads = [
-            threading.Thread(target=self._send, args=(idx,)) for idx in range(NUM_STREAMS)
-        ]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(DEADLINE_S)
-
-    def _send(self, idx: int) -> None:
-        url = self._engine.urls[idx % len(self._engine.urls)]
-        turn = idx % len(self._tiny.prompts)
-        body = {
-            "model": "tiny",
-            "prompt": self._tiny.prompts[turn],
-            "max_tokens": NUM_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        with httpx.Client(timeout=DEADLINE_S) as client:
-            while not self._stop.is_set():
-                answer = client.post(f"{url}/v1/completions", json=body)
-                with self._lock:
-                    self.num_answers += 1
-                    if answer.status_code != 200:
-                        self.wrong.append(answer.text)
-                    elif answer.json()["choices"][0]["token_ids"] != self._tiny.tokens[turn]:
-                        self.wrong.append(f"other tokens: {answer.text}")
-
-    def wait_for(self, more: int) -> None:
-        """Wait until so many more requests have been answered."""
-        wanted, end_s = self.num_answers + more, time.monotonic() + DEADLINE_S
-        while self.num_answers < wanted and not self.wrong:
-            assert time.monotonic() < end_s, f"{self.num_answers} answers"
-            time.sleep(0.02)
-
-
 def test_two_by_two_nodes_with_keys_give_transformers_tokens(engine: Engine, tiny: Tiny) -> None:
-    with Load(engine, tiny) as load:
+    with Load(engine.urls, tiny) as load:
         load.wait_for(4 * NUM_STREAMS)
         for name in ("scheduler", "expert 0", "expert 1", "attention 0", "attention 1"):
             assert main(["probe", str(engine.directory / name), "--ready"]) == 0
@@ -163,7 +108,7 @@ def test_a_killed_node_on_the_other_host_costs_no_request(
     engine: Engine, tiny: Tiny, name: str
 ) -> None:
     starts = engine.services[name].num_starts
-    with Load(engine, tiny) as load:
+    with Load(engine.urls, tiny) as load:
         load.wait_for(NUM_STREAMS)
         engine.lose_and_regain(name, by=engine.services[name].kill)
         load.wait_for(4 * NUM_STREAMS)
@@ -173,7 +118,7 @@ def test_a_killed_node_on_the_other_host_costs_no_request(
 
 def test_a_partition_costs_no_request(engine: Engine, tiny: Tiny) -> None:
     """Nobody is told: both ends find out by themselves, and come together again."""
-    with Load(engine, tiny) as load:
+    with Load(engine.urls, tiny) as load:
         load.wait_for(NUM_STREAMS)
         seen = len(engine.services["scheduler"].output)
         engine.host.pull_cable()
@@ -189,7 +134,7 @@ def test_a_partition_costs_no_request(engine: Engine, tiny: Tiny) -> None:
 @pytest.mark.slow
 def test_keys_are_rotated_under_load(engine: Engine, tiny: Tiny) -> None:
     """With a node lost after each step, which then comes back with the keys of that time."""
-    with Load(engine, tiny) as load:
+    with Load(engine.urls, tiny) as load:
         for step in ("add", "switch", "retire"):
             load.wait_for(NUM_STREAMS)
             rotate(engine.keys, step)
@@ -206,7 +151,7 @@ def test_a_stranger_on_the_network_is_refused(engine: Engine, tiny: Tiny, tmp_pa
     arguments = ("node", "expert", "--index", "1")
     with (
         Service(tmp_path, *arguments, *common, host=engine.host) as stranger,
-        Load(engine, tiny) as load,
+        Load(engine.urls, tiny) as load,
     ):
         stranger.wait_for("keys or users differ")
         load.wait_for(NUM_STREAMS)
