@@ -43,6 +43,12 @@ def optional_places(plan: EnginePlan) -> list[Member]:
     return [Member(node.role, node.index) for node in nodes]
 
 
+def required_experts(plan: EnginePlan) -> list[int] | None:
+    """Return the expert nodes that must together hold every expert; None: all of them."""
+    required = [node.index for node in plan.experts if not node.optional]
+    return required if len(required) < len(plan.experts) else None
+
+
 def make_formation(plan: EnginePlan, facts: EngineFacts) -> Formation:
     """Return the formation of the nodes with which the engine starts."""
     formation = Formation(first_table(plan, facts))

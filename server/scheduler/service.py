@@ -22,6 +22,7 @@ from server.scheduler.assembly import (
     named_layers,
     optional_places,
     places,
+    required_experts,
 )
 from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.experts.balancer import ExpertBalancer
@@ -149,7 +150,9 @@ class Service:
             replicas=Replicas(stages),
         )
         self.formation = make_formation(plan, facts)
-        self.balancer = ExpertBalancer(self.formation, plan.balance)
+        self.balancer = ExpertBalancer(
+            self.formation, plan.balance, required=required_experts(plan)
+        )
         self.local_layers = make_local_layers(plan, facts)
         self._gateways = GatewaySide(
             self._nodes,

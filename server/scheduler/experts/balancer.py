@@ -12,7 +12,7 @@ one it prepares.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -45,7 +45,15 @@ class BalanceStats(NamedTuple):
 class ExpertBalancer:
     """The changes of one engine's expert table, and the measured load."""
 
-    def __init__(self, formation: Formation, config: BalancePolicy) -> None:
+    def __init__(
+        self,
+        formation: Formation,
+        config: BalancePolicy,
+        *,
+        required: Sequence[int] | None = None,
+    ) -> None:
+        """The `required` expert nodes (None: all) together always keep every expert."""
+        self._required = required
         self.load = ExpertLoad(formation, half_life_pairs=config.half_life_pairs)
         self._config = config
         self._formation = formation
@@ -130,6 +138,7 @@ class ExpertBalancer:
             self.load.recent(),
             min_gain=self._config.min_gain,
             speeds=self.load.speeds(),
+            required=self._required,
         )
         return True
 

@@ -130,11 +130,13 @@ def place_layer(
     capacities: Sequence[int],
     speeds: Sequence[float] | None = None,
     hierarchy: Hierarchy | None = None,
+    required: Sequence[int] | None = None,
 ) -> Layer:
     """Return the layer with the lowest cost: its longest time plus the price of experts to read.
 
     The candidates are `old` as it is (if it has the right sizes), `old` with a few experts
-    exchanged, and a new placement.
+    exchanged, and a new placement. With `required`, which hold every expert in `old`, only those
+    where these nodes still do, and `old` with experts exchanged between them.
     """
     held = [set(experts) for experts in old]
     speeds = speeds or (1.0,) * len(old)
@@ -149,6 +151,16 @@ def place_layer(
     candidates = [match_nodes(held, fresh, hosts, speeds)]
     if [len(experts) for experts in old] == list(capacities) and all_held(held, len(loads)):
         candidates = [held, *([] if hierarchy else [refine(held, loads, speeds)]), *candidates]
+    if required is not None:
+        own = refine([held[n] for n in required], loads, [speeds[n] for n in required])
+        exchanged = list(held)
+        for node, experts in zip(required, own, strict=True):
+            exchanged[node] = experts
+        candidates = [
+            bins
+            for bins in (held, exchanged, *candidates)
+            if all_held([bins[node] for node in required], len(loads))
+        ]
     price = MIGRATION_COST * sum(loads) / sum(speeds) / max(1, sum(capacities))
 
     def cost(bins: Bins) -> float:
@@ -171,12 +183,13 @@ def plan_table(
     min_gain: float,
     speeds: Sequence[float] | None = None,
     hierarchy: Hierarchy | None = None,
+    required: Sequence[int] | None = None,
 ) -> Generator[None, None, ExpertTable | None]:
     """Return a table for loads[layer][expert], with the next version; yields after each layer.
 
     Nodes keep their numbers of slots, and layers that are local stay as they are; `speeds` None:
-    they are equally fast. None if the table's
-    balance would not be better than that of `old` by a factor above 1 + min_gain.
+    they are equally fast. The `required` nodes (None: all) together keep every expert. None if the
+    table's balance would not be better than that of `old` by a factor above 1 + min_gain.
     """
     layers: list[Layer] = []
     for idx, (layer, layer_loads) in enumerate(zip(old.slots, loads, strict=True)):
@@ -186,7 +199,12 @@ def plan_table(
         capacities = [len(experts) for experts in layer]
         layers.append(
             place_layer(
-                layer, layer_loads, capacities=capacities, speeds=speeds, hierarchy=hierarchy
+                layer,
+                layer_loads,
+                capacities=capacities,
+                speeds=speeds,
+                hierarchy=hierarchy,
+                required=required,
             )
         )
         yield

@@ -18,13 +18,17 @@ from server.scheduler.experts.placement import (
     place_layer,
     plan_table,
 )
-from topspin.expert_table import ExpertTable, uniform_table
+from topspin.expert_table import ExpertTable, contiguous_table, even_shares, uniform_table
 
 
 def plan(
-    old: ExpertTable, loads: list[list[float]], *, min_gain: float = 0.05
+    old: ExpertTable,
+    loads: list[list[float]],
+    *,
+    min_gain: float = 0.05,
+    required: list[int] | None = None,
 ) -> ExpertTable | None:
-    turns = plan_table(old, loads, min_gain=min_gain)
+    turns = plan_table(old, loads, min_gain=min_gain, required=required)
     for _ in old.slots:
         next(turns)
     with pytest.raises(StopIteration) as stop:
@@ -64,6 +68,47 @@ def test_a_new_table_is_valid_better_and_stable(
             assert len(before) == len(after)
             for slot, expert in enumerate(before):
                 assert after[slot] == expert or expert not in after
+
+
+@st.composite
+def tables_with_optional_nodes(draw: st.DrawFn) -> tuple[ExpertTable, list[list[float]], int]:
+    """Return also how many nodes, the first ones, hold every expert; others may hold nothing."""
+    num_experts, num_required = draw(st.integers(2, 8)), draw(st.integers(1, 2))
+    copies = draw(st.integers(0, num_experts * (num_required - 1)))
+    shares = even_shares(num_experts + copies, num_required)
+    shares += draw(st.lists(st.integers(0, num_experts), min_size=1, max_size=2))
+    table = contiguous_table(num_layers=1, num_experts=num_experts, capacities=shares)
+    load = st.floats(0, 1000, allow_subnormal=False)
+    loads = draw(st.lists(load, min_size=num_experts, max_size=num_experts))
+    return table, [loads], num_required
+
+
+@given(tables_with_optional_nodes())
+@settings(max_examples=200, deadline=None)
+def test_the_required_nodes_keep_every_expert(
+    case: tuple[ExpertTable, list[list[float]], int],
+) -> None:
+    old, loads, num_required = case
+    new = plan(old, loads, required=list(range(num_required)))
+    if new is None:
+        return
+    new.validate()
+    held = [set(experts) for experts in new.slots[0]]
+    assert set().union(*held[:num_required]) == set(range(old.num_experts))
+    assert [len(each) for each in held] == [len(each) for each in old.slots[0]]
+
+
+def test_an_expert_does_not_move_to_a_node_that_may_leave() -> None:
+    old = ExpertTable(1, 4, (((0, 1), (2, 3), (2, 3)),))
+    loads = [[90.0, 90.0, 1.0, 1.0]]
+    anywhere = plan(old, loads)
+    assert anywhere is not None
+    assert 3 not in {expert for experts in anywhere.slots[0][:2] for expert in experts}
+    new = plan(old, loads, required=[0, 1])
+    assert new is not None
+    first, second = map(set, new.slots[0][:2])
+    assert first | second == {0, 1, 2, 3}
+    assert (0 in first) != (1 in first)  # the two that are busy are apart
 
 
 def test_a_small_gain_is_not_worth_a_new_table() -> None:
