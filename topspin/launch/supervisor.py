@@ -264,7 +264,7 @@ class Supervisor:
         """From now on restart a role of this part that ends, instead of reporting its exit.
 
         At once after a long life; each early end doubles the delay. An optional one that ends with
-        status 0 was asked to leave, and is not restarted.
+        status 0, or by SIGTERM, was asked to leave and is not restarted.
         """
         self._restarting.add(part)
 
@@ -327,7 +327,7 @@ class Supervisor:
     def _plan_restart(self, child: _Child, gone: RoleExit) -> None:
         self._children.remove(child)
         now = time.monotonic()
-        if child.command.part == "optional" and gone.returncode == 0:
+        if child.command.part == "optional" and gone.returncode in (0, -signal.SIGTERM):
             self._emit(f"topspin: {gone.name} has left")
             return
         before = self._restarts.get(gone.name)

@@ -138,8 +138,8 @@ class Failover:
     def leave(self, member: Member) -> None:
         """Continue without a node, and its replica, once the steps under way have ended."""
         if self._plan.is_one_process:
-            self.lose(member, NodeLost(f"{member} leaves, as it was asked to end"))
-        elif member not in self._recovery.nodes:  # it loads
+            raise NodeLost(f"{member} leaves, as it was asked to end")
+        if member not in self._recovery.nodes:  # it loads
             self._stop(member)
         else:
             self._log.warning("%s leaves, as it was asked to end", member)

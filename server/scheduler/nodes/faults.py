@@ -37,7 +37,7 @@ class Faults(Protocol):
         """Handle a node that is gone or must count as dead; `error` is the reason."""
 
     def leave(self, member: Member) -> None:
-        """Handle a node that wants to end."""
+        """Handle a node that was asked to end; after a NodeLost the caller gives it up."""
 
     def step_failed(self, generation: int, error: TopspinError) -> None:
         """Handle the failure of a step, or of the forming, of `generation`."""
@@ -71,7 +71,7 @@ class FailStop:
         raise error
 
     def leave(self, member: Member) -> NoReturn:
-        self.lose(member, NodeLost(f"{member} leaves, as it was asked to end"))
+        raise NodeLost(f"{member} leaves, as it was asked to end")
 
     def step_failed(self, generation: int, error: TopspinError) -> NoReturn:
         raise error

@@ -26,6 +26,7 @@ from topspin.messages import (
     Role,
     StepPlan,
 )
+from topspin.plan import EnginePlan
 
 FACTS = EngineFacts(
     num_moe_layers=2,
@@ -87,6 +88,7 @@ class World:
         transport: Transport = "shm",
         facts: EngineFacts = FACTS,
         draft_nodes: int = 0,
+        change: Callable[[EnginePlan], EnginePlan] = lambda plan: plan,
     ) -> None:
         config = make_config(
             num_nodes=2,
@@ -94,6 +96,7 @@ class World:
             transport=transport,
             draft_nodes=draft_nodes,
         )
+        config = change(config)
         self.channel = FakeChannel()
         self.service = Service(
             self.channel,

@@ -60,8 +60,8 @@ def raw_output() -> None:
     os.write(1, b"bad \xff byte\r\n\n" + b"x" * 150_000 + b"\nno newline")
 
 
-def die_by_signal() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def die_by_signal(number: str = "9") -> None:
+    os.kill(os.getpid(), int(number))
 
 
 def stubborn() -> None:

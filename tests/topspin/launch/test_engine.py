@@ -127,11 +127,16 @@ def nothing_left_open() -> Iterator[None]:
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_the_announcement_names_the_devices_of_nodes_on_gpus() -> None:
+def test_the_announcement_names_the_devices_of_nodes_on_gpus_and_how_many_may_be_missing() -> None:
     display = StoppingDisplay()
     config = engine(devices=("cuda", "cpu"))
+    *others, last = config.plan.nodes
+    config = changed(config, {"plan.nodes": (*others, replace(last, optional=True))})
     assert launch(config, roles=with_gateway(dummy("expert 0", "wait")), display=display) == 0
-    assert "2 expert nodes on cuda:0 + cpu over shm)" in display.announcements[0]
+    assert (
+        "2 expert nodes (1 of them optional) on cuda:0 + cpu over shm)"
+        in (display.announcements[0])
+    )
 
 
 def test_an_engine_is_announced_when_it_is_healthy_and_stops_with_status_0() -> None:
