@@ -129,8 +129,8 @@ def test_the_bits_are_those_of_an_engine_without_stages(
     ]
     with Engine(staged(plan, *ends, cache_bytes=sizes)) as engine:
         assert ask(engine, case.prompts) == wanted
-        # Twice: the cache is so small that the others may have evicted the first one's blocks.
-        for _ in range(2):
+        # The others may have evicted its blocks, and the first two may go to two nodes.
+        for _ in range(3):
             assert ask(engine, case.prompts[:1]) == wanted[:1]
         stats = engine.stats()
     assert stats.num_preemptions > 0

@@ -207,10 +207,14 @@ def test_prefix_cache_hits_do_not_change_tokens(
         warm = engine.stats()
         assert warm.prefix_cache_hits > cold.prefix_cache_hits
         longest = max(range(len(case.prompts)), key=lambda idx: len(case.prompts[idx]))
-        again = engine.add(case.prompts[longest], max_tokens=NUM_TOKENS)
-        engine.collect()
-        assert engine.requests[again].tokens == case.tokens[longest]
-        assert engine.requests[again].num_cached_tokens >= len(case.prompts[longest]) - 5
+        # The first may go to a node that has not cached it; then all have.
+        cached = []
+        for _ in range(2):
+            again = engine.add(case.prompts[longest], max_tokens=NUM_TOKENS)
+            engine.collect()
+            assert engine.requests[again].tokens == case.tokens[longest]
+            cached.append(engine.requests[again].num_cached_tokens)
+        assert max(cached) >= len(case.prompts[longest]) - 5
         # Another tenant has no cached prefix.
         other = engine.add(case.prompts[longest], max_tokens=NUM_TOKENS, cache_salt="other")
         engine.collect()
