@@ -1,12 +1,14 @@
 """The life cycle of a role process: it dies with its supervisor, and exits.
 
-Owns the parent-death link, freed memory after loading, and the exit statuses. Knows no role.
+Owns the parent-death link, freed memory after loading, the limit of open files, and the exit
+statuses. Knows no role.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -51,3 +53,17 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def allow_open_files(wanted: int) -> int:
+    """Raise this process's limit of open files to `wanted`, if it is lower and the system lets it.
+
+    Returns the limit. Who listens for strangers needs room for them: systems begin with 1024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(soft, allowed)

@@ -24,6 +24,7 @@ from zmq.utils import z85
 
 from topspin.errors import ConfigError
 from topspin.network import is_loopback, place_of
+from topspin.process import allow_open_files
 
 if TYPE_CHECKING:
     from topspin.keys import KeyDirectory, Keys
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 NAME: Final = "control address"
 """Of addresses in messages."""
 
+MAX_FILES: Final = 65536
+"""Strangers' connections are open until they fail to prove a key in time; nobody else comes in
+where they fill the process's limit of open files."""
 _BACKLOG: Final = 128
 _SO_ATTACH_REUSEPORT_CBPF: Final = 51
 _RETURN_CONSTANT: Final = 0x06
@@ -84,6 +88,7 @@ class Gatekeeper:
         self._num_listeners = 0
         self._place = place_of(address, name=NAME)
         self._refusal_logged_s = 0.0
+        allow_open_files(MAX_FILES)
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", credentials_provider=self)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
+
+import pytest
+
+from topspin.process import allow_open_files
 
 # Blocks below malloc's mmap threshold, freed between two that stay.
 _SCRIPT = """
@@ -37,3 +42,20 @@ def test_freed_memory_goes_back_to_the_system() -> None:
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True, timeout=60
     )
     assert int(found.stdout) > 50_000, "KB, of the 100,000 that were freed"
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_lets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [(1024, 5000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    assert allow_open_files(2000) == 2000
+    assert allow_open_files(1500) == 2000
+    assert allow_open_files(9000) == 5000
+    assert limits == [(1024, 5000), (2000, 5000), (5000, 5000)]
+    limits.append((1024, resource.RLIM_INFINITY))
+    assert allow_open_files(9000) == 9000
+    assert limits[-1] == (9000, resource.RLIM_INFINITY)
+    limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert allow_open_files(9000) > 9000

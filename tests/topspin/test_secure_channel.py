@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import shutil
 import socket
 import time
@@ -25,6 +26,7 @@ from topspin.cli.keys import make, rotate
 from topspin.errors import ConfigError, PeerLost
 from topspin.keys import KeyDirectory, new_secret, public_of_secret, write_file
 from topspin.messages import StatsQuery, Stop
+from topspin.secure_channel import MAX_FILES
 
 
 @pytest.fixture
@@ -202,3 +204,14 @@ def test_an_address_that_is_taken(keys: Path, server: ControlServer, address: st
 
 def test_what_travels_is_encrypted(keys: Path, server: ControlServer) -> None:
     assert server._socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+
+
+def test_there_is_room_for_strangers(keys: Path, address: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        with contextlib.closing(ControlServer(address, keys=of(keys, "scheduler"))):
+            allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert allowed == (MAX_FILES if hard < 0 else min(hard, MAX_FILES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

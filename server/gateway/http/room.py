@@ -7,8 +7,9 @@ have something to ask get in. Knows no protocol; server.gateway.http.protocol te
 
 from __future__ import annotations
 
-import resource
 from typing import Final, Protocol
+
+from topspin.process import allow_open_files
 
 MAX_CONNECTIONS: Final = 4096
 # For files, pipes, the control connection, and connections that are being closed.
@@ -25,16 +26,10 @@ class Connection(Protocol):
 def allowed_connections() -> int:
     """Return how many connections this process may have: MAX_CONNECTIONS, if it may open as many.
 
-    Raises the process's soft limit of open files for that.
+    Raises its limit of open files for that, if the system lets it.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + _SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, soft - _SPARE_FILES))
+    num_files = allow_open_files(MAX_CONNECTIONS + _SPARE_FILES)
+    return max(1, min(MAX_CONNECTIONS, num_files - _SPARE_FILES))
 
 
 class Room:
