@@ -27,7 +27,7 @@ CUDA_IPC = "cuda_ipc:"
 Between = Literal["shm", "tcp", "nixl", "cuda_ipc"]
 """The transports between processes."""
 
-_BACKLOG = 128
+_BACKLOG = 512
 _BUFFER_BYTES = 4 * 2**20
 
 

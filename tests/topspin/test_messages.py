@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from typing import Any, get_args
 
 import msgpack
@@ -381,6 +382,26 @@ def test_a_missing_field_is_a_protocol_error() -> None:
 def test_random_bytes_are_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(data)
+
+
+@pytest.mark.parametrize("depth", [1, 300, 100_000])
+@pytest.mark.parametrize("head", [b"\xdd\xff\xff\xff\xff", b"\x91", b"\xdf\xff\xff\xff\xff\xa1a"])
+def test_values_of_any_type_are_bounded_too(head: bytes, depth: int) -> None:
+    """Lists and maps that claim 4 billion entries each, in each other: no memory is made for them.
+
+    Overrides of a model's configuration are the only field that any value fits.
+    """
+    (welcome,) = (each for each in EXAMPLES if isinstance(each, Welcome))
+    fields = msgpack.unpackb(encode(welcome), strict_map_key=False)
+    fields["config"]["model"]["hf_overrides"] = {"a": "MARK"}
+    bomb = msgpack.packb(fields).replace(msgpack.packb("MARK"), head * depth)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
