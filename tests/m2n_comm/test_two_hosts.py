@@ -14,6 +14,7 @@ import torch
 
 from m2n_comm.hello import Identity
 from m2n_comm.host.attention_side import AttentionSide
+from m2n_comm.host.faults import Delay, FaultInjector
 from m2n_comm.host.tcp import TcpLines
 from m2n_comm.open import connect_attention, listen_expert
 from m2n_comm.waits import Waits
@@ -56,6 +57,7 @@ def other_host() -> Iterator[str]:
 
 
 def test_rows_travel_between_two_hosts_with_codes(other_host: str, tmp_path: Path) -> None:
+    """Some of them late."""
     keys = tmp_path / "keys"
     make(keys, ["attention", "expert"])
     shape, table = make_shape(), make_table(make_shape(), 1)
@@ -82,7 +84,10 @@ def test_rows_travel_between_two_hosts_with_codes(other_host: str, tmp_path: Pat
         assert isinstance(net, AttentionSide)
         assert isinstance(net.lines, TcpLines)
         assert net.lines.authenticated == {0: True}
+        delays = FaultInjector({frame: Delay(0.01) for frame in range(20, 40, 3)})
         for step in range(1, STEPS + 1):
+            if step == 3:
+                delays.attach(net)
             net.begin(make_ticket(step, m=2))
             for layer in range(shape.num_layers):
                 for mb, size in enumerate((5, 8 * step - 7)):
@@ -92,6 +97,7 @@ def test_rows_travel_between_two_hosts_with_codes(other_host: str, tmp_path: Pat
                     want = fake.expected(table, layer, rows)
                     torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
         assert process.stdout.readline() == "served\n"
+        assert delays.remaining == 0
         net.close()
     finally:
         process.kill()
