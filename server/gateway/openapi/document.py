@@ -121,15 +121,15 @@ def _response(endpoint: Endpoint, status: int) -> Json:
         content = {media_type: {"schema": {"type": "string"}}}
     if status == 200 and endpoint.event is not None:
         content["text/event-stream"] = {
+            # Without a type: some readers take it for the whole stream's, some for each event's.
             "schema": {
-                "type": "string",
                 "description": "With `stream`: events, each `data: ` and a "
                 f"{endpoint.event.__name__}, the last one `data: [DONE]`",
             }
         }
     if status == 200 and endpoint.events:
         content["text/event-stream"] = {
-            "schema": {"type": "string", "description": f"With `stream`: events, {endpoint.events}"}
+            "schema": {"description": f"With `stream`: events, {endpoint.events}"}
         }
     return {"description": STATUSES[status], "headers": headers, "content": content}
 
