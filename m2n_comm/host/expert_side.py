@@ -492,7 +492,7 @@ class ExpertSide:
             assert self._rules.ticket is not None
             assert self._records is not None
             pending = self._peers(self._rules.ticket, layer)[position:]
-            self.lines.receive(self._hop(pending[0], micro_batch, layer), pending)
+            self._receive_slowly(self._hop(pending[0], micro_batch, layer), pending)
             self._records[pending[0]][micro_batch].words[ARRIVED_NS] = time.monotonic_ns()
 
     def _refuse_recorded(self, layer: int, micro_batch: int, position: int) -> None:

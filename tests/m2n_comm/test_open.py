@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from m2n_comm import reception
-from m2n_comm.addresses import Between
+from m2n_comm.addresses import Between, tune_socket
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.hello import Identity
 from m2n_comm.host.expert_side import ExpertSide
@@ -318,6 +318,17 @@ def test_the_link_travels_to_the_expert(meeting: Meeting) -> None:
 def test_an_incarnation_beyond_64_bits_is_refused(meeting: Meeting) -> None:
     with pytest.raises(ConfigError, match="does not fit 64 bits"):
         meeting.connect(incarnation=2**64)
+
+
+def test_connections_for_rows_are_not_paced() -> None:
+    with socket.socket() as sock:
+        option = socket.IPPROTO_TCP, socket.TCP_CONGESTION
+        try:
+            sock.setsockopt(*option, b"bbr")
+        except OSError:
+            pytest.skip("this kernel has no BBR, or does not allow it")
+        tune_socket(sock)
+        assert sock.getsockopt(*option, 16).rstrip(b"\0") in (b"cubic", b"reno")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "example.org"])

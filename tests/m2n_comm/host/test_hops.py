@@ -21,10 +21,12 @@ from m2n_comm.emulate import LinkEmulation
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.faults import Change, Delay, Drop, Duplicate, Fault, FaultInjector
+from m2n_comm.host.tcp import TcpLines
 from m2n_comm.net import ExpertBatch, NetShape
 from tests.m2n_comm.harness import (
     FakeExperts,
     Fleet,
+    Transport,
     make_shape,
     make_table,
     make_ticket,
@@ -100,14 +102,17 @@ def runs() -> Any:
         yield run
 
 
-@pytest.mark.parametrize(("counts", "num_experts"), [((1,), 1), ((5, 8), 2), ((3, 0, 1), 3)])
+@pytest.mark.parametrize(
+    ("transport", "counts", "num_experts"),
+    [("shm", (1,), 1), ("shm", (5, 8), 2), ("shm", (3, 0, 1), 3), ("tcp", (5, 8), 2)],
+)
 def test_replays_give_the_sums_of_their_own_rows(
-    counts: tuple[int, ...], num_experts: int, runs: mock.Mock
+    transport: Transport, counts: tuple[int, ...], num_experts: int, runs: mock.Mock
 ) -> None:
     shape = bf16_shape()
     table, fake = make_table(shape, num_experts), FakeExperts(shape, 7)
     serves = [fake.serve(table, node) for node in range(num_experts)]
-    fleet = open_fleet("shm", 1, num_experts, shape=shape, table=table, serves=serves)
+    fleet = open_fleet(transport, 1, num_experts, shape=shape, table=table, serves=serves)
     node = RecordedNode(shape, counts)
     waits = []
 
@@ -194,10 +199,14 @@ def send_plain(shape: NetShape, num_rows: int, seed: int, net: AttentionSide) ->
     return [rows.hidden.float(), *found]
 
 
-def test_recorded_experts_answer_every_participant_its_rows(runs: mock.Mock) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_recorded_experts_answer_every_participant_its_rows(
+    transport: Transport, runs: mock.Mock
+) -> None:
     shape = bf16_shape()
     table = make_table(shape, 1)
-    fleet = open_fleet("shm", 3, 1, shape=shape, table=table, serves=[lambda batch: batch.hidden])
+    serves = [lambda batch: batch.hidden]
+    fleet = open_fleet(transport, 3, 1, shape=shape, table=table, serves=serves)
     # The same recording serves any two of the three, with any number of rows in the bucket.
     pairs = [(0, 1), (0, 1), (1, 2), (0, 2), (1, 2), (0, 1)]
     steps = [
@@ -213,6 +222,47 @@ def test_recorded_experts_answer_every_participant_its_rows(runs: mock.Mock) -> 
 
     assert run_recorded(fleet, steps, attention) == {}
     assert runs.call_count == len(pairs) - 2  # the first is run, the second recorded
+    fleet.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_recorded_experts_wait_for_an_emulated_link(transport: Transport) -> None:
+    """For longer than compiled code waits."""
+    shape = bf16_shape()
+    fleet = open_fleet(
+        *(transport, 1, 1),
+        shape=shape,
+        table=make_table(shape, 1),
+        serves=[lambda batch: batch.hidden],
+        link=LinkEmulation(latency_us=4_000.0),
+    )
+    steps_s = []
+
+    def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
+        began_s = time.monotonic()
+        hidden, *sums = send_plain(shape, 3, ticket.step, net)
+        steps_s.append(time.monotonic() - began_s)
+        assert all(torch.equal(each, hidden) for each in sums)
+
+    assert run_recorded(fleet, tickets(m=1), attention) == {}
+    assert min(steps_s) >= 2 * shape.num_layers * 4e-3
+    fleet.close()
+
+
+def test_small_frames_over_tcp_need_no_python() -> None:
+    shape = bf16_shape()
+    serves = [lambda batch: batch.hidden]
+    fleet = open_fleet("tcp", 2, 1, shape=shape, table=make_table(shape, 1), serves=serves)
+
+    def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
+        hidden, *sums = send_plain(shape, 3, ticket.step + index, net)
+        assert all(torch.equal(each, hidden) for each in sums)
+
+    with (
+        mock.patch.object(TcpLines, "send", side_effect=AssertionError),
+        mock.patch.object(TcpLines, "send_from", side_effect=AssertionError),
+    ):
+        assert fleet.run(tickets(m=1, participants=(0, 1)), attention) == {}
     fleet.close()
 
 
