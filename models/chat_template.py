@@ -74,8 +74,9 @@ class ChatTemplate:
         for name, text in sources.items():
             try:
                 self._templates[name] = environment.from_string(text)
-                self._words.update(_words(environment.parse(text)))
-                read |= find_undeclared_variables(environment.parse(text))
+                parsed = environment.parse(text)
+                self._words.update(_words(parsed))
+                read |= find_undeclared_variables(parsed)
             except jinja2.TemplateError as error:
                 raise ConfigError(f"{source}: chat template {name!r}: {error}") from error
         self.options = frozenset(filter(may_set, read))
