@@ -72,10 +72,12 @@ class DraftWorker:
         self._rounds = DraftRounds(model, growth, max_length=model.max_length)
         self._warm_up(self._rounds)
         self._trace = self._life.inbox.trace = ring_of(config)
-        assert config.node.address is not None, "the launcher gives draft nodes their addresses"
-        self._server = ControlServer(
-            config.node.address, keys=self._wires.keys, groups=self._wires.peers
-        )
+        address = config.node.address
+        assert address is not None, "the launcher gives draft nodes their addresses"
+        if self._wires.host is not None:
+            # Others find it by a name, to which no socket can be bound.
+            address = f"tcp://{self._wires.host}:{address.rpartition(':')[2]}"
+        self._server = ControlServer(address, keys=self._wires.keys, groups=self._wires.peers)
         return CacheSize()
 
     def _warm_up(self, rounds: DraftRounds) -> None:

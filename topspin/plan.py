@@ -434,17 +434,14 @@ class EnginePlan(Section, frozen=True, kw_only=True):
 
     def _check_effect(self) -> None:
         """Check that no option is without effect between nodes on such devices."""
-        link = self.link
+        link, shares_device = self.link, self.shares_device
         plain = "fp32" if self.model.dtype == "float32" else "bf16"
-        has_no_link = self.shares_device or link.transport == "cuda_ipc"
+        has_no_link = shares_device or link.transport == "cuda_ipc"
         meaningless = (
-            (self.shares_device and link.payload != plain, f"links[0]: payload {link.payload}"),
+            (shares_device and link.payload != plain, f"links[0]: payload {link.payload}"),
             (has_no_link and link.latency_us > 0, f"links[0]: latency_us {link.latency_us:g}"),
             (has_no_link and link.gbps is not None, f"links[0]: gbps {link.gbps}"),
-            *(
-                (self.shares_device and n.wait != "block", f"{n}: wait {n.wait}")
-                for n in self.nodes
-            ),
+            *((shares_device and n.wait != "block", f"{n}: wait {n.wait}") for n in self.nodes),
         )
         for is_set, option in meaningless:
             if is_set:
@@ -452,7 +449,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
                     f"{option} with transport {link.transport}: kernels of GPUs hand rows over in "
                     "memory, where there is no such thing; leave it out, or use transport shm"
                 )
-        if self.execution.gpu_streams > 1 and not self.shares_device:
+        if self.execution.gpu_streams > 1 and not shares_device:
             raise ConfigError(
                 f"execution.gpu_streams {self.execution.gpu_streams}: only attention and experts "
                 "on one GPU, in one process, overlap on two streams"

@@ -47,14 +47,21 @@ def print_plan(plan: EnginePlan) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=WIDTH)
 
 
-class _Dumper(yaml.SafeDumper):
+# libyaml is faster; PyYAML may be built without it.
+_Safe: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Dumper(_Safe):  # type: ignore[misc]
     """Prints lists of numbers and names on one line."""
 
     def represent_sequence(
         self, tag: str, sequence: Any, flow_style: bool | None = None
     ) -> yaml.SequenceNode:
         is_short = not any(isinstance(each, dict | list) for each in sequence)
-        return super().represent_sequence(tag, sequence, flow_style=is_short or None)
+        node: yaml.SequenceNode = super().represent_sequence(
+            tag, sequence, flow_style=is_short or None
+        )
+        return node
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -186,6 +186,10 @@ def _operation_routes(
             return _unhealthy("stalled", f"work waits, and no step got on for {stalled_s:.0f} s")
         return _json({"state": engine.condition})
 
+    async def live(_: Request) -> Response:
+        """Return 200 as long as this process answers, whatever its engine does."""
+        return _json({"state": "alive"})
+
     async def prometheus(request: Request) -> Response:
         try:
             stats = await engine.stats(STATS_DEADLINE_S)
@@ -201,6 +205,7 @@ def _operation_routes(
 
     return [
         Route("/health", health),
+        Route("/live", live),
         Route("/metrics", prometheus),
         Route("/version", version),
     ]

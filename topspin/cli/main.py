@@ -204,6 +204,10 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
     importlib.import_module("topspin.cli.role").add_node(parser)
 
 
+def _add_deploy(parser: argparse.ArgumentParser) -> None:
+    importlib.import_module("topspin.cli.deploy").add_arguments(parser)
+
+
 def _add_probe(parser: argparse.ArgumentParser) -> None:
     _add_of("topspin.cli.probe", parser)
 
@@ -253,6 +257,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "scheduler": ("Start the scheduler of an engine on several hosts.", _add_scheduler),
     "gateway": ("Start a gateway of an engine on several hosts.", _add_gateway),
     "node": ("Start one node of an engine on several hosts.", _add_node),
+    "deploy": ("Write what runs an engine on a cluster.", _add_deploy),
     "probe": ("Say whether a role of this host is alive, or ready.", _add_probe),
     "keys": ("Make the key files of an engine on several hosts, or rotate them.", _add_keys),
     "trace": ("Show what every node of a running server did lately.", _add_trace),

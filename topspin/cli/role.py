@@ -61,7 +61,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         help="which one; ordinal or ordinal+N: by the number at the end of this host's name",
     )
     parser.add_argument(
-        "--advertise", metavar="HOST", help="where others reach it, instead of its `host`"
+        "--advertise", metavar="HOST", help="its address for others, instead of its `host`"
     )
     parser.set_defaults(run=run_node)
 

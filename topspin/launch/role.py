@@ -54,9 +54,12 @@ def one_node_command(
     Raises ConfigError for a host whose address is not known.
     """
     network = network_of(plan, keys)
-    receives = plan.link.transport in ("tcp", "nixl") and node.role in ("expert", "stage")
+    host = advertise  # a draft node listens at its address, unless it is told
+    if node.role != "draft":
+        receives = plan.link.transport in ("tcp", "nixl") and node.role in ("expert", "stage")
+        host = advertise or node.host if receives else None
     wires = Wires(
-        host=_address_of(advertise or node.host) if receives else None,
+        host=None if host is None else _address_of(host),
         peers=None if keys is None else peer_groups(plan, node),
         trusted_network=network.trusted,
     )

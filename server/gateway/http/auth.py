@@ -2,7 +2,7 @@
 
 Owns the reading of keys (the variable TOPSPIN_API_KEY, and a file that is read again when it
 changes) and the check of every request, as ASGI middleware around the whole application, so that no
-route can be forgotten. Knows no route but /health. Called by server.gateway.service.
+route can be forgotten. Knows no route but /health and /live. Called by server.gateway.service.
 
 What a tenant caches and stores is not shared with another: see Exchange.salted and the handler.
 """
@@ -29,7 +29,7 @@ from topspin.network import is_loopback
 
 DEFAULT_TENANT: Final = "default"
 # Probes have no key; the answer tells the engine's state only.
-OPEN_PATHS: Final = frozenset({"/health"})
+OPEN_PATHS: Final = frozenset({"/health", "/live"})
 # What makes OPTIONS a preflight; without one of them it would reach the routes.
 _PREFLIGHT_HEADERS: Final = frozenset({b"origin", b"access-control-request-method"})
 MIN_KEY_CHARS: Final = 16

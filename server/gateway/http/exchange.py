@@ -24,7 +24,7 @@ HEADER = "X-Request-Id"
 MAX_REQUEST_ID_CHARS = 128
 
 # Asked for every few seconds by machines; their lines would hide the others.
-UNLOGGED_PATHS = frozenset({"/health", "/metrics"})
+UNLOGGED_PATHS = frozenset({"/health", "/live", "/metrics"})
 MAX_LOGGED_PATH_CHARS = 256
 
 _HEADER_BYTES = HEADER.lower().encode()

@@ -44,6 +44,12 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | UnsetType = UNSET
 
 
+class Live(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /live."""
+
+    state: Literal["alive"] = "alive"
+
+
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     """The body of /version."""
 
@@ -210,6 +216,12 @@ ENDPOINTS = (
         answer=Health,
         refusals=(503,),
         failure=Health,
+    ),
+    Endpoint(
+        method="get",
+        path="/live",
+        summary="Say that this gateway runs, whatever its engine does",
+        answer=Live,
     ),
     Endpoint(
         method="get",

@@ -121,6 +121,17 @@ def test_version() -> None:
     assert get("/version", FakeEngine()).json() == {"version": __version__}
 
 
+def test_a_gateway_is_alive_whatever_its_engine_does() -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with gateway(fake, ready=False) as client:
+            assert (await client.get("/health")).status_code == 503
+            live = await client.get("/live")
+            assert (live.status_code, live.json()) == (200, {"state": "alive"})
+
+    asyncio.run(test())
+
+
 def test_health_follows_the_engine() -> None:
     async def test() -> None:
         fake = FakeEngine()

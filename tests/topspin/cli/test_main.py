@@ -247,7 +247,7 @@ def test_help_lists_the_commands() -> None:
     listed = re.findall(r"^    (\S+)", done.stdout, flags=re.MULTILINE)
     assert listed == [
         *("serve", "pull", "chat", "bench", "plan", "profile", "quantize", "sensitivity"),
-        *("scheduler", "gateway", "node", "probe", "keys", "trace", "collect-env"),
+        *("scheduler", "gateway", "node", "deploy", "probe", "keys", "trace", "collect-env"),
     ]
 
 

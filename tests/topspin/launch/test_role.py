@@ -85,6 +85,9 @@ def test_a_draft_node_lets_attention_nodes_in() -> None:
     whole = changed(whole, {"nodes": (*whole.nodes, draft)})
     command = one_node_command(whole, draft, keys=KEYS, advertise=None)
     assert flags(command.argv)["--peers"] == "attention"
+    assert "--host" not in command.argv
+    command = one_node_command(whole, draft, keys=KEYS, advertise="127.0.0.9")
+    assert flags(command.argv)["--host"] == "127.0.0.9"
 
 
 def test_servers_get_the_whole_configuration() -> None:

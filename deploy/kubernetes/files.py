@@ -1,0 +1,109 @@
+"""The folders of manifests, each a kustomization.
+
+Owns which object is in which file, and the text. `base` is one revision of an engine and can be
+deleted whole; what all revisions share is beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from deploy.kubernetes.network import hosts_service, network_policies, public_service
+from deploy.kubernetes.pods import Object
+from deploy.kubernetes.scaling import disruption_budgets, scaled_objects
+from deploy.kubernetes.shared import METRICS_KEY, inference_pool, models, pod_monitor
+from deploy.kubernetes.workloads import optional_groups, workloads
+from deploy.services.engine import Engine
+from deploy.yaml_text import yaml_text
+from topspin.keys import PUBLIC, SECRET
+from topspin.plan_file import print_plan
+
+Files = dict[str, str]
+"""Texts by their path."""
+
+
+def kubernetes_files(engine: Engine) -> Files:
+    """Return all files of an engine's manifests."""
+    return {
+        **_base(engine),
+        **_kustomization("service", {"service": [public_service(engine)]}),
+        **_kustomization("models", {"models": models(engine)}),
+        **_secrets(engine),
+        **_kustomization("monitoring", {"pod-monitor": [pod_monitor(engine)]}),
+        **_kustomization("inference-gateway", {"inference-pool": inference_pool(engine)}),
+        **_autoscaling(engine),
+    }
+
+
+def _base(engine: Engine) -> Files:
+    files: dict[str, list[Object]] = dict(workloads(engine))
+    if not engine.is_whole:
+        files["hosts"] = [hosts_service(engine)]
+    files["network-policies"] = network_policies(engine)
+    files["disruption-budgets"] = disruption_budgets(engine)
+    plan = {"name": f"{engine.name}-plan", "files": ["plan.yaml"], "options": {"immutable": True}}
+    return {
+        "base/plan.yaml": print_plan(engine.plan),
+        **_kustomization("base", files, configMapGenerator=[plan], generatorOptions=_AS_NAMED),
+    }
+
+
+def _secrets(engine: Engine) -> Files:
+    """Return the folder whose key files are made by `topspin keys`, and by hand."""
+    groups = engine.key_groups
+    publics = [f"{group}{PUBLIC}" for group in groups]
+    secrets = [
+        {
+            "name": f"{engine.asked.name}-keys-{group}",
+            "files": [f"keys/{group}/{name}" for name in (f"{group}{SECRET}", *publics)],
+        }
+        for group in groups
+    ]
+    api_keys = {"name": f"{engine.asked.name}-api-keys", "files": ["api-keys", METRICS_KEY]}
+    return _kustomization(
+        "secrets", {}, secretGenerator=[*secrets, api_keys], generatorOptions=_AS_NAMED
+    )
+
+
+def _autoscaling(engine: Engine) -> Files:
+    """Return the overlay in which the numbers of pods are KEDA's, and not set again."""
+    scaled = [("Deployment", "engine" if engine.is_whole else "gateway")]
+    scaled += [("StatefulSet", group.name) for group in optional_groups(engine)]
+    patches = [
+        {
+            "target": {"kind": kind, "name": f"{engine.name}-{name}"},
+            "patch": yaml_text([{"op": "remove", "path": "/spec/replicas"}]),
+        }
+        for kind, name in scaled
+    ]
+    return _kustomization(
+        "overlays/autoscaling",
+        {"scaled-objects": scaled_objects(engine)},
+        above=["../../base"],
+        patches=patches,
+    )
+
+
+# Pods name them; what changes has another revision, and keys are read again in place.
+_AS_NAMED: Final = {"disableNameSuffixHash": True}
+
+
+def _kustomization(
+    folder: str,
+    files: Mapping[str, Sequence[Object]],
+    *,
+    above: Sequence[str] = (),
+    **more: Any,
+) -> Files:
+    """Return a folder with these files."""
+    listed: Object = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+    }
+    if resources := [*above, *(f"{name}.yaml" for name in files)]:
+        listed["resources"] = resources
+    texts = {f"{folder}/kustomization.yaml": yaml_text(listed | more)}
+    for name, objects in files.items():
+        texts[f"{folder}/{name}.yaml"] = yaml_text(*objects)
+    return texts

@@ -1,0 +1,255 @@
+"""The workloads of an engine: what starts its pods, replaces them, and how many there are.
+
+Owns the choice of workload per role. Our failover replaces single nodes, so nodes that are alike
+are pods of one StatefulSet, whose numbers are their indices; a group that is restarted together
+would lose what the others hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from deploy.kubernetes.pods import (
+    DRAIN_S,
+    HTTP,
+    Needs,
+    Object,
+    api_keys_mount,
+    container,
+    exec_probes,
+    http_probes,
+    keys_mount,
+    metadata,
+    models_mount,
+    plan_mount,
+    pod,
+    run_mount,
+    selector,
+    shared_memory_mount,
+    volumes_of,
+)
+from deploy.services.arguments import (
+    SHUTDOWN_TIMEOUT_S,
+    gateway_arguments,
+    node_arguments,
+    progress_file,
+    scheduler_arguments,
+    whole_arguments,
+)
+from deploy.services.engine import CONTROL_PORT, Engine, Group, Node, threads_of
+from deploy.services.memory import SERVER_BYTES
+
+GRACE_S = 20
+"""Beside the time that a process has to end by itself."""
+
+
+def workloads(engine: Engine) -> dict[str, list[Object]]:
+    """Return all workloads of an engine, by the file that they are in."""
+    if engine.is_whole:
+        return {"engine": [whole(engine)]}
+    files = {"scheduler": [scheduler(engine)], "gateway": [gateway(engine)]}
+    groups = list(engine.groups)
+    if engine.shares_memory:
+        joined = [group for group in groups if group.role != "draft"]
+        files["nodes"] = [nodes_in_one_pod(engine, joined)]
+        groups = [group for group in groups if group.role == "draft"]
+    for group in groups:
+        files.setdefault(group.role, []).append(group_of_pods(engine, group))
+    return files
+
+
+def scheduler(engine: Engine) -> Object:
+    """Return the scheduler: one, with a name that the others find again when it is replaced."""
+    mounts = [plan_mount(), models_mount(), keys_mount("scheduler"), run_mount()]
+    own = container(
+        engine,
+        "scheduler",
+        scheduler_arguments(),
+        Needs(cpus=1, memory=SERVER_BYTES),
+        mounts=mounts,
+        probes=exec_probes(progress_file("scheduler")),
+        port=("control", CONTROL_PORT),
+    )
+    volumes = volumes_of(engine, mounts)
+    template = pod(engine, "scheduler", [own], volumes, grace_s=GRACE_S, kind="scheduler")
+    return stateful_set(engine, "scheduler", "scheduler", 1, template)
+
+
+def gateway(engine: Engine) -> Object:
+    """Return the gateways. A new one is ready before an old one ends."""
+    mounts = [plan_mount(), models_mount(), keys_mount("gateway"), api_keys_mount()]
+    own = container(
+        engine,
+        "gateway",
+        gateway_arguments(),
+        Needs(cpus=1, memory=SERVER_BYTES),
+        mounts=mounts,
+        probes=http_probes(),
+        port=HTTP,
+    )
+    return deployment(engine, "gateway", own, volumes_of(engine, mounts))
+
+
+def whole(engine: Engine) -> Object:
+    """Return engines that are one container each, gateway and all; more of them serve more."""
+    mounts = [plan_mount(), models_mount(), api_keys_mount(), shared_memory_mount()]
+    mounts += _spill_mounts(engine)
+    own = container(
+        engine,
+        "engine",
+        whole_arguments(),
+        _needs_of_all(engine),
+        mounts=mounts,
+        probes=http_probes(),
+        port=HTTP,
+    )
+    return deployment(engine, "engine", own, volumes_of(engine, mounts))
+
+
+def _needs_of_all(engine: Engine) -> Needs:
+    nodes = engine.plan.nodes
+    memory = [engine.memory_of(node) for node in nodes]
+    known = [each for each in memory if each is not None]
+    gpus = [int(node.device.partition(":")[2]) for node in nodes if node.place.is_gpu]
+    threads = [threads_of(node) for node in nodes]
+    return Needs(
+        # Nodes of one process take turns on the same cores.
+        cpus=1 + max(threads) if engine.plan.is_one_process else 1 + sum(threads),
+        memory=sum(known) + 2 * SERVER_BYTES if len(known) == len(memory) else None,
+        # A container's GPUs are numbered from 0, so it has those between as well.
+        gpus=max(gpus) + 1 if gpus else 0,
+    )
+
+
+def nodes_in_one_pod(engine: Engine, groups: Sequence[Group]) -> Object:
+    """Return the one pod of nodes that share memory; each is a container, restarted by itself."""
+    nodes = [node for group in groups for node in group.nodes]
+    containers, mounts = [], []
+    for node in nodes:
+        own = _node_mounts(engine, node)
+        containers.append(
+            _node_container(engine, node, str(node), index=str(node.index), mounts=own)
+        )
+        mounts += own
+    template = pod(
+        engine,
+        "nodes",
+        containers,
+        volumes_of(engine, mounts),
+        grace_s=_node_grace_s(engine),
+        kind="node",
+    )
+    return stateful_set(engine, "nodes", "nodes", 1, template)
+
+
+def group_of_pods(engine: Engine, group: Group) -> Object:
+    """Return the pods of nodes that are alike."""
+    first = group.nodes[0]
+    index = f"ordinal+{group.first}" if group.first else "ordinal"
+    return stateful_set(
+        engine, group.name, group.role, len(group.nodes), node_pod(engine, first, index)
+    )
+
+
+def node_pod(engine: Engine, node: Node, index: str) -> Object:
+    """Return the pod of one node."""
+    mounts = _node_mounts(engine, node)
+    own = _node_container(engine, node, node.role, index=index, mounts=mounts)
+    volumes = volumes_of(engine, mounts)
+    return pod(engine, node.role, [own], volumes, grace_s=_node_grace_s(engine), kind="node")
+
+
+def _node_container(
+    engine: Engine, node: Node, name: str, *, index: str, mounts: Sequence[Object]
+) -> Object:
+    return container(
+        engine,
+        name.replace(" ", "-"),
+        node_arguments(node.role, index, "$(POD_IP)" if engine.listens(node) else None),
+        Needs(
+            cpus=threads_of(node),
+            memory=engine.memory_of(node),
+            gpus=1 if node.place.is_gpu else 0,
+            has_rdma=engine.plan.link.transport == "nixl" and node.role != "draft",
+        ),
+        mounts=mounts,
+        probes=exec_probes(progress_file(node.role, index)),
+    )
+
+
+def _node_mounts(engine: Engine, node: Node) -> list[Object]:
+    mounts = [plan_mount(), models_mount(), keys_mount(node.key_group), run_mount()]
+    mounts.append(shared_memory_mount())
+    return mounts + (_spill_mounts(engine) if node.role in ("attention", "stage") else [])
+
+
+def _spill_mounts(engine: Engine) -> list[Object]:
+    spill = engine.plan.kv_cache.spill
+    if spill is None or spill.is_in_host_memory:
+        return []
+    return [{"name": "spill", "mountPath": spill.directory}]
+
+
+def _node_grace_s(engine: Engine) -> float:
+    return engine.plan.failover.halt_deadline_s + GRACE_S
+
+
+def stateful_set(
+    engine: Engine, name: str, component: str, replicas: int, template: Object
+) -> Object:
+    """Return pods NAME-0, NAME-1, ... that all start at once: nodes wait for each other."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": metadata(engine, name, component),
+        "spec": {
+            "replicas": replicas,
+            "serviceName": engine.name,
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "RollingUpdate"},
+            "selector": {"matchLabels": selector(engine, component) | _of_set(name)},
+            "template": _labelled(template, _of_set(name)),
+        },
+    }
+
+
+def deployment(engine: Engine, component: str, own: Object, volumes: Sequence[Object]) -> Object:
+    """Return pods that answer HTTP."""
+    template = pod(
+        engine,
+        component,
+        [own],
+        volumes,
+        grace_s=DRAIN_S + SHUTDOWN_TIMEOUT_S + GRACE_S,
+        kind="server",
+    )
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(engine, component, component),
+        "spec": {
+            "replicas": engine.asked.gateways,
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+            },
+            "selector": {"matchLabels": selector(engine, component)},
+            "template": template,
+        },
+    }
+
+
+def _of_set(name: str) -> dict[str, str]:
+    """Return the label that tells several StatefulSets of a role apart."""
+    return {"topspin/group": name}
+
+
+def _labelled(template: Object, more: dict[str, str]) -> Object:
+    meta = template["metadata"]
+    return {**template, "metadata": {**meta, "labels": {**meta["labels"], **more}}}
+
+
+def optional_groups(engine: Engine) -> Iterator[Group]:
+    """Yield the groups whose pods may be fewer: the engine serves without them."""
+    if not engine.shares_memory:
+        yield from (group for group in engine.groups if group.is_optional)

@@ -1,0 +1,1 @@
+"""The processes of a planned engine as services of a cluster, whatever starts them."""

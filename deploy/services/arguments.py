@@ -1,0 +1,89 @@
+"""The command lines of an engine's containers, and the places that these name in them.
+
+Owns the arguments of `topspin` and the paths that are mounted. Knows no manifest.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from deploy.services.engine import HTTP_PORT, MODELS
+
+ROOT: Final = "/topspin"
+PLAN_FILE: Final = f"{ROOT}/plan/plan.yaml"
+KEYS: Final = f"{ROOT}/keys"
+API_KEYS: Final = f"{ROOT}/api-keys"
+API_KEY_FILE: Final = f"{API_KEYS}/api-keys"
+CACHE: Final = f"{ROOT}/cache"
+RUN: Final = f"{ROOT}/run"
+
+SHUTDOWN_TIMEOUT_S: Final = 120
+"""A gateway that is replaced lets requests in flight end within this time."""
+
+ENVIRONMENT: Final = {
+    "TOPSPIN_CACHE": MODELS,
+    "NUMBA_CACHE_DIR": f"{CACHE}/numba",
+    "TRITON_CACHE_DIR": f"{CACHE}/triton",
+    "HF_HOME": f"{MODELS}/huggingface",
+    "HOME": CACHE,
+    "TOPSPIN_LOG_FORMAT": "json",
+}
+"""Of all containers: models are read from one place, what is compiled goes to another."""
+
+OFFLINE: Final = {"HF_HUB_OFFLINE": "1"}
+"""Of those that serve: only `topspin pull` asks the hub."""
+
+_PLAN: Final = ("--plan", PLAN_FILE)
+_KEYS: Final = ("--keys", KEYS)
+_HTTP: Final = (
+    *("--host", "0.0.0.0"),
+    *("--port", str(HTTP_PORT)),
+    *("--api-key-file", API_KEY_FILE),
+    *("--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)),
+)
+
+
+def scheduler_arguments() -> tuple[str, ...]:
+    """Return the arguments of the scheduler, which listens on all of its pod's addresses."""
+    bind = ("--bind", "0.0.0.0")
+    return ("scheduler", *_PLAN, *_KEYS, *bind, "--progress", progress_file("scheduler"))
+
+
+def gateway_arguments() -> tuple[str, ...]:
+    """Return the arguments of a gateway."""
+    return ("gateway", *_PLAN, *_KEYS, *_HTTP)
+
+
+def node_arguments(role: str, index: str, advertise: str | None) -> tuple[str, ...]:
+    """Return the arguments of node `index` (N, or ordinal+N).
+
+    Others reach it at `advertise`; None: nobody connects to it.
+    """
+    return (
+        *("node", role, "--index", index),
+        *_PLAN,
+        *_KEYS,
+        *(() if advertise is None else ("--advertise", advertise)),
+        *("--progress", progress_file(role, index)),
+    )
+
+
+def whole_arguments() -> tuple[str, ...]:
+    """Return the arguments of a whole engine."""
+    return ("serve", *_PLAN, *_HTTP)
+
+
+def pull_arguments(model: str) -> tuple[str, ...]:
+    """Return the arguments that bring a model to where the others look for it."""
+    return ("pull", model)
+
+
+def probe_arguments(file: str, *, ready: bool) -> tuple[str, ...]:
+    """Return the arguments of a probe of the process that writes `file`."""
+    return ("probe", file, *(("--ready",) if ready else ()))
+
+
+def progress_file(role: str, index: str = "") -> str:
+    """Return where a process writes how it gets on; containers of a pod share the folder."""
+    number = index if index.isdigit() else ""
+    return f"{RUN}/{role}{number and '-'}{number}"

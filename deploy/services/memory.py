@@ -1,0 +1,66 @@
+"""The memory that an engine's containers ask for: weights, caches and their processes.
+
+Owns the sum; sizes of weights are deploy.placement's, so they are those of the planner. Pure.
+Without the model's shape a node asks for none, as nobody knows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
+from deploy.placement.shapes import Kernels, ModelShape, PrecisionOf, precision_by
+from deploy.services.engine import MemoryOf
+from topspin.plan import AttentionNode, EnginePlan, ExpertNode, NodeSpec, StageNode
+
+GIB: Final = 2**30
+
+SERVER_BYTES: Final = GIB
+"""Of a scheduler or a gateway: tokenizer, templates, requests."""
+PROCESS_BYTES: Final = GIB
+"""Of a node on a CPU beside its data: libraries, compiled kernels, buffers of a step."""
+LOADING_BYTES: Final = 4 * GIB
+"""Of a node on a GPU, on its host: weights pass through while they are read."""
+MARGIN: Final = 1.05
+
+
+def memory_of(plan: EnginePlan, shape: ModelShape | None) -> MemoryOf:
+    """Return the bytes that each node's container asks for; None where that is not known."""
+    precision_of = precision_by(plan.precision)
+
+    def of(node: NodeSpec) -> int | None:
+        if node.place.is_gpu:
+            return LOADING_BYTES
+        data = None if shape is None else _data_bytes(plan, node, shape, precision_of)
+        return None if data is None else round(data * MARGIN) + PROCESS_BYTES
+
+    return of
+
+
+def _data_bytes(
+    plan: EnginePlan, node: NodeSpec, shape: ModelShape, precision_of: PrecisionOf
+) -> int | None:
+    kernels: Kernels = "triton" if node.kernels == "triton" else "cpu"
+    if isinstance(node, ExpertNode):
+        return expert_weight_bytes(shape, precision_of, held=node.experts, kernels=kernels)
+    if not isinstance(node, AttentionNode | StageNode):
+        return None  # the draft model's shape is not known
+    layers = range(shape.num_layers) if node.layers is None else range(*node.layers)
+    weights = attention_weight_bytes(
+        shape,
+        precision_of,
+        kernels=kernels,
+        layers=layers,
+        with_ends=isinstance(node, AttentionNode),
+    )
+    for layer in _local_layers(plan, shape, layers):
+        weight_format = precision_of("experts", layer)
+        each = shape.weight_bytes("experts", layer, weight_format, kernels=kernels)
+        weights += shape.num_experts * each
+    assert node.kv_cache_bytes is not None, "a node on a CPU has a size"
+    return weights + node.kv_cache_bytes
+
+
+def _local_layers(plan: EnginePlan, shape: ModelShape, layers: range) -> list[int]:
+    local = () if plan.local_experts is None else plan.local_experts.layers
+    return [layer for layer in shape.moe_layers if layer in local and layer in layers]
