@@ -52,7 +52,11 @@ def resolve_model(model: str) -> Path:
     """
     directory = Path(model).expanduser()
     if model and directory.is_dir():
-        if not (directory / "config.json").exists():
+        try:
+            is_checkpoint = (directory / "config.json").exists()
+        except OSError as error:  # of a directory that this user may not search
+            raise ConfigError(f"{model}/config.json: {error.strerror}") from error
+        if not is_checkpoint:
             raise ConfigError(f"{model}: is a directory without config.json, no checkpoint")
         return directory.resolve()
     if model == DEFAULT_MODEL:

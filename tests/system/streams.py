@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import httpx
 
@@ -18,10 +18,15 @@ DEADLINE_S = 120.0
 
 
 class Load:
-    """Requests on NUM_STREAMS streams, one after the other, until left; each answer is checked."""
+    """Requests on NUM_STREAMS streams, one after the other, until left; each answer is checked.
 
-    def __init__(self, urls: Sequence[str], tiny: Tiny) -> None:
-        self._urls, self._tiny = urls, tiny
+    `urls` may change meanwhile: the next request of a stream goes to one that is there then.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], tiny: Tiny, *, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._urls, self._tiny, self._headers = urls, tiny, headers
         self._stop = threading.Event()
         self.wrong: list[str] = []
         self.num_answers = 0
@@ -41,7 +46,6 @@ class Load:
             thread.join(DEADLINE_S)
 
     def _send(self, idx: int) -> None:
-        url = self._urls[idx % len(self._urls)]
         turn = idx % len(self._tiny.prompts)
         body = {
             "model": "tiny",
@@ -51,8 +55,10 @@ class Load:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        with httpx.Client(timeout=DEADLINE_S) as client:
+        with httpx.Client(timeout=DEADLINE_S, headers=self._headers) as client:
             while not self._stop.is_set():
+                urls = tuple(self._urls)
+                url = urls[idx % len(urls)]
                 answer = client.post(f"{url}/v1/completions", json=body)
                 with self._lock:
                     self.num_answers += 1

@@ -19,10 +19,12 @@ each kernel once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
 import os
+import shutil
 import struct
 import tempfile
 import threading
@@ -41,6 +43,9 @@ from numba.core.dispatcher import Dispatcher
 
 from kernels.cpu.simd.lanes import PORTABLE_VARIABLE, STACK_BYTES
 from kernels.cpu.simd.tasks import HEADER_BYTES, IS_UNDONE
+
+PREPARED_VARIABLE = "TOPSPIN_PREPARED_KERNELS"
+"""A folder like numba's cache, which an image has; it may be read-only."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -256,10 +261,11 @@ def _use_cache_directory(sources: _Sources) -> bool:
 
     It is $NUMBA_CACHE_DIR, else `numba` in Topspin's cache, and in it a directory named
     by a digest of the sources that the code comes from: numba compares the time of one
-    file only.
+    file only. What $TOPSPIN_PREPARED_KERNELS has of it is copied there first.
     """
     directory = _cache_root() / _digest(sources)
     try:
+        _copy_prepared(directory)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
@@ -267,6 +273,19 @@ def _use_cache_directory(sources: _Sources) -> bool:
         return False
     setattr(numba.config, "CACHE_DIR", str(directory))  # noqa: B010, numba sets it so itself
     return True
+
+
+def _copy_prepared(directory: Path) -> None:
+    """Fill a cache directory that is not there yet from one that cannot be written, if there is."""
+    prepared = os.environ.get(PREPARED_VARIABLE)
+    if not prepared or directory.exists() or not Path(prepared, directory.name).is_dir():
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as own:
+        copy = Path(own, directory.name)
+        shutil.copytree(Path(prepared, directory.name), copy)
+        with contextlib.suppress(OSError):  # another process was faster
+            copy.rename(directory)
 
 
 def _cache_root() -> Path:

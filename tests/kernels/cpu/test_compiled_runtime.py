@@ -101,14 +101,19 @@ def run_program(**environment: str) -> str:
 
 
 def test_code_is_kept_where_the_user_says(tmp_path: Path) -> None:
-    said = "compiled kernel add_norm for this processor"
-    assert said in run_program(NUMBA_CACHE_DIR=str(tmp_path))
-    kept = sorted(tmp_path.rglob("*.nbc"))
+    said, kept_in = "compiled kernel add_norm for this processor", tmp_path / "kept"
+    assert said in run_program(NUMBA_CACHE_DIR=str(kept_in))
+    kept = sorted(kept_in.rglob("*.nbc"))
     assert kept
     times = [file.stat().st_mtime_ns for file in kept]
-    assert said not in run_program(NUMBA_CACHE_DIR=str(tmp_path))
-    assert sorted(tmp_path.rglob("*.nbc")) == kept
+    assert said not in run_program(NUMBA_CACHE_DIR=str(kept_in))
+    assert sorted(kept_in.rglob("*.nbc")) == kept
     assert [file.stat().st_mtime_ns for file in kept] == times, "it was compiled again"
+    # An image has code that was compiled before, which nobody may change.
+    other = tmp_path / "other"
+    prepared = {runtime.PREPARED_VARIABLE: str(kept_in)}
+    assert said not in run_program(NUMBA_CACHE_DIR=str(other), **prepared)
+    assert [each.name for each in sorted(other.rglob("*.nbc"))] == [each.name for each in kept]
 
 
 @pytest.mark.parametrize(

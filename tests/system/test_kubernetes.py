@@ -1,0 +1,91 @@
+"""Rendered manifests, run: pods as network namespaces, with the manifests' commands and probes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import httpx
+import yaml
+
+from tests.structs import changed
+from tests.system.conftest import Tiny
+from tests.system.pods import Cluster, Object, objects_in, secret_folder
+from tests.system.streams import NUM_STREAMS, Load
+from topspin.cli.flags import read_config
+from topspin.cli.main import _parser, main
+from topspin.cli.serve import plan_of
+from topspin.plan import EnginePlan
+from topspin.plan_file import print_plan
+
+USER = 10001
+API_KEY = "a-key-of-the-tests-1234"
+HEADERS = {"Authorization": f"Bearer {API_KEY}"}
+MODEL = "/topspin/models/tiny"
+
+
+def plan_for(tiny: Tiny, *, transport: str, counts: tuple[int, int]) -> EnginePlan:
+    """Return a plan as `topspin serve --print-plan` gives one, of the model in the pods."""
+    flags = ("--kv-cache-memory", "8MiB", "--layout", "shared", "--num-threads", "1")
+    number = ("--attention-nodes", str(counts[0]), "--expert-nodes", str(counts[1]))
+    own = ("--transport", transport)
+    parsed = _parser(["serve"]).parse_args(["serve", str(tiny.path), *flags, *number, *own])
+    plan = plan_of(read_config(parsed), tiny.path)
+    return changed(plan, {"model": changed(plan.model, {"path": MODEL})})
+
+
+class Engines:
+    """Revisions of an engine on one cluster, by the commands of docs/kubernetes.md."""
+
+    def __init__(self, tiny: Tiny, directory: Path) -> None:
+        self._tiny, self._directory = tiny, directory
+        self.volumes: dict[str, Path] = {}
+
+    def render(self, plan: EnginePlan, *, gateways: int) -> list[Object]:
+        """Return the objects of a plan; makes the keys once."""
+        file = self._directory / "plan.yaml"
+        file.write_text(print_plan(plan))
+        out = self._directory / "out"
+        render = ("deploy", "render", "--plan", str(file), "-o", str(out), "--image", "topspin:1")
+        assert main([*render, "--gateways", str(gateways)]) == 0
+        if not self.volumes:
+            self._make_secrets(out)
+        base = yaml.safe_load((out / "base" / "kustomization.yaml").read_text())
+        (config,) = base["configMapGenerator"]
+        folder = self._directory / config["name"]
+        folder.mkdir()
+        (folder / "plan.yaml").write_text((out / "base" / "plan.yaml").read_text())
+        self.volumes[config["name"]] = folder
+        return objects_in(out / "base")
+
+    def _make_secrets(self, out: Path) -> None:
+        secrets = out / "secrets"
+        keys = ("keys", str(secrets / "keys"), "--plan", str(out / "base" / "plan.yaml"))
+        assert main(keys) == 0
+        (secrets / "api-keys").write_text(f"tests: {API_KEY}\n")
+        (secrets / "metrics-key").write_text(API_KEY)
+        listed = yaml.safe_load((secrets / "kustomization.yaml").read_text())
+        for each in listed["secretGenerator"]:
+            files = [secrets / name for name in each["files"]]
+            folder = self._directory / each["name"]
+            self.volumes[each["name"]] = secret_folder(folder, files, owner=USER)
+        models = self._directory / "models"
+        shutil.copytree(self._tiny.path, models / "tiny")
+        for each in (models / "tiny", *(models / "tiny").iterdir()):
+            os.chown(each, USER, USER)
+        self.volumes["topspin-models"] = models
+
+
+def test_the_pods_of_a_plan_serve(tiny: Tiny, tmp_path: Path) -> None:
+    engines = Engines(tiny, tmp_path)
+    objects = engines.render(plan_for(tiny, transport="tcp", counts=(1, 1)), gateways=1)
+    with Cluster(tmp_path, engines.volumes) as cluster:
+        pods = cluster.apply(objects)
+        for pod in pods:
+            pod.wait_until_ready()
+        (gateway,) = (pod for pod in pods if "gateway" in pod.name)
+        assert httpx.get(f"{gateway.url}/v1/models").status_code == 401
+        with Load([gateway.url], tiny, headers=HEADERS) as load:
+            load.wait_for(2 * NUM_STREAMS)
+        assert load.wrong == []
