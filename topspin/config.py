@@ -616,6 +616,15 @@ class GatewaySection(Section, frozen=True, kw_only=True):
             flag="--log-format",
         ),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Setting(
+            "OpenTelemetry collector that gets a trace of each request, by OTLP over HTTP: "
+            "http://localhost:4318/v1/traces; OTEL_... variables hold; none",
+            flag="--otlp-traces-endpoint URL",
+            none="none",
+        ),
+    ] = None
     shutdown_timeout_s: Annotated[
         float,
         Setting(

@@ -26,10 +26,11 @@ from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.errors import MESSAGES, ModelNotFound, error_response, truncated
 from server.gateway.handler import GenerationHandler
 from server.gateway.http.auth import ApiKeys, Authentication
-from server.gateway.http.exchange import Exchanges
+from server.gateway.http.exchange import Exchanges, exchange_of
 from server.gateway.openapi.routes import documentation_routes
 from server.gateway.operations.health import ProgressWatch
 from server.gateway.operations.metrics import GatewayMetrics
+from server.gateway.operations.otlp import SpanSender
 from server.gateway.operations.tracing import trace_route
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.tools import MessageFormats
@@ -52,12 +53,14 @@ def create_app(
     allowed_origins: Sequence[str] = (),
     access_log: bool = True,
     keys: ApiKeys | None = None,
+    spans: SpanSender | None = None,
 ) -> ASGIApp:
     """Return the application. The caller runs `engine.run()` concurrently.
 
     `keys`: those of which a request must have one (None or empty: it needs none). `formats`: what
     can be read in the model's text. Pages of `allowed_origins` (`*`: all) may call it from a
-    browser (CORS). `access_log`: each request is logged at its end.
+    browser (CORS). `access_log`: each request is logged at its end. `spans`: where the spans of
+    requests go (None: they have none).
     """
     metrics = GatewayMetrics(model.names[0])
     handler = GenerationHandler(
@@ -108,10 +111,11 @@ def create_app(
         },
     )
     checked = Authentication(app, keys, preflights=bool(allowed_origins)) if keys else app
-    return Exchanges(checked, access_log=access_log)
+    return Exchanges(checked, access_log=access_log, spans=spans)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    exchange_of(request.scope).failed(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         path = truncated(request.url.path, 64)
         # A set's order: not the same in every process.

@@ -287,12 +287,14 @@ class GenerationHandler:
             return_token_ids=params.return_token_ids,
         )
         run = self._submit(prepared, exchange)
+        if exchange.record is not None:
+            exchange.record.submitted(params, response_id=head.id, choices=run.choices)
         run.watch(request.receive)
         replies = prepared.make_replies(head)
         if params.stream:
             # Waiting here gives a request that fails before its first token a proper status.
             grown = await run.next()
-            blocks = self._event_blocks(run, grown, replies, params)
+            blocks = self._event_blocks(run, grown, replies, params, exchange)
             response: Response = EventStream(blocks, close=run.close)
         else:
             response = await self._whole_answer(run, replies, params)
@@ -364,6 +366,7 @@ class GenerationHandler:
         grown: list[tuple[Choice, Delta]],
         replies: Replies,
         params: RequestParams,
+        exchange: Exchange,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the stream's events, in blocks of all that can be sent at once.
 
@@ -382,6 +385,7 @@ class GenerationHandler:
         except ClientGone:
             return
         except Exception as error:
+            exchange.failed(error)
             yield replies.failed(error)
             return
         yield block + replies.end(run.choices, run.usage())

@@ -30,6 +30,7 @@ from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
 from server.gateway.http.auth import keys_of
 from server.gateway.http.listener import BACKLOG, HttpServer, bind, check_tls, http_config
+from server.gateway.operations.otlp import SpanSender, span_sender
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.sampling_defaults import load_sampling_defaults
 from server.gateway.requests.tools import message_formats
@@ -98,10 +99,13 @@ async def serve(
     answers 503 until it is connected again or its supervisor stops it.
     """
     check_tls(config.gateway)
-    with contextlib.closing(bind(config.gateway)) as listener:
+    with (
+        span_sender(config.gateway.otlp_traces_endpoint) as spans,
+        contextlib.closing(bind(config.gateway)) as listener,
+    ):
         engine = EngineClient(connect())
         try:
-            app = build_app(config, engine)
+            app = build_app(config, engine, spans)
             engine.connection.send(_hello(index))
             listener.listen(BACKLOG)
             port = listener.getsockname()[1]
@@ -140,7 +144,9 @@ async def _stay_connected(engine: EngineClient, *, connect: Connect, index: int)
         engine.connection.send(_hello(index))
 
 
-def build_app(config: ServeConfig, engine: EngineClient) -> ASGIApp:
+def build_app(
+    config: ServeConfig, engine: EngineClient, spans: SpanSender | None = None
+) -> ASGIApp:
     """Return the application; reads the checkpoint's configuration, tokenizer and template."""
     path = Path(config.plan.model.path)
     model_config = load_model_config(path, config.plan.model.hf_overrides)
@@ -165,6 +171,7 @@ def build_app(config: ServeConfig, engine: EngineClient) -> ASGIApp:
         allowed_origins=config.gateway.allowed_origins,
         access_log=config.gateway.access_log,
         keys=keys_of(config.gateway),
+        spans=spans,
     )
 
 

@@ -68,13 +68,15 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def check_http(gateway: GatewaySection) -> None:
-    """Raise ConfigError for keys or certificates that cannot be used, or are missing."""
+    """Raise ConfigError for keys, certificates or a collector that cannot be used."""
     # Only now: other commands need no HTTP server.
     from server.gateway.http.auth import keys_of
     from server.gateway.http.listener import check_tls
+    from server.gateway.operations.otlp import check_endpoint
 
     keys_of(gateway)
     check_tls(gateway)
+    check_endpoint(gateway.otlp_traces_endpoint)
 
 
 def set_log_format(gateway: GatewaySection) -> None:

@@ -50,7 +50,6 @@ class Run:
         self._started = False
         self._closed = False
         self._num_unfinished = len(choices)
-        self._firsts: dict[int, First] = {}
         self.choices = choices
 
     @property
@@ -111,7 +110,7 @@ class Run:
             self._call.stop_choice(arrival.choice_idx)
         if delta.is_first:
             output = arrival.output
-            self._firsts[choice.index] = First(output.queue_s, output.prefill_s, arrival.at_s)
+            choice.first = First(output.queue_s, output.prefill_s, arrival.at_s)
             choice.num_cached_tokens = arrival.output.num_cached_tokens
         self._measure(choice, delta, arrival.at_s)
         choice.num_tokens += len(delta.token_ids)
@@ -133,9 +132,9 @@ class Run:
         if delta.finish_reason is not None:
             metrics.finished[delta.finish_reason].inc()
             metrics.e2e_latency.observe(at_s - self._arrived_at_s)
-            first = self._firsts[choice.index]
+            assert choice.first is not None, "set with its first output"
             metrics.observe_finished(
-                first,
+                choice.first,
                 last_at_s=at_s,
                 num_prompt=len(choice.prompt.ids),
                 num_output=choice.num_tokens + num_tokens,

@@ -17,6 +17,13 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.gateway.errors import MESSAGES, error_response, truncated
+from server.gateway.operations.otlp import SpanSender
+from server.gateway.operations.spans import (
+    OPERATIONS,
+    RequestRecord,
+    RequestSpans,
+    request_spans,
+)
 from topspin.errors import InvalidRequest
 from topspin.logs import about
 
@@ -39,7 +46,7 @@ class Exchange:
 
     `send` is the connection's own, without middleware: what is sent of an answer after its start
     needs none. `tenant` is whose key it came with; "": keys are not asked for. The counts are None
-    unless it generates.
+    unless it generates, `record` unless it also has spans.
     """
 
     request_id: str
@@ -51,6 +58,12 @@ class Exchange:
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
     ttft_s: float | None = None
+    record: RequestRecord | None = None
+
+    def failed(self, error: Exception) -> None:
+        """Take note of the error that the client is told."""
+        if self.record is not None:
+            self.record.failed(error)
 
     def salted(self, salt: str) -> str:
         """Return the salt of what may be cached for this request: no two tenants have the same."""
@@ -77,11 +90,15 @@ def make_request_id() -> str:
 
 
 class Exchanges:
-    """ASGI middleware, outside of all other: an Exchange for each request, logged at its end."""
+    """ASGI middleware, outside of all other: an Exchange for each request, logged at its end.
 
-    def __init__(self, app: ASGIApp, *, access_log: bool) -> None:
+    `spans`: where the spans of requests that generate go; None: they have none.
+    """
+
+    def __init__(self, app: ASGIApp, *, access_log: bool, spans: SpanSender | None = None) -> None:
         self._app = app
         self._is_logging = access_log
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
@@ -90,6 +107,8 @@ class Exchanges:
             return
         exchange = Exchange(make_request_id(), False, send)
         scope[_KEY] = exchange
+        if self._spans is not None and scope["path"] in OPERATIONS and scope["method"] == "POST":
+            exchange.record = RequestRecord(scope["path"], exchange.started_s)
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -106,9 +125,24 @@ class Exchanges:
             app = error_response(error, to_anthropic=scope["path"].startswith(MESSAGES))
         try:
             await app(scope, receive, send_named)
+        except Exception as error:
+            exchange.failed(error)
+            raise
         finally:
             if self._is_logging and scope["path"] not in UNLOGGED_PATHS:
                 _write(scope, exchange)
+            if self._spans is not None and exchange.record is not None:
+                self._spans.send(_spans_of(exchange, exchange.record), scope["headers"])
+
+
+def _spans_of(exchange: Exchange, record: RequestRecord) -> RequestSpans:
+    """Return the spans of a request at its end."""
+    return request_spans(
+        record,
+        request_id=exchange.request_id,
+        status=exchange.status,
+        ended_s=time.monotonic(),
+    )
 
 
 def _write(scope: Scope, exchange: Exchange) -> None:

@@ -26,6 +26,7 @@ from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
 from server.gateway.http.auth import ApiKeys
 from server.gateway.http.listener import http_config
+from server.gateway.operations.otlp import SpanSender
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.sampling_defaults import SamplingDefaults
 from server.gateway.requests.tools import MessageFormats, message_formats
@@ -219,6 +220,7 @@ def make_app(
     formats: MessageFormats | None = None,
     access_log: bool = True,
     keys: ApiKeys | None = None,
+    spans: SpanSender | None = None,
 ) -> ASGIApp:
     """Return the application over `engine` and the tiny model."""
     return create_app(
@@ -239,6 +241,7 @@ def make_app(
         allowed_origins=allowed_origins,
         access_log=access_log,
         keys=keys,
+        spans=spans,
     )
 
 

@@ -65,6 +65,7 @@ FLAGS = [
     "--allowed-origins",
     "--access-log",
     "--log-format",
+    "--otlp-traces-endpoint",
     "--shutdown-timeout",
     "--api-key",
     "--restart",
@@ -135,6 +136,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ('--allowed-origins ["*"]', "gateway.allowed_origins", ("*",)),
     ("--no-access-log", "gateway.access_log", False),
     ("--log-format json", "gateway.log_format", "json"),
+    ("--otlp-traces-endpoint http://c/v1", "gateway.otlp_traces_endpoint", "http://c/v1"),
     ("--shutdown-timeout 30", "gateway.shutdown_timeout_s", 30.0),
     ("--restart on", "failover.restart", True),
     ("--restart off", "failover.restart", False),
@@ -158,7 +160,7 @@ def test_the_flags_are_these() -> None:
     add_arguments(parser)
     flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
     assert flags == FLAGS
-    assert len(flags) <= 48
+    assert len(flags) <= 49
     assert {flag.split()[0].replace("--no-", "--") for flag, _, _ in SETTINGS} | {
         "--api-key"
     } == set(FLAGS[2:])

@@ -19,6 +19,7 @@ from server.gateway.answers.generation import ChoiceText, Delta
 from server.gateway.answers.prompts import Prompt, encode_prompt_logprobs
 from server.gateway.answers.wire import PromptTokensDetails, Usage
 from server.gateway.errors import describe
+from server.gateway.operations.metrics import First
 from server.gateway.parsing.message import Message
 from topspin.messages import TokenLogprobs
 
@@ -29,8 +30,9 @@ DONE_EVENT = b"data: [DONE]\n\n"
 class Choice:
     """One choice of a request as it grows.
 
-    `is_first`: of its prompt's choices. `shown`, `token_ids` and `logprobs` fill only if the answer
-    is sent whole, `num_streamed_tokens` only if it is streamed.
+    `is_first`: of its prompt's choices. `first`: its first output, once it is there. `shown`,
+    `token_ids` and `logprobs` fill only if the answer is sent whole, `num_streamed_tokens` only if
+    it is streamed.
     """
 
     index: int
@@ -40,6 +42,7 @@ class Choice:
     num_tokens: int = 0
     num_streamed_tokens: int = 0
     num_cached_tokens: int = 0
+    first: First | None = None
     last_output_at_s: float | None = None
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
