@@ -18,12 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.gateway.errors import MESSAGES, error_response, truncated
 from server.gateway.operations.otlp import SpanSender
-from server.gateway.operations.spans import (
-    OPERATIONS,
-    RequestRecord,
-    RequestSpans,
-    request_spans,
-)
+from server.gateway.operations.spans import OPERATIONS, RequestRecord, request_spans
 from topspin.errors import InvalidRequest
 from topspin.logs import about
 
@@ -125,24 +120,17 @@ class Exchanges:
             app = error_response(error, to_anthropic=scope["path"].startswith(MESSAGES))
         try:
             await app(scope, receive, send_named)
-        except Exception as error:
-            exchange.failed(error)
-            raise
         finally:
             if self._is_logging and scope["path"] not in UNLOGGED_PATHS:
                 _write(scope, exchange)
             if self._spans is not None and exchange.record is not None:
-                self._spans.send(_spans_of(exchange, exchange.record), scope["headers"])
-
-
-def _spans_of(exchange: Exchange, record: RequestRecord) -> RequestSpans:
-    """Return the spans of a request at its end."""
-    return request_spans(
-        record,
-        request_id=exchange.request_id,
-        status=exchange.status,
-        ended_s=time.monotonic(),
-    )
+                spans = request_spans(
+                    exchange.record,
+                    request_id=exchange.request_id,
+                    status=exchange.status,
+                    ended_s=time.monotonic(),
+                )
+                self._spans.send(spans, scope["headers"])
 
 
 def _write(scope: Scope, exchange: Exchange) -> None:

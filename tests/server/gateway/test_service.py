@@ -22,6 +22,7 @@ import pytest
 
 from server.gateway.http.listener import bind
 from tests.server.gateway.fakes import FakeEngine, backend, ids, output
+from tests.server.gateway.operations.collector import collector
 from tests.server.scheduler.engine import make_config
 from tests.structs import changed
 from topspin import __version__
@@ -141,12 +142,16 @@ def start(
     port_fd: int | None = None,
     hf_overrides: dict[str, object] | None = None,
     shutdown_timeout_s: float = 0.1,
+    otlp_traces_endpoint: str | None = None,
 ) -> subprocess.Popen[str]:
     model = {"model.path": str(checkpoint), "model.hf_overrides": hf_overrides}
     config = ServeConfig(
         plan=changed(make_config(), model),
         gateway=GatewaySection(
-            port=port, served_names=("tiny",), shutdown_timeout_s=shutdown_timeout_s
+            port=port,
+            served_names=("tiny",),
+            shutdown_timeout_s=shutdown_timeout_s,
+            otlp_traces_endpoint=otlp_traces_endpoint,
         ),
     )
     file = checkpoint / "engine.json"
@@ -266,6 +271,20 @@ def test_requests_in_flight_may_end_within_the_shutdown_timeout(
         assert '"text":"hello"' in text
         assert '"error"' not in text
         assert ended(gateway.process)[0] == 0
+
+
+def test_spans_of_the_last_requests_are_sent_at_sigterm(
+    checkpoint: Path, scheduler: Scheduler
+) -> None:
+    with (
+        collector() as found,
+        running(checkpoint, scheduler, otlp_traces_endpoint=found.url) as gateway,
+    ):
+        assert gateway.complete(stream=False).result().status_code == 503
+        gateway.process.send_signal(signal.SIGTERM)
+        status, stderr = ended(gateway.process)
+        assert status == 0, stderr
+        assert [span.name for span in found.receive().spans] == ["text_completion"]
 
 
 def test_a_lost_scheduler_ends_requests_within_a_second(
