@@ -1,0 +1,94 @@
+"""Rendered plans for the tests of manifests, and how Kubernetes would read them.
+
+Knows the forms of objects that hold pods or select them; no plan's content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.kubernetes.pods import Object
+from deploy.services.engine import Asked, Engine
+from tests.structs import changed
+from topspin.cli.deploy import rendered
+from topspin.plan import DraftNode, EnginePlan
+from topspin.plan_file import read_plan
+from topspin.speculation import SELF_INT4, Speculation
+
+PLANS = Path(__file__).parents[3] / "docs" / "plans"
+IMAGE = "registry.example/topspin:1"
+
+
+def plan_named(name: str) -> EnginePlan:
+    """Return a plan of docs/plans, or a variant that no example has."""
+    if name == "stages, tcp":
+        plan = plan_named("stages")
+        link = changed(plan.link, {"transport": "tcp"})
+        nodes = tuple(changed(each, {"num_threads": 2}) for each in plan.nodes)
+        return changed(plan, {"links": (link,), "nodes": nodes})
+    if name == "drafts, gpus":
+        return _drafts_on_gpus(plan_named("kubernetes"))
+    return read_plan(str(PLANS / f"{name}.yaml"))
+
+
+def _drafts_on_gpus(plan: EnginePlan) -> EnginePlan:
+    gpu = {"device": "cuda:3", "kernels": "triton", "num_threads": None}
+    draft = DraftNode(
+        index=0, device="cpu", kernels="cpu", wait="block", num_threads=2, kv_cache_tokens=4096,
+        address="tcp://localhost:7100",
+    )  # fmt: skip
+    return changed(
+        plan,
+        {
+            "nodes": (*(changed(each, gpu) for each in plan.nodes), draft),
+            "speculation": Speculation(
+                method="draft_model", model=SELF_INT4, num_speculative_tokens=4
+            ),
+        },
+    )
+
+
+APART = ("kubernetes", "unequal", "stages, tcp")
+WHOLE = ("planned/8xh200", "planned/h20_l40s")
+
+
+def render(name: str, **asked: Any) -> tuple[Engine, Mapping[str, str]]:
+    """Return the engine of a named plan, and the files of its manifests."""
+    settings = Asked(image=IMAGE, **asked)
+    return rendered(plan_named(name), settings, None, form="kubernetes")
+
+
+def objects_of(files: Mapping[str, str], folder: str = "") -> list[Object]:
+    """Return the objects in files, but for kustomizations and plans."""
+    return [
+        each
+        for path, text in files.items()
+        if path.startswith(folder) and not path.endswith(("kustomization.yaml", "plan.yaml"))
+        for each in yaml.safe_load_all(text)
+    ]
+
+
+def kustomization(files: Mapping[str, str], folder: str) -> Object:
+    """Return a folder's kustomization."""
+    found: Object = yaml.safe_load(files[f"{folder}/kustomization.yaml"])
+    return found
+
+
+def templates(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
+    """Yield each workload with the template of its pods."""
+    for each in objects:
+        if each["kind"] in ("Deployment", "StatefulSet", "Job"):
+            yield each, each["spec"]["template"]
+
+
+def selects(selector: Object, labels: Mapping[str, str]) -> bool:
+    """Say whether a label selector takes a pod with `labels`."""
+    wanted = selector.get("matchLabels", {}).items() <= labels.items()
+    return wanted and all(
+        rule["operator"] == "In" and labels.get(rule["key"]) in rule["values"]
+        for rule in selector.get("matchExpressions", [])
+    )

@@ -1,0 +1,306 @@
+"""Manifests: valid, restricted, and the same commands, ports, paths and probes as the code's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from deploy.kubernetes.pods import Object
+from deploy.services.engine import Engine
+from tests.deploy.kubernetes.renders import (
+    APART,
+    WHOLE,
+    kustomization,
+    objects_of,
+    plan_named,
+    render,
+    selects,
+    templates,
+)
+from topspin.cli.keys import make
+from topspin.cli.main import _parser
+from topspin.launch.role import index_of
+
+SCHEMAS = Path(__file__).parent / "schemas"
+VERSIONS = ("1.30", "1.37")
+NAMES = (*APART, "drafts, gpus", *WHOLE)
+
+
+def schemas() -> dict[tuple[str, str], Object]:
+    """Return the schemas of objects that extend Kubernetes, by apiVersion and kind."""
+    found = {}
+    for file in SCHEMAS.glob("*.json"):
+        crd = json.loads(file.read_text())
+        if "kind" in crd:
+            found[f"{crd['group']}/{crd['version']}", crd["kind"]] = crd["schema"]
+    return found
+
+
+def check_object(found: Object, version: str) -> None:
+    key = found["apiVersion"], found["kind"]
+    if key in (known := schemas()):
+        jsonschema.validate(found, known[key])
+        return
+    kubernetes_validate.validate(found, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [*((name, VERSIONS[-1]) for name in NAMES), ("kubernetes", VERSIONS[0])],
+)
+def test_every_object_is_valid(name: str, version: str) -> None:
+    _, files = render(name)
+    objects = objects_of(files)
+    kinds = {each["kind"] for each in objects}
+    assert {"Service", "NetworkPolicy", "PodMonitor", "ScaledObject", "InferencePool"} <= kinds
+    for each in objects:
+        check_object(each, version)
+
+
+def test_the_check_of_objects_refuses_bad_ones() -> None:
+    """Otherwise the test above could not fail."""
+    _, files = render("kubernetes")
+    objects = {each["kind"]: each for each in objects_of(files)}
+    objects["ScaledObject"]["spec"]["minReplicas"] = 1
+    objects["StatefulSet"]["spec"]["template"]["spec"]["containers"][0]["arguments"] = []
+    for kind in ("ScaledObject", "StatefulSet"):
+        with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+            check_object(objects[kind], VERSIONS[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kustomizations_list_their_files_and_no_others(name: str) -> None:
+    _, files = render(name)
+    for folder in {path.rpartition("/")[0] for path in files}:
+        listed = kustomization(files, folder)
+        own = {path for path in files if path.rpartition("/")[0] == folder}
+        named = {"kustomization.yaml", *listed.get("resources", [])}
+        for each in listed.get("configMapGenerator", []):
+            named |= set(each["files"])
+        above = {each for each in named if each.startswith("../")}
+        assert own == {f"{folder}/{each}" for each in named - above}
+        for each in above:
+            assert f"{os.path.normpath(f'{folder}/{each}')}/kustomization.yaml" in files
+
+
+KUSTOMIZE = os.environ.get("TOPSPIN_KUSTOMIZE") or shutil.which("kustomize")
+
+
+@pytest.mark.skipif(KUSTOMIZE is None, reason="there is no kustomize here")
+@pytest.mark.parametrize("name", NAMES)
+def test_kustomize_builds_every_folder(name: str, tmp_path: Path) -> None:
+    engine, files = render(name)
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    make(tmp_path / "secrets" / "keys", engine.key_groups)
+    for each in ("api-keys", "metrics-key"):
+        (tmp_path / "secrets" / each).write_text("x")
+    built = {}
+    for file in sorted(tmp_path.rglob("kustomization.yaml")):
+        command = [str(KUSTOMIZE), "build", str(file.parent)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        built[str(file.parent.relative_to(tmp_path))] = list(yaml.safe_load_all(text))
+        for each in built[str(file.parent.relative_to(tmp_path))]:
+            check_object(each, VERSIONS[-1])
+    own = {(each["kind"], each["metadata"]["name"]) for each in objects_of(files, "base/")}
+    base = {(each["kind"], each["metadata"]["name"]) for each in built["base"]}
+    assert base == own | {("ConfigMap", f"{engine.name}-plan")}
+    scaled = [each for each in built["overlays/autoscaling"] if each["kind"] == "ScaledObject"]
+    targets = {tuple(each["spec"]["scaleTargetRef"].values()) for each in scaled}
+    for each in built["overlays/autoscaling"]:
+        if each["kind"] in ("Deployment", "StatefulSet"):
+            is_scaled = (each["kind"], each["metadata"]["name"]) in targets
+            assert ("replicas" in each["spec"]) != is_scaled
+    secrets = {each["metadata"]["name"] for each in built["secrets"]}
+    assert secrets == {"topspin-api-keys", *(f"topspin-keys-{one}" for one in engine.key_groups)}
+
+
+def containers(name: str) -> Iterator[tuple[Engine, Object, Object, Object]]:
+    """Yield the engine, the workload, the pod and each container of a plan."""
+    engine, files = render(name)
+    for workload, template in templates(objects_of(files)):
+        for each in template["spec"]["containers"]:
+            yield engine, workload, template["spec"], each
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_are_what_our_parser_takes(name: str) -> None:
+    """And together the pods are the nodes of the plan, each once."""
+    found, plan = [], plan_named(name)
+    for _, workload, _, container in containers(name):
+        assert container["command"] == ["topspin"]
+        parsed = _parser(container["args"]).parse_args(container["args"])
+        if parsed.command == "node":
+            for ordinal in range(workload["spec"]["replicas"]):
+                hostname = f"{workload['metadata']['name']}-{ordinal}"
+                found.append((parsed.role, index_of(parsed.index, hostname)))
+    expected = [] if name in WHOLE else [(each.role, each.index) for each in plan.nodes]
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_paths_ports_and_deadlines_are_those_of_the_command(name: str) -> None:
+    routes = {getattr(each, "path", None) for each in create_app_routes()}
+    for engine, _, pod, container in containers(name):
+        parsed = _parser(container["args"]).parse_args(container["args"])
+        mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+        volumes = {each["name"] for each in pod["volumes"]}
+        assert {each["name"] for each in mounts.values()} <= volumes
+        for argument in (*container["args"], *(each["value"] for each in plain(container))):
+            if argument.startswith("/"):
+                assert any(f"{argument}/".startswith(f"{path}/") for path in mounts), argument
+        assert mounts["/topspin/cache"].get("readOnly") is None
+        if parsed.command == "pull":
+            assert "readOnly" not in mounts["/topspin/models"]
+            continue
+        assert mounts["/topspin/models"]["readOnly"]
+        grace_s = pod["terminationGracePeriodSeconds"]
+        if parsed.command in ("gateway", "serve"):
+            drain_s = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+            timeout_s = getattr(parsed, "gateway.shutdown_timeout_s")
+            assert grace_s > drain_s + timeout_s
+            assert getattr(parsed, "gateway.host") == "0.0.0.0"
+            port = {"name": "http", "containerPort": getattr(parsed, "gateway.port")}
+            assert container["ports"] == [port]
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                assert container[probe]["httpGet"]["port"] == "http"
+                assert container[probe]["httpGet"]["path"] in routes
+            continue
+        assert grace_s > engine.plan.failover.halt_deadline_s
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            command = container[probe]["exec"]["command"]
+            asked = _parser(command[1:]).parse_args(command[1:])
+            assert asked.file == parsed.progress
+            assert asked.ready == (probe == "readinessProbe")
+
+
+def create_app_routes() -> list[object]:
+    from server.gateway.engine_client import EngineClient
+    from tests.server.gateway.fakes import FakeEngine, make_app
+
+    app: object = make_app(EngineClient(FakeEngine()))
+    return list(app._app.routes)  # type: ignore[attr-defined]
+
+
+def plain(container: Object) -> list[Object]:
+    """Return the variables that have a value of their own."""
+    return [each for each in container["env"] if "value" in each]
+
+
+def test_containers_of_a_pod_that_shares_memory_do_not_share_what_is_theirs() -> None:
+    progress, keys = [], set()
+    for _, workload, _, container in containers("unequal"):
+        if not workload["metadata"]["name"].endswith("-nodes"):
+            continue
+        parsed = _parser(container["args"]).parse_args(container["args"])
+        progress.append(parsed.progress)
+        mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        keys.add((parsed.role, mounts["/topspin/keys"]))
+        assert mounts["/dev/shm"] == "shared-memory"
+    assert len(set(progress)) == 4
+    assert keys == {("attention", "keys-attention"), ("expert", "keys-expert")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_keep_to_the_restricted_standard(name: str) -> None:
+    """Of the Pod Security Standards; and no container writes to its root, or has a token."""
+    allowed = ("configMap", "secret", "emptyDir", "persistentVolumeClaim")
+    for engine, _, pod, container in containers(name):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        for volume in pod["volumes"]:
+            assert set(volume) - {"name"} <= set(allowed)
+        own = container["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False
+        assert own["readOnlyRootFilesystem"] is True
+        assert own["capabilities"] == {"drop": ["ALL"]}
+        assert container["image"] == engine.asked.image
+
+
+def test_rows_by_rdma_need_a_device_and_locked_memory() -> None:
+    from deploy.services.engine import Asked
+    from tests.deploy.kubernetes.renders import IMAGE
+    from tests.structs import changed
+    from topspin.cli.deploy import rendered
+    from topspin.network import NetworkSpec
+
+    plan = plan_named("kubernetes")
+    link = changed(plan.link, {"transport": "nixl"})
+    network = NetworkSpec(control="tcp://10.0.0.1:7000", trusted=True)
+    plan = changed(plan, {"links": (link,), "network": network})
+    _, files = rendered(plan, Asked(image=IMAGE, rdma_resource="rdma/ib"), None, form="kubernetes")
+    for workload, template in templates(objects_of(files, "base/")):
+        (container,) = template["spec"]["containers"]
+        is_node = workload["kind"] == "StatefulSet" and "scheduler" not in container["name"]
+        assert ("rdma/ib" in container["resources"].get("limits", {})) == is_node
+        added = container["securityContext"]["capabilities"].get("add", [])
+        assert added == (["IPC_LOCK"] if is_node else [])
+
+
+def test_gpus_are_one_per_node_and_all_of_a_whole_engine() -> None:
+    asked = {}
+    for _, _, _, container in containers("drafts, gpus"):
+        limits = container["resources"].get("limits", {})
+        asked[container["name"]] = limits.get("nvidia.com/gpu")
+    nodes = {"attention": "1", "expert": "1", "draft": None}
+    assert asked == nodes | {"scheduler": None, "gateway": None, "pull-0": None}
+    engine, _ = render("drafts, gpus")
+    assert {node.device for node in engine.plan.nodes} == {"cuda:0", "cpu"}
+    for _, workload, _, container in containers("planned/h20_l40s"):
+        if workload["kind"] == "Deployment":
+            # Its GPUs are 0 to 2 and 4 to 7 of the host's eight.
+            assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_selector_takes_pods_of_the_engine(name: str) -> None:
+    _, files = render(name)
+    objects = objects_of(files)
+    pods = [template["metadata"]["labels"] for _, template in templates(objects)]
+    for each in objects:
+        selector = each["spec"].get("podSelector") or each["spec"].get("selector")
+        if selector is None:
+            continue
+        if each["kind"] == "Service":
+            selector = {"matchLabels": selector}
+        assert any(selects(selector, labels) for labels in pods), each["kind"]
+        if each["kind"] in ("Deployment", "StatefulSet"):
+            own = each["spec"]["template"]["metadata"]["labels"]
+            assert [labels for labels in pods if selects(selector, labels)] == [own]
+
+
+def test_revisions_share_what_clients_see_and_nothing_that_runs() -> None:
+    def names(files: object, folder: str) -> set[tuple[str, str]]:
+        objects = objects_of(files, folder)  # type: ignore[arg-type]
+        return {(each["kind"], each["metadata"]["name"]) for each in objects}
+
+    first, files = render("kubernetes")
+    again, _ = render("kubernetes")
+    second, others = render("unequal")
+    assert first.revision == again.revision != second.revision
+    assert not names(files, "base/") & names(others, "base/")
+    for folder in ("service/", "monitoring/", "inference-gateway/"):
+        assert names(files, folder) == names(others, folder)
+    (service,) = objects_of(files, "service/")
+    (pool, _route) = objects_of(files, "inference-gateway/")
+    for both in (files, others):
+        servers = [
+            template["metadata"]["labels"]
+            for _, template in templates(objects_of(both, "base/"))
+            if selects({"matchLabels": service["spec"]["selector"]}, template["metadata"]["labels"])
+        ]
+        assert [each["app.kubernetes.io/component"] for each in servers] == ["gateway"]
+        assert selects(pool["spec"]["selector"], servers[0])
