@@ -7,7 +7,7 @@ OpenAI's error shape. Called by server.gateway.service and by tests.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from fastapi import FastAPI
@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from models.chat_template import ChatTemplate
@@ -26,7 +26,7 @@ from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.errors import MESSAGES, ModelNotFound, error_response, truncated
 from server.gateway.handler import GenerationHandler
 from server.gateway.http.auth import ApiKeys, Authentication
-from server.gateway.http.exchange import Exchanges, exchange_of
+from server.gateway.http.exchange import CLIENT_GONE, Exchanges, exchange_of
 from server.gateway.openapi.routes import documentation_routes
 from server.gateway.operations.health import ProgressWatch
 from server.gateway.operations.metrics import GatewayMetrics
@@ -39,6 +39,8 @@ from topspin import __version__
 from topspin.errors import EngineError, InvalidRequest, TopspinError
 
 STATS_DEADLINE_S = 2.0
+# Of the paths in no route's text: those with a parameter, and those that are not served.
+OTHER_ENDPOINT = "other"
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -111,7 +113,18 @@ def create_app(
         },
     )
     checked = Authentication(app, keys, preflights=bool(allowed_origins)) if keys else app
-    return Exchanges(checked, access_log=access_log, spans=spans)
+    answered = _counted_by(metrics, app.routes)
+    return Exchanges(checked, access_log=access_log, answered=answered, spans=spans)
+
+
+def _counted_by(metrics: GatewayMetrics, routes: Sequence[BaseRoute]) -> Callable[[str, int], None]:
+    """Return what counts an answer under its route; paths that clients make up are one."""
+    endpoints = frozenset(route.path for route in routes if isinstance(route, Route))
+
+    def count(path: str, status: int) -> None:
+        metrics.observe_answer(path if path in endpoints else OTHER_ENDPOINT, status)
+
+    return count
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -130,7 +143,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 async def _answer_nobody(_: Request, __: Exception) -> Response:
     # The client has closed the connection: this is never sent.
-    return Response(status_code=499)
+    return Response(status_code=CLIENT_GONE)
 
 
 def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:

@@ -176,6 +176,7 @@ class GatewaySide:
                 expert_balance_before=balance.balance_before,
                 num_local_layers=balance.num_local_layers,
                 plan_ratios=self.plan_ratios,
+                nodes=self._nodes.counts(),
             )
         return Stats(
             query_id=query_id,
@@ -191,4 +192,5 @@ class GatewaySide:
             generation_tokens=0,
             step_seconds=0.0,
             expert_tokens=totals,
+            nodes=self._nodes.counts(),
         )

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from topspin.messages.base import FinishReason, Message
+from topspin.messages.base import FinishReason, Message, Role
 from topspin.messages.kv import KvCounts
 
 
@@ -157,6 +157,15 @@ class StepHistogram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sum_s: float
 
 
+class NodeCount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The places of one role that the engine can start without, or cannot; those taken now."""
+
+    role: Role
+    optional: bool
+    planned: int
+    present: int
+
+
 class EngineState(Message, frozen=True, kw_only=True):
     """Sent to a gateway after its Hello and at every change.
 
@@ -194,7 +203,8 @@ class Stats(Message, frozen=True, kw_only=True):
     counts steps by the tokens that they computed, of prompts and of outputs, in ITERATION_BUCKETS.
     `plan_ratios`: by phase and part of a step, its time at the start over the plan's expected one.
     `kv_frames_usage` is the share of the blocks in memory that running sequences need there; 0
-    without a spill.
+    without a spill. `max_queued_requests`: as many may wait; 0 while starting. `nodes` has an entry
+    for each role, and each of optional and not, of which the plan has nodes.
     """
 
     query_id: int
@@ -209,6 +219,8 @@ class Stats(Message, frozen=True, kw_only=True):
     prompt_tokens: int
     generation_tokens: int
     step_seconds: float
+    max_queued_requests: int = 0
+    nodes: tuple[NodeCount, ...] = ()
     num_replays: int = 0
     num_grammars_compiled: int = 0
     num_grammars_found: int = 0

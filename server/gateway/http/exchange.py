@@ -11,7 +11,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +28,9 @@ MAX_REQUEST_ID_CHARS = 128
 # Asked for every few seconds by machines; their lines would hide the others.
 UNLOGGED_PATHS = frozenset({"/health", "/live", "/metrics"})
 MAX_LOGGED_PATH_CHARS = 256
+
+# The status, as proxies count it, of a request whose client went before the answer began.
+CLIENT_GONE = 499
 
 _HEADER_BYTES = HEADER.lower().encode()
 _KEY = "topspin.exchange"
@@ -87,12 +90,21 @@ def make_request_id() -> str:
 class Exchanges:
     """ASGI middleware, outside of all other: an Exchange for each request, logged at its end.
 
-    `spans`: where the spans of requests that generate go; None: they have none.
+    `answered` is called with the path and the status of each request at its end. `spans`: where the
+    spans of requests that generate go; None: they have none.
     """
 
-    def __init__(self, app: ASGIApp, *, access_log: bool, spans: SpanSender | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access_log: bool,
+        answered: Callable[[str, int], None] = lambda path, status: None,
+        spans: SpanSender | None = None,
+    ) -> None:
         self._app = app
         self._is_logging = access_log
+        self._answered = answered
         self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,6 +133,7 @@ class Exchanges:
         try:
             await app(scope, receive, send_named)
         finally:
+            self._answered(scope["path"], exchange.status or CLIENT_GONE)
             if self._is_logging and scope["path"] not in UNLOGGED_PATHS:
                 _write(scope, exchange)
             if self._spans is not None and exchange.record is not None:

@@ -21,7 +21,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from topspin.messages import ITERATION_BUCKETS, STEP_BUCKETS_S, KvCounts, Stats, StepHistogram
+from topspin.messages import (
+    ITERATION_BUCKETS,
+    STEP_BUCKETS_S,
+    KvCounts,
+    NodeCount,
+    Stats,
+    StepHistogram,
+)
 
 MODEL_LABEL = "model_name"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -82,6 +89,10 @@ class EngineCollector(Collector):
         gauge, counter = self._gauge, self._counter
         yield gauge("num_requests_running", "Requests in running batches", stats.num_running)
         yield gauge("num_requests_waiting", "Requests waiting to be admitted", stats.num_waiting)
+        yield gauge(
+            "max_queued_requests", "As many may wait; 0 while starting", stats.max_queued_requests
+        )
+        yield from self._nodes(stats.nodes)
         yield gauge("kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", stats.kv_cache_usage)
         yield gauge(
             "kv_spill_memory_usage_perc",
@@ -128,6 +139,20 @@ class EngineCollector(Collector):
         yield balance
         if stats.plan_ratios:
             yield self._plan_ratios(stats.plan_ratios)
+
+    def _nodes(self, counts: Sequence[NodeCount]) -> Iterator[Metric]:
+        labels = (MODEL_LABEL, "role", "optional")
+        present = GaugeMetricFamily(
+            "topspin_nodes", "Nodes that take part, or wait to do so", labels=labels
+        )
+        planned = GaugeMetricFamily(
+            "topspin_nodes_planned", "Nodes that the plan has", labels=labels
+        )
+        for count in counts:
+            values = (self._model_name, count.role, "true" if count.optional else "false")
+            present.add_metric(values, count.present)
+            planned.add_metric(values, count.planned)
+        yield from (present, planned)
 
     def _plan_ratios(self, ratios: Mapping[str, Mapping[str, float]]) -> Metric:
         family = GaugeMetricFamily(
@@ -346,6 +371,16 @@ class GatewayMetrics:
             registry=self._registry,
         )
         self.finished = {reason: finished.labels(model_name, reason) for reason in FINISHED_REASONS}
+        self._answers = Counter(
+            "topspin_http_responses",
+            "HTTP requests that ended, by route and status",
+            (MODEL_LABEL, "endpoint", "code"),
+            registry=self._registry,
+        )
+
+    def observe_answer(self, endpoint: str, status: int) -> None:
+        """Count an HTTP request that ended. `endpoint` is one of few: clients choose paths."""
+        self._answers.labels(self._model_name, endpoint, str(status)).inc()
 
     def observe_finished(
         self, first: First, *, last_at_s: float, num_prompt: int, num_output: int

@@ -103,6 +103,11 @@ class DraftSide:
         return [*self._past, *self._counts.values()]
 
     @property
+    def places(self) -> list[Member]:
+        """Return every place that the engine has for draft nodes."""
+        return [Member("draft", index) for index in self._indices]
+
+    @property
     def members(self) -> dict[Member, bytes]:
         """Return the nodes that are there, and their connections."""
         return {Member("draft", index): node.peer for index, node in self._nodes.items()}

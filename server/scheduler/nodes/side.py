@@ -7,6 +7,7 @@ Knows no request, and decides nothing. Called by service.py, failover.py and gat
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from server.scheduler.nodes.drafts import DraftSide
@@ -26,6 +27,7 @@ from topspin.messages import (
     Leaving,
     Loaded,
     Message,
+    NodeCount,
     Progress,
     Ready,
     StepFailed,
@@ -137,6 +139,18 @@ class NodeSide:
         """Return the connection of every node that is there, draft nodes too."""
         taking_part = {member: self.roster.peer(member) for member in self.roster.members}
         return taking_part | self.drafts.members
+
+    def counts(self) -> tuple[NodeCount, ...]:
+        """Return the numbers of places and of nodes that are there, draft nodes too."""
+        optional = self.roster.optional
+        planned = Counter(
+            (place.role, place in optional) for place in (*self.roster.places, *self.drafts.places)
+        )
+        present = Counter((member.role, member in optional) for member in self.peers)
+        return tuple(
+            NodeCount(role=kind[0], optional=kind[1], planned=count, present=present[kind])
+            for kind, count in planned.items()
+        )
 
     def ask(self, asks: list[Ask]) -> None:
         """Send a trace's questions; a node that is lost is noticed elsewhere."""

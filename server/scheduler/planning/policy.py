@@ -536,6 +536,7 @@ class Policy:
             query_id=query_id,
             num_waiting=self.num_waiting,
             num_running=self.num_running,
+            max_queued_requests=self._plan.scheduling.max_queued_requests,
             kv_cache_usage=1.0 - num_available / num_blocks,
             num_blocks=num_blocks,
             kv_frames_usage=num_needed / sum(replica.max_blocks for replica in self._replicas),

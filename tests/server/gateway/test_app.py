@@ -24,7 +24,7 @@ from tests.server.gateway.fakes import (
 )
 from topspin import __version__
 from topspin.errors import PeerLost
-from topspin.messages import AddRequest, EngineState, KvCounts, RequestOutput
+from topspin.messages import AddRequest, EngineState, KvCounts, NodeCount, RequestOutput
 
 
 def get(path: str, fake: FakeEngine, *, ready: bool = True) -> httpx.Response:
@@ -257,6 +257,8 @@ def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
                 num_recalls=6,
             ),
             kv_frames_usage=0.75,
+            max_queued_requests=16,
+            nodes=(NodeCount(role="expert", optional=True, planned=2, present=1),),
             expert_tokens=((5, 6), (7, 8)),
             expert_activations=17,
             expert_batches=5,
@@ -283,6 +285,9 @@ def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
             ("topspin_engine_up", ""): 1,
             ("topspin_num_requests_running", ""): 3,
             ("topspin_num_requests_waiting", ""): 2,
+            ("topspin_max_queued_requests", ""): 16,
+            ("topspin_nodes", "optional=true,role=expert"): 1,
+            ("topspin_nodes_planned", "optional=true,role=expert"): 2,
             ("topspin_kv_cache_usage_perc", ""): 0.25,
             ("topspin_kv_spill_memory_usage_perc", ""): 0.75,
             ("topspin_num_preemptions_total", ""): 4,

@@ -54,6 +54,7 @@ def test_a_lost_draft_node_is_missed_and_may_come_back() -> None:
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
     world.answer(2)
     world.poll(PeerGone(b"draft 0"))
+    world.say("gateway", StatsQuery(query_id=0))
     world.answer(4)
     world.hello("draft", 0)
     world.say("draft 0", Ready(role="draft", index=0))
@@ -63,7 +64,9 @@ def test_a_lost_draft_node_is_missed_and_may_come_back() -> None:
     assert world.states() == ["starting", "ready", "stopping"]
     outputs = [o for m in world.channel.to(GATEWAY, Outputs) for o in m.outputs]
     assert sum(len(each.token_ids) for each in outputs) == 4
-    (stats,) = world.channel.to(GATEWAY, Stats)
+    without, stats = world.channel.to(GATEWAY, Stats)
+    drafts = [next(n for n in each.nodes if n.role == "draft") for each in (without, stats)]
+    assert [(each.planned, each.present) for each in drafts] == [(1, 0), (1, 1)]
     assert (stats.num_root_hits, stats.num_root_misses) == (8, 6)
     assert (stats.num_draft_passes, stats.num_overlapped_passes) == (18, 12)
     assert stats.draft_pass_seconds == 0.5

@@ -6,7 +6,7 @@ from tests.server.scheduler.scripted_world import GATEWAY, NUM_BLOCKS, World
 from tests.structs import changed
 from topspin.channel import PeerGone
 from topspin.config import FailoverSection
-from topspin.messages import EngineState, Leaving, Ready, Refused, Stop, Welcome
+from topspin.messages import EngineState, Leaving, Ready, Refused, Stats, StatsQuery, Stop, Welcome
 from topspin.plan import EnginePlan
 
 
@@ -34,6 +34,7 @@ def test_those_that_are_early_are_welcomed_once_the_engine_serves() -> None:
     world.hello("attention", 1)
     world.hello("expert", 1, fingerprint="other")
     ready(world)
+    world.say("gateway", StatsQuery(query_id=1))
     assert world.service.run() == 0
     assert world.states() == ["starting", "ready", "stopping"]
     first, *others = [p for p, m in world.channel.sent if isinstance(m, EngineState | Welcome)]
@@ -49,6 +50,14 @@ def test_those_that_are_early_are_welcomed_once_the_engine_serves() -> None:
     # Another checkpoint's is refused, and ends nothing.
     assert len(world.channel.to(b"expert 1", Refused)) == 1
     assert world.channel.to(b"expert 1", Welcome) == []
+    (stats,) = world.channel.to(GATEWAY, Stats)
+    assert stats.max_queued_requests == 1000
+    assert {(n.role, n.optional): (n.present, n.planned) for n in stats.nodes} == {
+        ("attention", False): (1, 1),
+        ("attention", True): (1, 1),
+        ("expert", False): (1, 1),
+        ("expert", True): (0, 1),
+    }
 
 
 def test_those_that_are_early_may_go_and_are_stopped_with_the_engine() -> None:

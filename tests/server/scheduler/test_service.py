@@ -196,6 +196,7 @@ def test_requests_are_refused_until_the_engine_is_ready() -> None:
     assert "starting" in failed.message
     (stats,) = world.channel.to(GATEWAY, Stats)
     assert (stats.query_id, stats.num_blocks, stats.expert_tokens) == (5, 0, ((0,) * 4,) * 2)
+    assert [(n.role, n.present) for n in stats.nodes] == [("attention", 0), ("expert", 0)]
 
 
 def test_an_unservable_request_is_answered() -> None:

@@ -14,6 +14,7 @@ from server.gateway.operations.metrics import TOP_EXPERTS, GatewayMetrics
 from tests.server.gateway.calls import PLAIN
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, output
 from tests.server.gateway.test_app import samples
+from topspin.errors import PeerLost
 from topspin.messages import ITERATION_BUCKETS, AddRequest, RequestOutput
 
 PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
@@ -69,6 +70,39 @@ def test_one_token_has_no_time_per_token_and_an_abort_no_phases() -> None:
     assert found["topspin_request_time_per_output_token_seconds_count", ""] == 0
     assert found["topspin_request_inference_time_seconds_count", ""] == 1
     assert found["topspin_request_success_total", "finished_reason=abort"] == 1
+
+
+def test_answers_are_counted_by_route_and_status() -> None:
+    async def test() -> dict[tuple[str, str], float]:
+        fake = FakeEngine(lambda request: [output(request, ids("a"), finish_reason="length")])
+        body = {"model": "tiny", "prompt": "a"}
+        async with gateway(fake) as client:
+            await client.post(PLAIN, json=body)
+            await client.post(PLAIN, json={**body, "stream": True})
+            await client.post(PLAIN, json={**body, "n": 0})
+            for path in ("/made-up/1", "/made-up/2", "/v1/models/tiny"):
+                await client.get(path)
+            fake.script = None
+            fake.request_came.clear()
+            pending = asyncio.create_task(client.post(PLAIN, json=body))
+            await fake.request_came.wait()
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+            fake.say(PeerLost("closed"))
+            await fake.settle()
+            await client.post(PLAIN, json=body)
+            return samples((await client.get("/metrics")).text)
+
+    found = asyncio.run(test())
+    name = "topspin_http_responses_total"
+    assert {labels: count for (each, labels), count in found.items() if each == name} == {
+        f"code=200,endpoint={PLAIN}": 2,
+        f"code=400,endpoint={PLAIN}": 1,
+        f"code=499,endpoint={PLAIN}": 1,
+        f"code=503,endpoint={PLAIN}": 1,
+        "code=404,endpoint=other": 2,
+        "code=200,endpoint=other": 1,
+    }
 
 
 def rendered(*, per_expert: bool = False) -> str:
