@@ -1,0 +1,1 @@
+"""What watches an engine: a Grafana dashboard and Prometheus alerts, made from the metrics."""
