@@ -8,6 +8,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -25,13 +26,17 @@ OF_TARGETS: Final = frozenset({"namespace", "job", "instance"})
 
 
 class Family(NamedTuple):
-    """A metric without its prefix and suffix. `of_engine`: every gateway shows the engine's."""
+    """A metric without its prefix and suffix. `of_engine`: every gateway shows the engine's.
+
+    `greatest`: the last bound of a histogram's buckets that is finite; quantiles are at most that.
+    """
 
     name: str
     type: str
     text: str
     labels: frozenset[str]
     of_engine: bool
+    greatest: float | None
 
 
 class Query(NamedTuple):
@@ -56,9 +61,14 @@ def read_families() -> dict[str, Family]:
     for each in text_string_to_metric_families(gateway.render(stats).decode()):
         if not each.name.endswith("_created"):
             labels = frozenset(label for sample in each.samples for label in sample.labels)
-            name = each.name.removeprefix(PREFIX)
-            families[name] = Family(
-                name, each.type, each.documentation, labels - {"le"}, each.name in of_engine
+            bounds = [float(sample.labels.get("le", "inf")) for sample in each.samples]
+            families[each.name.removeprefix(PREFIX)] = Family(
+                name=each.name.removeprefix(PREFIX),
+                type=each.type,
+                text=each.documentation,
+                labels=labels - {"le"},
+                of_engine=each.name in of_engine,
+                greatest=max(filter(isfinite, bounds), default=None),
             )
     return families
 
