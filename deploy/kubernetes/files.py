@@ -6,6 +6,7 @@ deleted whole; what all revisions share is beside it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -14,6 +15,8 @@ from deploy.kubernetes.pods import Object
 from deploy.kubernetes.scaling import disruption_budgets, scaled_objects
 from deploy.kubernetes.shared import METRICS_KEY, inference_pool, models, pod_monitor
 from deploy.kubernetes.workloads import optional_groups, workloads
+from deploy.observability.alerts import prometheus_rule
+from deploy.observability.dashboard import dashboard
 from deploy.services.engine import Engine
 from deploy.yaml_text import yaml_text
 from topspin.keys import PUBLIC, SECRET
@@ -30,7 +33,7 @@ def kubernetes_files(engine: Engine) -> Files:
         **_kustomization("service", {"service": [public_service(engine)]}),
         **_kustomization("models", {"models": models(engine)}),
         **_secrets(engine),
-        **_kustomization("monitoring", {"pod-monitor": [pod_monitor(engine)]}),
+        **_monitoring(engine),
         **_kustomization("inference-gateway", {"inference-pool": inference_pool(engine)}),
         **_autoscaling(engine),
     }
@@ -64,6 +67,23 @@ def _secrets(engine: Engine) -> Files:
     return _kustomization(
         "secrets", {}, secretGenerator=[*secrets, api_keys], generatorOptions=_AS_NAMED
     )
+
+
+def _monitoring(engine: Engine) -> Files:
+    """Return what the Prometheus Operator reads, and Grafana's sidecar."""
+    name = engine.asked.name
+    files = {"pod-monitor": [pod_monitor(engine)], "alerts": [prometheus_rule(name)]}
+    shown = {
+        "name": f"{name}-dashboard",
+        "files": ["dashboard.json"],
+        "options": {"labels": {"grafana_dashboard": "1"}},
+    }
+    return {
+        "monitoring/dashboard.json": json.dumps(dashboard(), indent=1) + "\n",
+        **_kustomization(
+            "monitoring", files, configMapGenerator=[shown], generatorOptions=_AS_NAMED
+        ),
+    }
 
 
 def _autoscaling(engine: Engine) -> Files:

@@ -17,6 +17,7 @@ from deploy.compose import compose_files
 from deploy.compose import hosts as compose_hosts
 from deploy.kubernetes.files import kubernetes_files
 from deploy.kubernetes.hosts import hosts as pod_hosts
+from deploy.observability.command import add_alerts, add_dashboard
 from deploy.placement.shapes import ModelShape
 from deploy.services.engine import Asked, Engine, engine_of, is_whole
 from deploy.services.memory import memory_of
@@ -39,6 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "Write the manifests that run a plan's engine: Kubernetes (kustomize), or Compose."
     render = commands.add_parser("render", help=text, description=text, allow_abbrev=False)
     _add_render(render)
+    text = "Write a Grafana dashboard of the metrics that are served."
+    add_dashboard(commands.add_parser("dashboard", help=text, description=text, allow_abbrev=False))
+    text = "Write Prometheus alerts; docs/runbook.md says what to do."
+    add_alerts(commands.add_parser("alerts", help=text, description=text, allow_abbrev=False))
 
 
 def _add_render(parser: argparse.ArgumentParser) -> None:

@@ -67,7 +67,8 @@ def objects_of(files: Mapping[str, str], folder: str = "") -> list[Object]:
     return [
         each
         for path, text in files.items()
-        if path.startswith(folder) and not path.endswith(("kustomization.yaml", "plan.yaml"))
+        if path.startswith(folder)
+        if not path.endswith(("kustomization.yaml", "plan.yaml", ".json"))
         for each in yaml.safe_load_all(text)
     ]
 

@@ -22,10 +22,14 @@ EXAMPLES = {
 """By name of the file: the plan of docs/plans."""
 
 
+UNSHOWN = ("plan.yaml", "dashboard.json", "alerts.yaml")
+"""Files that are no engine's, and the plan, which is the example's."""
+
+
 def text_of(name: str) -> str:
-    """Return all files of an example, one after the other; the plan is the example's."""
+    """Return the files of an example, one after the other."""
     engine, files = render(EXAMPLES[name])
-    shown = {path: text for path, text in files.items() if not path.endswith("plan.yaml")}
+    shown = {path: text for path, text in files.items() if not path.endswith(UNSHOWN)}
     text = "".join(f"# {path}\n---\n{text}" for path, text in shown.items())
     # The revision changes with every field that a plan gets, and with each version of Topspin.
     text = text.replace(engine.revision, "REVISION")
