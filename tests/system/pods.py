@@ -141,7 +141,8 @@ class Pod:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for container in self.containers.values():
-            container.end(signal.SIGKILL)
+            container.signal(signal.SIGKILL)
+            container.wait(DEADLINE_S)
             if kind is not None:
                 print(f"--- {self.name} {container.name}\n{container.output}")
         subprocess.run(["ip", "netns", "delete", self._namespace], check=False, capture_output=True)
@@ -222,10 +223,15 @@ class Pod:
         """End it as Kubernetes does: preStop, SIGTERM, and no longer than its grace period."""
         for container in self.containers.values():
             container.pre_stop()
-        grace_s = self.spec["terminationGracePeriodSeconds"]
+        for name, status in self.delete().items():
+            assert status == 0, f"{self.name} ended with {status}: {self.containers[name].output}"
+
+    def delete(self) -> dict[str, int]:
+        """Send SIGTERM to all containers at once, and wait; returns their exit statuses."""
         for container in self.containers.values():
-            status = container.end(signal.SIGTERM, within_s=grace_s)
-            assert status == 0, f"{self.name} ended with {status}: {container.output}"
+            container.signal(signal.SIGTERM)
+        grace_s = self.spec["terminationGracePeriodSeconds"]
+        return {name: each.wait(grace_s) for name, each in self.containers.items()}
 
 
 class Container:
@@ -273,13 +279,17 @@ class Container:
         if hook is not None:
             subprocess.run(hook["exec"]["command"], check=True)
 
-    def end(self, number: int, *, within_s: float = 10.0) -> int:
-        """Send a signal, wait, and return the exit status."""
+    def signal(self, number: int) -> None:
+        """Send a signal; the container is not started again."""
         self._is_ending.set()
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self, within_s: float) -> int:
+        """Wait for its end, and return the exit status."""
         process, thread = self._process, self._thread
         if process is None or thread is None:
             return 0
-        process.send_signal(number)
         thread.join(within_s)
         assert not thread.is_alive(), f"{self.name} did not end within {within_s} s"
         assert process.returncode is not None

@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 
 import httpx
+import pytest
 import yaml
 
 from tests.structs import changed
 from tests.system.conftest import Tiny
-from tests.system.pods import Cluster, Object, objects_in, secret_folder
+from tests.system.pods import Cluster, Object, Pod, objects_in, secret_folder
 from tests.system.streams import NUM_STREAMS, Load
 from topspin.cli.flags import read_config
 from topspin.cli.main import _parser, main
@@ -87,5 +88,74 @@ def test_the_pods_of_a_plan_serve(tiny: Tiny, tmp_path: Path) -> None:
         (gateway,) = (pod for pod in pods if "gateway" in pod.name)
         assert httpx.get(f"{gateway.url}/v1/models").status_code == 401
         with Load([gateway.url], tiny, headers=HEADERS) as load:
+            load.wait_for(2 * NUM_STREAMS)
+        assert load.wrong == []
+
+
+def replace_gateway(cluster: Cluster, workload: Object, old: Pod, urls: list[str]) -> None:
+    """Replace a gateway as its Deployment says: a new one is ready before the old one ends."""
+    new = cluster.start(workload, 0)
+    new.wait_until_ready()
+    urls.append(new.url)
+    urls.remove(old.url)
+    old.terminate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_rolling_restart_of_gateways_and_nodes_fails_no_request(
+    tiny: Tiny, tmp_path: Path, transport: str
+) -> None:
+    engines = Engines(tiny, tmp_path)
+    objects = engines.render(plan_for(tiny, transport=transport, counts=(2, 2)), gateways=2)
+    (deployment,) = (each for each in objects if each["kind"] == "Deployment")
+    with Cluster(tmp_path, engines.volumes) as cluster:
+        pods = cluster.apply(objects)
+        for pod in pods:
+            pod.wait_until_ready()
+        gateways = [pod for pod in pods if "gateway" in pod.name]
+        nodes = [pod for pod in pods if pod not in gateways and "scheduler" not in pod.name]
+        assert len(nodes) == (4 if transport == "tcp" else 1)
+        urls = [pod.url for pod in gateways]
+        with Load(urls, tiny, headers=HEADERS) as load:
+            for pod in nodes:
+                load.wait_for(NUM_STREAMS)
+                pod.replace()
+                pod.wait_until_ready()
+            for pod in gateways:
+                load.wait_for(NUM_STREAMS)
+                replace_gateway(cluster, deployment, pod, urls)
+            load.wait_for(NUM_STREAMS)
+        assert load.wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_upgrade_is_a_second_engine_and_fails_no_request(tiny: Tiny, tmp_path: Path) -> None:
+    engines = Engines(tiny, tmp_path)
+    plan = plan_for(tiny, transport="tcp", counts=(1, 1))
+    old_objects = engines.render(plan, gateways=1)
+    new_objects = engines.render(changed(plan, {"scheduling.max_queued_requests": 99}), gateways=1)
+    with Cluster(tmp_path, engines.volumes) as cluster:
+        old = cluster.apply(old_objects)
+        for pod in old:
+            pod.wait_until_ready()
+        urls = [pod.url for pod in old if "gateway" in pod.name]
+        with Load(urls, tiny, headers=HEADERS) as load:
+            load.wait_for(NUM_STREAMS)
+            new = cluster.apply(new_objects)
+            for pod in new:
+                pod.wait_until_ready()
+            urls += [pod.url for pod in new if "gateway" in pod.name]
+            load.wait_for(NUM_STREAMS)
+            # As `kubectl delete deployment` and then `kubectl delete -k` do.
+            for pod in old:
+                if "gateway" in pod.name:
+                    urls.remove(pod.url)
+                    pod.terminate()
+            for pod in old:
+                if "gateway" not in pod.name:
+                    pod.delete()
             load.wait_for(2 * NUM_STREAMS)
         assert load.wrong == []
