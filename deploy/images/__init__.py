@@ -1,0 +1,1 @@
+"""What an image of Topspin has beside the installed package."""
