@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from deploy.kubernetes.leader_worker import leader_groups, leader_worker_set, replaced
 from deploy.kubernetes.network import hosts_service, network_policies, public_service
 from deploy.kubernetes.pods import Object
 from deploy.kubernetes.scaling import disruption_budgets, scaled_objects
@@ -36,6 +37,7 @@ def kubernetes_files(engine: Engine) -> Files:
         **_monitoring(engine),
         **_kustomization("inference-gateway", {"inference-pool": inference_pool(engine)}),
         **_autoscaling(engine),
+        **_leader_worker_sets(engine),
     }
 
 
@@ -105,6 +107,28 @@ def _autoscaling(engine: Engine) -> Files:
     )
 
 
+def _leader_worker_sets(engine: Engine) -> Files:
+    """Return the overlay in which attention nodes and their stages are groups; none: no stages."""
+    groups = list(leader_groups(engine))
+    if not groups:
+        return {}
+    patches = [
+        {
+            "target": {"kind": "StatefulSet", "name": name},
+            "patch": yaml_text({**_NAMED, "metadata": {"name": name}, "$patch": "delete"}),
+        }
+        for group in groups
+        for name in replaced(engine, group)
+    ]
+    return _kustomization(
+        "overlays/leaderworkerset",
+        {"leader-worker-sets": [leader_worker_set(engine, group) for group in groups]},
+        above=["../../base"],
+        patches=patches,
+    )
+
+
+_NAMED: Final = {"apiVersion": "apps/v1", "kind": "StatefulSet"}
 # Pods name them; what changes has another revision, and keys are read again in place.
 _AS_NAMED: Final = {"disableNameSuffixHash": True}
 

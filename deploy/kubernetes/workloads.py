@@ -207,8 +207,8 @@ def stateful_set(
             "serviceName": engine.name,
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "RollingUpdate"},
-            "selector": {"matchLabels": selector(engine, component) | _of_set(name)},
-            "template": _labelled(template, _of_set(name)),
+            "selector": {"matchLabels": selector(engine, component) | group_label(name)},
+            "template": labelled(template, group_label(name)),
         },
     }
 
@@ -239,12 +239,13 @@ def deployment(engine: Engine, component: str, own: Object, volumes: Sequence[Ob
     }
 
 
-def _of_set(name: str) -> dict[str, str]:
+def group_label(name: str) -> dict[str, str]:
     """Return the label that tells several StatefulSets of a role apart."""
     return {"topspin/group": name}
 
 
-def _labelled(template: Object, more: dict[str, str]) -> Object:
+def labelled(template: Object, more: dict[str, str]) -> Object:
+    """Return a pod's template with more labels."""
     meta = template["metadata"]
     return {**template, "metadata": {**meta, "labels": {**meta["labels"], **more}}}
 

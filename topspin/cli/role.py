@@ -58,7 +58,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         "--index",
         required=True,
         metavar="N",
-        help="which one; ordinal or ordinal+N: by the number at the end of this host's name",
+        help="which one: N, or ordinal[+N] or worker*S[+N] by the numbers in this host's name",
     )
     parser.add_argument(
         "--advertise", metavar="HOST", help="its address for others, instead of its `host`"

@@ -8,6 +8,7 @@ environment when a process starts. Knows roles by module name only. Called by to
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -100,19 +101,29 @@ def find_node(plan: EnginePlan, role: str, index: int) -> NodeSpec:
 
 
 def index_of(text: str, hostname: str) -> int:
-    """Return the number in `text`: N, or "ordinal" or "ordinal+N" of a host named NAME-ORDINAL.
+    """Return the number in `text`: N, or what it makes of the numbers in the host's name.
 
-    So the pods of a Kubernetes StatefulSet are nodes N, N + 1, ... Raises ConfigError.
+    "ordinal" or "ordinal+N" on NAME-ORDINAL: so the pods of a Kubernetes StatefulSet are nodes N,
+    N + 1, ... "worker*S" or "worker*S+N" on NAME-GROUP-WORKER, where workers begin with 1: so those
+    of a LeaderWorkerSet are, with S of them to a group. Raises ConfigError.
     """
-    number, ordinal = text, "0"
-    if text.partition("+")[0] == "ordinal":
-        number, ordinal = text.partition("+")[2] or "0", hostname.rpartition("-")[2]
-    if not all(each.isascii() and each.isdigit() for each in (number, ordinal)):
-        raise ConfigError(
-            f"--index {text}: give N, or ordinal or ordinal+N on a host whose name ends with -N "
-            f"(this one is {hostname!r})"
-        )
-    return int(number) + int(ordinal)
+    found = re.fullmatch(
+        r"(?:(ordinal)|worker\*(\d{1,9}))(?:\+(\d{1,9}))?|(\d{1,9})", text, re.ASCII
+    )
+    numbers = re.search(r"(?:-(\d{1,9}))?-(\d{1,9})$", hostname, re.ASCII)
+    if found is not None:
+        is_ordinal, workers, first, number = found.groups(default="")
+        if number:
+            return int(number)
+        if numbers and is_ordinal:
+            return int(numbers[2]) + int(first or 0)
+        if numbers and numbers[1] and int(numbers[2]) > 0:
+            return int(numbers[1]) * int(workers) + int(numbers[2]) - 1 + int(first or 0)
+    raise ConfigError(
+        f"--index {text}: give N, or ordinal or ordinal+N on a host whose name ends with -N, or "
+        f"worker*S or worker*S+N on one whose name ends with -GROUP-WORKER (this one is "
+        f"{hostname!r})"
+    )
 
 
 def _address_of(host: str) -> str:

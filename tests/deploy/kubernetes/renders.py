@@ -30,9 +30,29 @@ def plan_named(name: str) -> EnginePlan:
         link = changed(plan.link, {"transport": "tcp"})
         nodes = tuple(changed(each, {"num_threads": 2}) for each in plan.nodes)
         return changed(plan, {"links": (link,), "nodes": nodes})
+    if name == "two cut in three":
+        return _two_cut_in_three(plan_named("stages, tcp"))
     if name == "drafts, gpus":
         return _drafts_on_gpus(plan_named("kubernetes"))
     return read_plan(str(PLANS / f"{name}.yaml"))
+
+
+def _two_cut_in_three(plan: EnginePlan) -> EnginePlan:
+    first, stage = plan.attention[0], plan.stages[0]
+    return changed(
+        plan,
+        {
+            "nodes": (
+                *(changed(first, {"index": owner}) for owner in range(2)),
+                *(
+                    changed(stage, {"index": 2 * owner + place, "of": owner, "layers": layers})
+                    for owner in range(2)
+                    for place, layers in enumerate([(9, 20), (20, 30)])
+                ),
+                *plan.experts,
+            )
+        },
+    )
 
 
 def _drafts_on_gpus(plan: EnginePlan) -> EnginePlan:
@@ -52,7 +72,7 @@ def _drafts_on_gpus(plan: EnginePlan) -> EnginePlan:
     )
 
 
-APART = ("kubernetes", "unequal", "stages, tcp")
+APART = ("kubernetes", "unequal", "stages, tcp", "two cut in three")
 WHOLE = ("planned/8xh200", "planned/h20_l40s")
 
 

@@ -121,6 +121,15 @@ def test_kustomize_builds_every_folder(name: str, tmp_path: Path) -> None:
         if each["kind"] in ("Deployment", "StatefulSet"):
             is_scaled = (each["kind"], each["metadata"]["name"]) in targets
             assert ("replicas" in each["spec"]) != is_scaled
+    if "overlays/leaderworkerset" in built:
+        groups = [each["kind"] for each in built["overlays/leaderworkerset"]]
+        assert "LeaderWorkerSet" in groups
+        left = {
+            each["metadata"]["name"].removeprefix(f"{engine.name}-")
+            for each in built["overlays/leaderworkerset"]
+            if each["kind"] == "StatefulSet"
+        }
+        assert left == {"scheduler", "expert"}
     secrets = {each["metadata"]["name"] for each in built["secrets"]}
     assert secrets == {"topspin-api-keys", *(f"topspin-keys-{one}" for one in engine.key_groups)}
 
@@ -146,6 +155,31 @@ def test_commands_are_what_our_parser_takes(name: str) -> None:
                 found.append((parsed.role, index_of(parsed.index, hostname)))
     expected = [] if name in WHOLE else [(each.role, each.index) for each in plan.nodes]
     assert sorted(found) == sorted(expected)
+
+
+def test_groups_of_pods_are_an_attention_node_and_its_stages() -> None:
+    """LeaderWorkerSet's names: NAME-GROUP for a leader, NAME-GROUP-WORKER for those that follow."""
+    _, files = render("two cut in three")
+    (found,) = objects_of(files, "overlays/leaderworkerset/")
+    check_object(found, VERSIONS[-1])
+    name, spec = found["metadata"]["name"], found["spec"]
+    template = spec["leaderWorkerTemplate"]
+    assert (spec["replicas"], template["size"]) == (2, 3)
+    nodes = {}
+    for role in ("leaderTemplate", "workerTemplate"):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}} | template[role]
+        kubernetes_validate.validate(pod, VERSIONS[-1], strict=True)
+        (container,) = template[role]["spec"]["containers"]
+        nodes[role] = _parser(container["args"]).parse_args(container["args"])
+    for group in range(2):
+        leader = nodes["leaderTemplate"]
+        assert (leader.role, index_of(leader.index, f"{name}-{group}")) == ("attention", group)
+        for number in (1, 2):
+            worker = nodes["workerTemplate"]
+            index = index_of(worker.index, f"{name}-{group}-{number}")
+            stage = plan_named("two cut in three").stages[index]
+            assert (worker.role, stage.of) == ("stage", group)
+            assert stage.layers == [(9, 20), (20, 30)][number - 1]
 
 
 @pytest.mark.parametrize("name", NAMES)

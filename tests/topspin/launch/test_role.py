@@ -131,14 +131,25 @@ def test_a_plan_of_one_host_is_for_serve() -> None:
 
 @pytest.mark.parametrize(
     ("text", "hostname", "index"),
-    [("3", "x", 3), ("ordinal", "expert-2", 2), ("ordinal+4", "topspin-expert-10", 14)],
+    [
+        ("3", "x", 3),
+        ("ordinal", "expert-2", 2),
+        ("ordinal+4", "topspin-expert-10", 14),
+        ("worker*2", "topspin-attention-0-1", 0),
+        ("worker*2", "topspin-attention-3-2", 7),
+        ("worker*1+4", "topspin-attention-2-1", 6),
+    ],
 )
 def test_an_index_may_come_from_the_hosts_name(text: str, hostname: str, index: int) -> None:
     assert index_of(text, hostname) == index
 
 
 @pytest.mark.parametrize(
-    ("text", "hostname"), [("ordinal", "expert"), ("ordinal+x", "e-1"), ("-1", "e-1"), ("x", "e-1")]
+    ("text", "hostname"),
+    [
+        *(("ordinal", "expert"), ("ordinal+x", "e-1"), ("-1", "e-1"), ("x", "e-1")),
+        *(("worker*2", "e-1"), ("worker*2", "e-1-0"), ("worker", "e-1-1"), ("9" * 10, "e-1")),
+    ],
 )
 def test_an_index_that_is_none(text: str, hostname: str) -> None:
     with pytest.raises(ConfigError, match=r"--index .*: give N, or ordinal"):
