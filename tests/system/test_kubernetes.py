@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -17,13 +19,15 @@ from tests.system.streams import NUM_STREAMS, Load
 from topspin.cli.flags import read_config
 from topspin.cli.main import _parser, main
 from topspin.cli.serve import plan_of
-from topspin.plan import EnginePlan
+from topspin.plan import DraftNode, EnginePlan, StageNode
 from topspin.plan_file import print_plan
+from topspin.speculation import Speculation
 
 USER = 10001
 API_KEY = "a-key-of-the-tests-1234"
 HEADERS = {"Authorization": f"Bearer {API_KEY}"}
 MODEL = "/topspin/models/tiny"
+NUM_LAYERS = 2
 
 
 def plan_for(tiny: Tiny, *, transport: str, counts: tuple[int, int]) -> EnginePlan:
@@ -90,6 +94,52 @@ def test_the_pods_of_a_plan_serve(tiny: Tiny, tmp_path: Path) -> None:
         with Load([gateway.url], tiny, headers=HEADERS) as load:
             load.wait_for(2 * NUM_STREAMS)
         assert load.wrong == []
+
+
+def with_a_stage(plan: EnginePlan) -> EnginePlan:
+    """Return a plan whose attention node computes the first layer only."""
+    first = changed(plan.attention[0], {"layers": (0, 1)})
+    stage = StageNode(
+        **{name: getattr(first, name) for name in ("index", "device", "kernels", "wait")},
+        num_threads=1,
+        layers=(1, NUM_LAYERS),
+        of=0,
+        kv_cache_bytes=8 * 2**20,
+    )
+    return changed(plan, {"nodes": (first, stage, *plan.experts)})
+
+
+def with_a_draft_node(plan: EnginePlan) -> EnginePlan:
+    """Return a plan in which a node with a name of its own drafts, by the same model."""
+    draft = DraftNode(
+        index=0, device="cpu", kernels="cpu", wait="block", num_threads=1, kv_cache_tokens=2048
+    )
+    speculation = Speculation(method="draft_model", model=MODEL, num_speculative_tokens=3)
+    return changed(plan, {"nodes": (*plan.nodes, draft), "speculation": speculation})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (with_a_stage, r'topspin_nodes\{.*role="stage".*\} 1\.0'),
+        (with_a_draft_node, r"topspin_spec_decode_num_accepted_tokens_total\{.*\} [1-9]"),
+    ],
+)
+def test_pods_of_other_roles_serve(
+    tiny: Tiny, tmp_path: Path, change: Callable[[EnginePlan], EnginePlan], shown: str
+) -> None:
+    engines = Engines(tiny, tmp_path)
+    plan = change(plan_for(tiny, transport="tcp", counts=(1, 1)))
+    with Cluster(tmp_path, engines.volumes) as cluster:
+        pods = cluster.apply(engines.render(plan, gateways=1))
+        for pod in pods:
+            pod.wait_until_ready()
+        (gateway,) = (pod for pod in pods if "gateway" in pod.name)
+        with Load([gateway.url], tiny, headers=HEADERS) as load:
+            load.wait_for(2 * NUM_STREAMS)
+        assert load.wrong == []
+        assert re.search(shown, httpx.get(f"{gateway.url}/metrics", headers=HEADERS).text)
 
 
 def replace_gateway(cluster: Cluster, workload: Object, old: Pod, urls: list[str]) -> None:
