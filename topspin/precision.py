@@ -32,7 +32,7 @@ ROLE_PARTS: Final[dict[NodeRole, tuple[Part, ...]]] = {
 }
 LM_HEAD_FORMATS: Final = ("none", "int8", "int4")
 """int8 has no visible cost. With int4 the most likely token is another one at about every eighth
-position (README.md, Quantised weights), so only a rule of part lm_head gives the head that."""
+position (docs/models.md, Quantised weights), so only a rule of part lm_head gives the head that."""
 
 
 class PrecisionRule(

@@ -99,10 +99,10 @@ def test_a_plan_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
     assert read_plan(str(file)) == plan()
 
 
-def test_the_plan_in_the_readme_is_one(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_the_plan_in_the_docs_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plans.md").read_text(encoding="utf-8")
     file = tmp_path / "plan.yaml"
-    file.write_text(readme.partition("```yaml\n")[2].partition("```")[0])
+    file.write_text(page.partition("```yaml\n")[2].partition("```")[0])
     made = read_plan(str(file))
     check_model(made, FACTS._replace(num_experts=16))
     assert len({node.max_num_seqs for node in made.attention}) == 2
