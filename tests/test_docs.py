@@ -8,9 +8,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
+import runpy
 import shlex
+import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +125,17 @@ def test_every_page_is_reached_from_the_readme() -> None:
         found = ((page.parent / target.partition("#")[0]).resolve() for target in links(page))
         waiting += [file for file in found if file.suffix == ".md"]
     assert set(PAGES) <= seen
+
+
+def test_pictures_are_what_is_drawn() -> None:
+    folder = ROOT / "docs" / "pictures"
+    draw: Any = runpy.run_path(str(folder / "draw.py"))
+    pictures = {f"{each.__name__}.svg": str(each()) for each in draw["PICTURES"]}
+    assert {file.name: file.read_text() for file in folder.glob("*.svg")} == pictures
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    for name, text in pictures.items():
+        xml.etree.ElementTree.fromstring(text)
+        assert f"](pictures/{name})" in page
 
 
 def test_the_readme_is_a_page() -> None:
