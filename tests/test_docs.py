@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from server.gateway.http.auth import ApiKeys, read_key_file
 from topspin.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
@@ -154,3 +159,32 @@ def test_messages_of_the_troubleshooting_page_are_said() -> None:
     own = {"Address already in use"}  # the kernel's
     for text in set(quoted) - own:
         assert any(text.replace("\\`", "`") in each for each in said), text
+
+
+def test_the_steps_before_a_cluster_run(tmp_path: Path) -> None:
+    """The blocks of docs/kubernetes.md that need no cluster, as they are, one after the other."""
+    model = ROOT / "tests" / "deploy" / "placement" / "models" / "smollm2-moe"
+    steps = [text for info, text in blocks(ROOT / "docs" / "kubernetes.md") if info == "sh"]
+    assert len(steps) >= 4
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    command = Path(sys.executable).with_name("topspin")
+    path = f"{command.parent}:{os.environ['PATH']}"
+    for step in steps:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", step.replace("MODEL_DIR", str(model))],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{step}\n{done.stdout}{done.stderr}"
+    secrets = tmp_path / "deployment" / "secrets"
+    listed = yaml.safe_load((secrets / "kustomization.yaml").read_text())
+    for each in listed["secretGenerator"]:
+        for name in each["files"]:
+            assert (secrets / name).stat().st_size > 0
+    (secrets / "api-keys").chmod(0o440)
+    key = (secrets / "metrics-key").read_text()
+    assert set(read_key_file(secrets / "api-keys").values()) == {"monitor", "me"}
+    assert ApiKeys(None, secrets / "api-keys").tenant_of(key.encode()) == "monitor"

