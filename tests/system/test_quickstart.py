@@ -31,7 +31,8 @@ def test_the_quick_start_works(tmp_path: Path) -> None:
 
     def run(heading: str) -> str:
         commands = block(heading).replace("smollm2-moe", "tiny").replace("8000", port)
-        commands = commands.replace("topspin chat", f"topspin chat --url {server.url}")
+        for name in ("chat", "trace"):
+            commands = commands.replace(f"topspin {name}", f"topspin {name} --url {server.url}")
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", commands],
             cwd=tmp_path,
