@@ -49,6 +49,7 @@ class EngineReport(_Part, frozen=True, kw_only=True):
     experts_per_node: tuple[int, ...]
     local_layers: int
     local_when: str
+    local_reason: str
     layer_ends: tuple[int, ...]
     load: float
     most_load: float
@@ -192,8 +193,9 @@ def _engine(inputs: Inputs, member: Member) -> EngineReport:
         max_num_batched_tokens=engine.batched_tokens,
         precision=str(engine.formats),
         experts_per_node=engine.held,
-        local_layers=0 if local is None else len(local.layers),
-        local_when="" if local is None else local.when,
+        local_layers=0 if local is None else len(local.experts.layers),
+        local_when="" if local is None else local.experts.when,
+        local_reason="" if local is None else local.reason,
         layer_ends=engine.ends,
         load=rating.load(inputs.workload),
         most_load=rating.most_load,
@@ -223,6 +225,10 @@ def print_report(report: Report, console: Console | None = None) -> None:
     out = Console(highlight=False) if console is None else console
     if report.engines:
         out.print(_engines(report))
+        for each in report.engines:
+            if each.local_reason:
+                what = f"{each.engine}: {each.local_layers} layers local, {each.local_when}"
+                out.print(f"{what}: {each.local_reason}")
         whole = "exact over its grids" if report.is_exact else "a heuristic: see docs/planner.md"
         out.print(
             f"{report.load:.4g} {report.load_unit}, {report.most_load:.4g} at most, at "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -53,6 +53,7 @@ def plan_of(
         rating = replace(rating, room=maker.room)
     assert engine is not None
     unit = engine.unit
+    local = local_experts_of(rater, rating)
     dtype: Dtype = "float32" if facts.dtype == "float32" else "bfloat16"
     plan = EnginePlan(
         model=PlannedModel(path=path, dtype=dtype, max_model_len=rater.max_model_len),
@@ -76,7 +77,7 @@ def plan_of(
             micro_batches=engine.micro_batches if unit.experts else None,
             prefix_caching=facts.shares_prefixes,
         ),
-        local_experts=local_experts_of(rater, rating),
+        local_experts=None if local is None else local.experts,
         speculation=None if drafts is None else drafts.speculation,
         expected=expected_of(rater, rating, devices=None if maker is None else maker.unit),
     )
@@ -85,13 +86,21 @@ def plan_of(
     return plan
 
 
-def local_experts_of(rater: Rater, rating: Rating) -> LocalExperts | None:
+class LocalChoice(NamedTuple):
+    """The layers without a hop, and why always, or as the engine measures."""
+
+    experts: LocalExperts
+    reason: str
+
+
+def local_experts_of(rater: Rater, rating: Rating) -> LocalChoice | None:
     """Return which layers have no hop: always, or, where it is close, as the engine measures."""
     engine, found = rating.engine, rating.point
     assert engine is not None
     assert found is not None
     if engine.unit.is_colocated:
-        return LocalExperts(layers=rater.model.moe_layers, when="always")
+        every = LocalExperts(layers=rater.model.moe_layers, when="always")
+        return LocalChoice(every, "one process has all experts: no row travels")
     if not engine.num_local:
         return None
     remote = replace(engine, num_local=0)
@@ -99,7 +108,13 @@ def local_experts_of(rater: Rater, rating: Rating) -> LocalExperts | None:
         EngineSteps(each, rater.clock).step_s(found.running, None) for each in (engine, remote)
     )
     is_close = there_s < here_s * (1 + CLOSE)
-    return LocalExperts(layers=engine.local_layers, when="measured" if is_close else "always")
+    local = LocalExperts(layers=engine.local_layers, when="measured" if is_close else "always")
+    bound = f"less than {CLOSE:.0%}: the engine measures" if is_close else f"at least {CLOSE:.0%}"
+    return LocalChoice(
+        local,
+        f"a step takes {here_s * 1e3:.3g} ms with these layers local and {there_s * 1e3:.3g} ms "
+        f"with all remote, {there_s / here_s - 1:+.1%}: {bound}",
+    )
 
 
 def _window_rows(unit: Unit, batched_tokens: int) -> int:

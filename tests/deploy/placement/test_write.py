@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from deploy.placement.formats import stored
 from deploy.placement.search import Inputs, search
 from deploy.placement.steps import EngineSteps
 from deploy.placement.units import units_of
-from deploy.placement.write import plan_of
+from deploy.placement.write import local_experts_of, plan_of
 from tests.deploy.placement import samples
 from tests.topspin.plans import plan as default_plan
 from topspin.errors import ConfigError
@@ -148,6 +149,14 @@ def test_layers_are_local_always_where_that_wins_clearly(alpha_us: float, when: 
     rating = rater.at_load(replace(rating, engine=replace(rating.engine, num_local=3)), 1.0)
     plan = plan_of(rater, rating, path="model", facts=samples.facts(inputs.model))
     assert plan.local_experts == LocalExperts(layers=inputs.model.moe_layers[:3], when=when)
+    choice = local_experts_of(rater, rating)
+    assert choice is not None
+    assert choice.experts == plan.local_experts
+    here_ms, there_ms = (float(each) for each in re.findall(r"([\d.e+]+) ms with", choice.reason))
+    assert (there_ms < 1.1 * here_ms) == (when == "measured")
+    assert choice.reason.endswith(
+        "less than 10%: the engine measures" if when == "measured" else "at least 10%"
+    )
 
 
 def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
