@@ -225,10 +225,10 @@ def print_report(report: Report, console: Console | None = None) -> None:
     out = Console(highlight=False) if console is None else console
     if report.engines:
         out.print(_engines(report))
-        for each in report.engines:
-            if each.local_reason:
-                what = f"{each.engine}: {each.local_layers} layers local, {each.local_when}"
-                out.print(f"{what}: {each.local_reason}")
+        for engine in report.engines:
+            if engine.local_reason:
+                what = f"{engine.engine}: {engine.local_layers} layers local, {engine.local_when}"
+                out.print(f"{what}: {engine.local_reason}")
         whole = "exact over its grids" if report.is_exact else "a heuristic: see docs/planner.md"
         out.print(
             f"{report.load:.4g} {report.load_unit}, {report.most_load:.4g} at most, at "
