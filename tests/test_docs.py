@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -25,6 +26,7 @@ from server.gateway.http.auth import ApiKeys, read_key_file
 from topspin.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
+KUSTOMIZE = os.environ.get("TOPSPIN_KUSTOMIZE") or shutil.which("kustomize")
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
 # They are no commands of ours; what they do is in the text around them.
@@ -188,3 +190,13 @@ def test_the_steps_before_a_cluster_run(tmp_path: Path) -> None:
     key = (secrets / "metrics-key").read_text()
     assert set(read_key_file(secrets / "api-keys").values()) == {"monitor", "me"}
     assert ApiKeys(None, secrets / "api-keys").tenant_of(key.encode()) == "monitor"
+    if KUSTOMIZE is not None:
+        (patches,) = (text for info, text in blocks(ROOT / "docs/kubernetes.md") if info == "yaml")
+        own = tmp_path / "own"
+        own.mkdir()
+        (own / "kustomization.yaml").write_text(patches)
+        command = [KUSTOMIZE, "build", str(own)]
+        built = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert built.count("gpu: l40s") == 2  # two groups of expert nodes
+        assert "--otlp-traces-endpoint" in built
+        assert "port: 4318" in built

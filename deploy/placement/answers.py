@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from deploy.placement import engine_limits
 from deploy.placement.cluster import HostLink
 from deploy.placement.fleet import largest
 from deploy.placement.rating import Rater, Rating, milliseconds
@@ -414,9 +413,9 @@ def _with_links(inputs: Inputs, factor: float) -> Inputs:
     return dataclasses.replace(inputs, hosts=hosts)
 
 
-def not_served_yet(inputs: Inputs, rater: Rater, result: Result) -> list[str]:
-    """Return what engines over two hosts would give, which this engine does not run yet."""
-    if engine_limits.SEVERAL_HOSTS or inputs.between_hosts is None or not result.members:
+def over_two_hosts(inputs: Inputs, rater: Rater, result: Result) -> list[str]:
+    """Return what engines over two hosts would give: the search keeps each engine on one."""
+    if inputs.between_hosts is None or not result.members:
         return []
     if len(result.ratings) > MAX_MERGED_UNITS:
         return []
@@ -438,7 +437,8 @@ def not_served_yet(inputs: Inputs, rater: Rater, result: Result) -> list[str]:
             found.append(
                 f"An engine over the hosts {merged.spec.name} ({best.unit}) would carry "
                 f"{best.load(workload):.3g} {unit_of(inputs)}, {per_price(best):.3g} per price, "
-                f"{verdict} than the plan's {per_price(chosen):.3g}; not served yet."
+                f"{verdict} than the plan's {per_price(chosen):.3g}. Such a plan is made by "
+                "hand (docs/hosts.md)."
             )
     return found
 

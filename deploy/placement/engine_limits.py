@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-SEVERAL_HOSTS: Final = False
-"""Nodes of one engine on different hosts."""
 TENSOR_PARALLEL: Final = False
 """A node that is a group of devices."""
 STAGES: Final = True

@@ -17,8 +17,8 @@ from deploy.placement.answers import (
     flips_of,
     front_of,
     losers_of,
-    not_served_yet,
     offers_of,
+    over_two_hosts,
     refusal_of,
     unit_of,
 )
@@ -107,7 +107,7 @@ class Report(_Part, frozen=True, kw_only=True):
     front: tuple[FrontPoint, ...]
     losers: tuple[LostClass, ...]
     answers: tuple[str, ...]
-    not_served_yet: tuple[str, ...]
+    over_two_hosts: tuple[str, ...]
     flips: tuple[FlipReport, ...]
     estimates: tuple[str, ...] = ()
     refusal: str = ""
@@ -144,7 +144,7 @@ def report_of(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -
             for each in losers_of(inputs, result, offers)
         ),
         answers=tuple(answers_of(inputs, result, offers)),
-        not_served_yet=tuple(not_served_yet(inputs, rater, result)),
+        over_two_hosts=tuple(over_two_hosts(inputs, rater, result)),
         flips=tuple(
             FlipReport(change=each.change, outcome=each.outcome)
             for each in flips_of(inputs, result)
@@ -241,7 +241,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
         for each in report.losers:
             table.add_row(each.kind, each.engine, each.reason)
         out.print(table)
-    for line in (*report.drafts, *report.answers, *report.not_served_yet):
+    for line in (*report.drafts, *report.answers, *report.over_two_hosts):
         out.print(line)
     for line in report.estimates:
         out.print(f"Estimated, not measured, on {line}.")

@@ -4,7 +4,7 @@ Owns the enumeration and what a seat is. Knows no times: deploy.placement.steady
 Called by deploy.placement.search.
 
 A GPU is a seat. A CPU is one seat with all its cores, or several that divide them. Nodes of an
-engine are on one host (engine_limits.SEVERAL_HOSTS).
+engine are on one host, though an engine may have several (topspin.network).
 """
 
 from __future__ import annotations

@@ -178,7 +178,6 @@ def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
 @pytest.mark.parametrize(
     ("limit", "field", "value"),
     [
-        ("SEVERAL_HOSTS", "host", "elsewhere"),
         ("TENSOR_PARALLEL", "tp", 2),
         ("SLOW_NODES", "slow", 2.0),
     ],
