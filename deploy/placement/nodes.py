@@ -76,6 +76,7 @@ class Nodes:
         self._local: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._layers: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._cuts: dict[tuple[object, ...], tuple[Ends, ...]] = {}
+        self._held: dict[tuple[object, ...], float] = {}
 
     def room(
         self,
@@ -302,11 +303,14 @@ class Nodes:
         """
         if not held:
             return 0.0
-        model = self.model
-        chosen = node_shares(model.num_experts, model.top_k, (held,), 0.0)[0]
-        is_touched = touched(chosen, rows) / held
-        spread = math.sqrt((1.0 - is_touched) / (is_touched * held))
-        return self.clock.experts_s(seat, cls, chosen, rows) * (1.0 + spread)
+        key = (seat, cls.formats.experts, rows, held)
+        if key not in self._held:
+            model = self.model
+            chosen = node_shares(model.num_experts, model.top_k, (held,), 0.0)[0]
+            is_touched = touched(chosen, rows) / held
+            spread = math.sqrt((1.0 - is_touched) / (is_touched * held))
+            self._held[key] = self.clock.experts_s(seat, cls, chosen, rows) * (1.0 + spread)
+        return self._held[key]
 
     def weights(self, unit: Unit, formats: Formats) -> tuple[float, ...]:
         """Return the share of all sequences of a node of each attention group.

@@ -86,6 +86,7 @@ class Rater:
         self.clock = Clock(model, workload)
         self.max_model_len = max_model_len(workload, context_length)
         self.nodes = Nodes(self.clock, self.max_model_len, workload.users or math.inf)
+        self._steps: dict[tuple[object, ...], EngineSteps] = {}
 
     def rate(self, unit: Unit, formats: Formats) -> Rating:
         """Return the unit with the settings that carry most, or answer soonest at the load."""
@@ -99,6 +100,18 @@ class Rater:
             if need < rating.beyond:
                 best = max(best, self.sharpened(rating, least=need), key=self.rank)
         return best
+
+    def steps_of(self, engine: Engine) -> EngineSteps:
+        """Return the engine's steps, which settings of the unit last rated have in common."""
+        key = (engine.held, engine.weights, engine.num_local, engine.ends)
+        known = self._steps.get(key)
+        if (
+            known is None
+            or known.engine.unit is not engine.unit
+            or known.engine.formats is not engine.formats
+        ):
+            known = self._steps[key] = EngineSteps(engine, self.clock)
+        return known.with_settings(engine)
 
     @property
     def _is_for_latency(self) -> bool:
@@ -254,7 +267,7 @@ class Rater:
         most = rating.load(self.workload)
         if load >= most:
             return dataclasses.replace(rating, most_load=most)
-        steps = EngineSteps(rating.engine, self.clock)
+        steps = self.steps_of(rating.engine)
         low, high = 0.0, rating.point.running
         found = rating.point
         for _ in range(40):
@@ -287,7 +300,7 @@ class Trial:
         self._workload = rater.workload
         self.engine = engine
         self.room = room
-        self._steps = EngineSteps(engine, rater.clock)
+        self._steps = rater.steps_of(engine)
 
     def point(self, running: float) -> Point | None:
         """Return the engine's state with `running` sequences if all limits and targets hold."""

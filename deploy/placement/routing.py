@@ -28,7 +28,9 @@ def touched(probabilities: Sequence[float], rows: float) -> float:
 
     E[distinct] = sum over experts of 1 - (1 - p)^rows, by linearity of expectation: exact.
     """
-    return math.fsum(1.0 if p >= 1.0 else -math.expm1(rows * math.log1p(-p)) for p in probabilities)
+    # Experts chosen alike, as most are, are computed once.
+    found = {p: 1.0 if p >= 1.0 else -math.expm1(rows * math.log1p(-p)) for p in set(probabilities)}
+    return math.fsum(map(found.__getitem__, probabilities))
 
 
 def rows_reached(probabilities: Sequence[float], rows: float) -> float:
@@ -37,7 +39,8 @@ def rows_reached(probabilities: Sequence[float], rows: float) -> float:
     Choices of different experts are taken as independent; as a token's are different ones, it is up
     to a tenth too few.
     """
-    missed = math.fsum(math.log1p(-p) if p < 1.0 else -math.inf for p in probabilities)
+    found = {p: math.log1p(-p) if p < 1.0 else -math.inf for p in set(probabilities)}
+    missed = math.fsum(map(found.__getitem__, probabilities))
     return rows * -math.expm1(missed)
 
 

@@ -7,6 +7,7 @@ by deploy.placement.rating.
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_right
 from collections import Counter
@@ -37,6 +38,7 @@ from topspin.pipeline import HopTimes, layers_s, pipeline_s
 from topspin.precision import Format
 
 NO_LINK = Link(name="local", alpha_s=0.0, bytes_per_s=1e18)
+NO_FACTORS = RallyFactors()
 PAIR_BYTES = 8
 
 
@@ -188,7 +190,7 @@ class EngineSteps:
         # Nodes with equal shares on like seats take equal times.
         self._experts = tuple(dict.fromkeys(zip(seats, shares, strict=True)))
         self._shares = Counter(shares)
-        self._known: dict[tuple[float, Chunks | None], float] = {}
+        self._known: dict[tuple[int, float, Chunks | None], float] = {}
         local = frozenset(engine.local_layers)
         # Without ranges every layer is on all attention nodes.
         self._holders = [((seat, 1),) for seat in unit.chain] if engine.ends else [unit.attention]
@@ -199,11 +201,23 @@ class EngineSteps:
         self._kinds = Counter(kinds)
         places = {kind: idx for idx, kind in enumerate(self._kinds)}
         self._kind_of = tuple(places[kind] for kind in kinds)
+        self._num_attention = unit.num_attention
+        seats = [seat for seat, _ in (*unit.holders, *unit.experts)]
+        self._is_rallied = not unit.is_colocated and any(s.device.profile.rallies for s in seats)
         self._link = NO_LINK if unit.link is None else unit.link.link
+
+    def with_settings(self, engine: Engine) -> EngineSteps:
+        """Return the steps of an engine that differs in its settings only; they share what is kept.
+
+        Settings: micro-batches, tokens per step, the bytes of keys.
+        """
+        other = copy.copy(self)
+        other.engine = engine
+        return other
 
     def step_s(self, running: float, chunks: Chunks | None) -> float:
         """Return the time of a step."""
-        key = (running, chunks)
+        key = (self._micro_batches(running, chunks), running, chunks)
         if key not in self._known:
             self._known[key] = self.step(running, chunks).step_s
         return self._known[key]
@@ -211,11 +225,7 @@ class EngineSteps:
     def step(self, running: float, chunks: Chunks | None) -> Step:
         """Return a step's times."""
         engine, clock = self.engine, self.clock
-        num_attention = engine.unit.num_attention
-        slices = max(1.0, running / num_attention)
-        if chunks is not None:
-            slices = chunks.slices if chunks.replicas == num_attention else 1.0
-        m = max(1, min(engine.micro_batches, int(slices + 1e-9)))
+        m = self._micro_batches(running, chunks)
         per_node: list[Rows] = []
         fixed_s = 0.0
         for (seat, _), weight in zip(engine.unit.attention, engine.weights, strict=True):
@@ -249,6 +259,14 @@ class EngineSteps:
         whole_s = rallied * (fixed_s + self._layers_s(hops, m, pass_s))
         slowest = max(hops, key=lambda hop: hop.t_a + hop.t_e + 2 * hop.t_c)
         return Step(m, rows, slowest, whole_s, m * shares[0], m * shares[1], shares[2], fixed_s)
+
+    def _micro_batches(self, running: float, chunks: Chunks | None) -> int:
+        """Return into how many micro-batches a step's rows can be split, of those of the engine."""
+        num_attention = self._num_attention
+        slices = running / num_attention
+        if chunks is not None:
+            slices = chunks.slices if chunks.replicas == num_attention else 1.0
+        return max(1, min(self.engine.micro_batches, int(slices + 1e-9)))
 
     def _layers_s(self, hops: Sequence[HopTimes], m: int, pass_s: float) -> float:
         turns, ends = self.engine.unit.takes_turns, self.engine.ends
@@ -304,8 +322,8 @@ class EngineSteps:
         return HopTimes(t_a, t_e, link_s(self._link, max(sent, taken)))
 
     def _factor(self, seat: Seat, m: int, rows: float) -> RallyFactors:
-        if self.engine.unit.is_colocated:
-            return RallyFactors()
+        if not self._is_rallied:
+            return NO_FACTORS
         return rally_factors(
             seat.device.profile,
             shares_cores=self.engine.unit.takes_turns,

@@ -341,6 +341,20 @@ def test_ten_thousand_devices_of_eight_types_take_seconds() -> None:
     assert found.load >= 20_000
 
 
+@pytest.mark.slow
+def test_a_host_with_four_cpus_and_eight_gpus_takes_seconds() -> None:
+    """It has many ways to divide its devices, and chains of CPUs beside them."""
+    host = samples.host((samples.cpu(memory_gib=256), 4), (samples.gpu(memory_gib=140), 8))
+    shape = samples.model(48, num_experts=128, hidden=2048)
+    asked = samples.workload(arrival_rate=10.0, objective="max_throughput")
+    start = time.process_time()
+    found = search(samples.inputs([host], shape, asked))
+    # As above, a bound for a hang.
+    assert time.process_time() - start < 60
+    assert len(found.ratings) > 600
+    assert found.members
+
+
 def test_a_slow_link_makes_layers_local(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a link of 2 ms, layers whose experts fit beside the attention stay there."""
     slow = HostLink(transport="shm", alpha_us=2000, gbps=10)
