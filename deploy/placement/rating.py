@@ -95,11 +95,25 @@ class Rater:
         for rating in tried[1:]:
             if rating.point is None or self._is_for_latency:
                 break
-            # Twice the load takes at least twice the sequences: so many it needs to be the best.
-            need = rating.point.running * best.load(self.workload) / rating.load(self.workload)
-            if need < rating.beyond:
-                best = max(best, self.sharpened(rating, least=need), key=self.rank)
+            least = self._needed(rating, best.load(self.workload))
+            if least < rating.beyond:
+                best = max(best, self.sharpened(rating, least=least), key=self.rank)
         return best
+
+    def _needed(self, rating: Rating, load: float) -> float:
+        """Return a number of sequences below which a rating of the grid cannot carry `load`."""
+        assert rating.point is not None
+        if self.workload.arrival_rate is not None:
+            # Twice the load takes at least twice the sequences.
+            return rating.point.running * load / rating.load(self.workload)
+        # Users whose prompts wait are no sequences that run: near saturation there are many.
+        assert rating.engine is not None
+        steps = self.steps_of(rating.engine)
+        beyond = self.point(rating.engine, steps, rating.beyond)
+        reaches = (
+            beyond is None or dataclasses.replace(rating, point=beyond).load(self.workload) > load
+        )
+        return 0.0 if reaches else rating.beyond
 
     def steps_of(self, engine: Engine) -> EngineSteps:
         """Return the engine's steps, which settings of the unit last rated have in common."""

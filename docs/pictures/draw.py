@@ -158,7 +158,7 @@ def retrieval() -> Picture:
     for segment in range(4):
         own.arrow(7.8 + 5 * segment, 3, 13 + 2.5 * segment, 6)
     own.arrow(23, 7.2, 27.5, 7.2, "best")
-    own.box(27.5, 6, 7.5, 2.4, "attention to\na few hundred", ATTENTION)
+    own.box(27.5, 6, 7.5, 2.4, "attention to\nthe asked number", ATTENTION)
     return own
 
 
