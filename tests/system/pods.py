@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ class Pod:
             "hostname": self.name,
             "hosts": str(self._cluster.hosts_file),
             "user": self.spec["securityContext"]["runAsUser"],
-            "read_only": [str(REPOSITORY), sys.base_prefix, str(cache_root() / "numba")],
+            "read_only": list(map(str, readable())),
             "mounts": [
                 {
                     "source": str(self._volumes[each["name"]]),
@@ -329,8 +329,8 @@ def secret_folder(target: Path, files: Sequence[Path], *, owner: int) -> Path:
     return target
 
 
-def ready_urls(pods: Iterable[Pod]) -> Iterator[str]:
-    """Yield the addresses of the pods that a Service would have."""
-    for pod in pods:
-        if pod.is_ready:
-            yield pod.url
+def readable() -> list[Path]:
+    """Return what pods have of this machine besides its system: what an image would have."""
+    environment = Path(sys.prefix).resolve()
+    others = [] if environment.is_relative_to(REPOSITORY) else [environment]
+    return [REPOSITORY, *others, Path(sys.base_prefix), cache_root() / "numba"]

@@ -22,7 +22,9 @@ from topspin.cores import node_environment
 from topspin.launch.supervisor import Part, RoleCommand
 from topspin.plan import EnginePlan, NodeSpec, ServeConfig
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+# Python has no name for it yet. F_SEAL_WRITE fails while the kernel itself holds a page.
+_F_SEAL_FUTURE_WRITE = 0x10
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 
 def node_commands(plan: EnginePlan, control: str) -> list[RoleCommand]:
