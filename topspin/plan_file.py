@@ -15,7 +15,7 @@ import yaml
 
 from topspin.errors import ConfigError
 from topspin.plan import EnginePlan
-from topspin.strict_yaml import StrictLoader
+from topspin.strict_yaml import PlainDumper, StrictLoader
 
 WIDTH = 100
 
@@ -47,11 +47,7 @@ def print_plan(plan: EnginePlan) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=WIDTH)
 
 
-# libyaml is faster; PyYAML may be built without it.
-_Safe: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-
-class _Dumper(_Safe):  # type: ignore[misc]
+class _Dumper(PlainDumper):
     """Prints lists of numbers and names on one line."""
 
     def represent_sequence(
@@ -62,6 +58,3 @@ class _Dumper(_Safe):  # type: ignore[misc]
             tag, sequence, flow_style=is_short or None
         )
         return node
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True

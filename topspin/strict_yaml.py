@@ -1,6 +1,7 @@
-"""YAML without surprises: a mapping that has a key twice is refused, not cut.
+"""YAML without surprises: a key that is there twice is refused, and nothing is by reference.
 
-Called by topspin.plan_file and by deploy.placement.documents.
+Owns how YAML is read and printed. Knows no document. Called by topspin.plan_file,
+deploy.placement.documents and deploy.yaml_text.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from typing import Any
 import yaml
 
 # libyaml reads a plan of 1,000 nodes in 0.1 s instead of 1.2; PyYAML may be built without it.
-_Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-class StrictLoader(_Safe):  # type: ignore[misc]
+class StrictLoader(_Loader):  # type: ignore[misc]
     """Refuses a key that a mapping has twice, of which YAML libraries keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -25,3 +27,10 @@ class StrictLoader(_Safe):  # type: ignore[misc]
                 )
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
+
+
+class PlainDumper(_Dumper):  # type: ignore[misc]
+    """Repeats what is there twice: people who read it look up no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
