@@ -26,11 +26,12 @@ from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.errors import MESSAGES, ModelNotFound, error_response, truncated
 from server.gateway.handler import GenerationHandler
 from server.gateway.http.auth import ApiKeys, Authentication
-from server.gateway.http.exchange import CLIENT_GONE, Exchanges, exchange_of
+from server.gateway.http.exchange import Exchanges, exchange_of
 from server.gateway.openapi.routes import documentation_routes
 from server.gateway.operations.health import ProgressWatch
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.operations.otlp import SpanSender
+from server.gateway.operations.spans import GONE_STATUS
 from server.gateway.operations.tracing import trace_route
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.tools import MessageFormats
@@ -143,7 +144,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 async def _answer_nobody(_: Request, __: Exception) -> Response:
     # The client has closed the connection: this is never sent.
-    return Response(status_code=CLIENT_GONE)
+    return Response(status_code=GONE_STATUS)
 
 
 def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:

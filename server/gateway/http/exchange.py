@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.gateway.errors import MESSAGES, error_response, truncated
 from server.gateway.operations.otlp import SpanSender
-from server.gateway.operations.spans import OPERATIONS, RequestRecord, request_spans
+from server.gateway.operations.spans import GONE_STATUS, OPERATIONS, RequestRecord, request_spans
 from topspin.errors import InvalidRequest
 from topspin.logs import about
 
@@ -28,9 +28,6 @@ MAX_REQUEST_ID_CHARS = 128
 # Asked for every few seconds by machines; their lines would hide the others.
 UNLOGGED_PATHS = frozenset({"/health", "/live", "/metrics"})
 MAX_LOGGED_PATH_CHARS = 256
-
-# The status, as proxies count it, of a request whose client went before the answer began.
-CLIENT_GONE = 499
 
 _HEADER_BYTES = HEADER.lower().encode()
 _KEY = "topspin.exchange"
@@ -133,7 +130,7 @@ class Exchanges:
         try:
             await app(scope, receive, send_named)
         finally:
-            self._answered(scope["path"], exchange.status or CLIENT_GONE)
+            self._answered(scope["path"], exchange.status or GONE_STATUS)
             if self._is_logging and scope["path"] not in UNLOGGED_PATHS:
                 _write(scope, exchange)
             if self._spans is not None and exchange.record is not None:

@@ -28,7 +28,7 @@ OPERATIONS = {
     "/v1/responses": "chat",
 }
 CLIENT_GONE = "client_disconnected"
-# What the access log shows for a client that has gone before its answer began.
+# What the access log and the metrics show for a client that went before its answer began.
 GONE_STATUS = 499
 
 Value = str | int | float | Sequence[str]
