@@ -160,6 +160,15 @@ def test_the_search_finds_what_trying_everything_finds(inputs: Inputs) -> None:
     check_against_everything(inputs)
 
 
+def test_users_whose_prompts_wait_count_too() -> None:
+    """Near saturation they grow faster than the sequences that run: no setting is passed over."""
+    profile = samples.gpu(memory_gib=1.0, gb_per_s=500.0, tflops=50.0)
+    targets = Targets(ttft_s=None, tpot_s=0.001, percentile="p50")
+    asked = samples.workload(users=20, targets=targets, objective="max_throughput")
+    host = samples.host((profile, 1))
+    check_against_everything(samples.inputs([host], samples.model(2, num_experts=0), asked))
+
+
 def check_against_everything(inputs: Inputs) -> None:
     result = search(inputs)
     assert result.is_exact
