@@ -34,17 +34,17 @@ class Host:
         self.name, self._here, self._there = f"topspin-{tag}", f"tsa{tag}", f"tsb{tag}"
 
     def __enter__(self) -> Host:
-        _ip("netns", "add", self.name)
+        run_ip("netns", "add", self.name)
         try:
-            _ip(
+            run_ip(
                 *("link", "add", self._here, "type", "veth"),
                 *("peer", "name", self._there, "netns", self.name),
             )
-            _ip("address", "add", f"{self.gateway}/30", "dev", self._here)
-            _ip("link", "set", self._here, "up")
-            _ip("-n", self.name, "link", "set", "lo", "up")
-            _ip("-n", self.name, "address", "add", f"{self.address}/30", "dev", self._there)
-            _ip("-n", self.name, "link", "set", self._there, "up")
+            run_ip("address", "add", f"{self.gateway}/30", "dev", self._here)
+            run_ip("link", "set", self._here, "up")
+            run_ip("-n", self.name, "link", "set", "lo", "up")
+            run_ip("-n", self.name, "address", "add", f"{self.address}/30", "dev", self._there)
+            run_ip("-n", self.name, "link", "set", self._there, "up")
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -61,18 +61,18 @@ class Host:
     def pull_cable(self) -> None:
         """Lose all packets from now on; nobody is told."""
         # With the link down the kernel would report errors at this end; so the far end goes.
-        _ip("-n", self.name, "link", "set", self._there, "down")
+        run_ip("-n", self.name, "link", "set", self._there, "down")
 
     def plug_in(self) -> None:
         """Join the cable again."""
-        _ip("-n", self.name, "link", "set", self._there, "up")
+        run_ip("-n", self.name, "link", "set", self._there, "up")
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Return the command that runs `argv` on this host."""
         return ["ip", "netns", "exec", self.name, *argv]
 
 
-def _ip(*arguments: str) -> None:
+def run_ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 

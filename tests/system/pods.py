@@ -28,7 +28,7 @@ import yaml
 
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
 from models.hub import cache_root
-from tests.system.hosts import _ip
+from tests.system.hosts import run_ip
 
 DEADLINE_S = 110.0
 MAX_STARTS = 5
@@ -63,10 +63,10 @@ class Cluster:
         self._stack = ExitStack()
 
     def __enter__(self) -> Cluster:
-        _ip("link", "add", self.bridge, "type", "bridge")
-        self._stack.callback(_ip, "link", "delete", self.bridge)
-        _ip("address", "add", f"{self.network}.1/24", "dev", self.bridge)
-        _ip("link", "set", self.bridge, "up")
+        run_ip("link", "add", self.bridge, "type", "bridge")
+        self._stack.callback(run_ip, "link", "delete", self.bridge)
+        run_ip("address", "add", f"{self.network}.1/24", "dev", self.bridge)
+        run_ip("link", "set", self.bridge, "up")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -126,15 +126,15 @@ class Pod:
         self.containers = {each["name"]: Container(self, each) for each in self.spec["containers"]}
 
     def __enter__(self) -> Pod:
-        _ip("netns", "add", self._namespace)
-        _ip(
+        run_ip("netns", "add", self._namespace)
+        run_ip(
             *("link", "add", self._here, "type", "veth"),
             *("peer", "name", "eth0", "netns", self._namespace),
         )
-        _ip("link", "set", self._here, "master", self._cluster.bridge, "up")
-        _ip("-n", self._namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
+        run_ip("link", "set", self._here, "master", self._cluster.bridge, "up")
+        run_ip("-n", self._namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
-            _ip("-n", self._namespace, "link", "set", device, "up")
+            run_ip("-n", self._namespace, "link", "set", device, "up")
         for container in self.containers.values():
             container.start()
         return self
