@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from deploy.services.arguments import (
-    API_KEYS,
+    API_KEY_FILE,
     CACHE,
     ENVIRONMENT,
+    GRACE_S,
     KEYS,
     OFFLINE,
     PLAN_FILE,
     RUN,
     SHUTDOWN_TIMEOUT_S,
+    USER,
     gateway_arguments,
     node_arguments,
     probe_arguments,
@@ -34,7 +36,6 @@ Object = dict[str, Any]
 
 FIRST: Final = "attention-0"
 """The node whose network and memory the others join, where they share it."""
-USER: Final = "10001:10001"
 HEALTH: Final = (
     "import urllib.request as r; "
     f"r.urlopen('http://127.0.0.1:{HTTP_PORT}/health', timeout=4).read()"
@@ -65,8 +66,7 @@ def compose_files(engine: Engine, plan_text: str) -> dict[str, str]:
 
 def _whole(engine: Engine) -> Object:
     own = _service(engine, whole_arguments(), keys=None) | _http()
-    gpus = [int(each.device.partition(":")[2]) for each in engine.plan.nodes if each.place.is_gpu]
-    return {"engine": own | _gpus([str(each) for each in range(max(gpus, default=-1) + 1)])}
+    return {"engine": own | _gpus(range(engine.num_gpus))}
 
 
 def _apart(engine: Engine) -> Object:
@@ -76,20 +76,24 @@ def _apart(engine: Engine) -> Object:
         | _probed(progress_file("scheduler")),
         "gateway": _service(engine, gateway_arguments(), keys="gateway") | _http(),
     }
-    for number, node in enumerate(nodes):
+    num_gpus = 0
+    for node in nodes:
         joins = engine.shares_memory and node.role != "draft" and _name(node) != FIRST
-        services[_name(node)] = _node(engine, node, number, joins=FIRST if joins else None)
+        services[_name(node)] = _node(engine, node, joins=FIRST if joins else None)
+        if node.place.is_gpu:
+            services[_name(node)] |= _gpus([num_gpus])
+            num_gpus += 1
     return services
 
 
-def _node(engine: Engine, node: Node, number: int, *, joins: str | None) -> Object:
+def _node(engine: Engine, node: Node, *, joins: str | None) -> Object:
     name = _name(node)
     advertised = name if engine.listens(node) else None
     own = _service(
         engine, node_arguments(node.role, str(node.index), advertised), keys=node.key_group
     )
     own |= _probed(progress_file(node.role, str(node.index)))
-    own["stop_grace_period"] = f"{round(engine.plan.failover.halt_deadline_s) + 20}s"
+    own["stop_grace_period"] = f"{round(engine.plan.failover.halt_deadline_s) + GRACE_S}s"
     memory = engine.memory_of(node)
     if memory is not None:
         own["mem_reservation"] = memory
@@ -98,10 +102,10 @@ def _node(engine: Engine, node: Node, number: int, *, joins: str | None) -> Obje
         own["depends_on"] = {joins: {"condition": "service_started"}}
     elif engine.shares_memory:
         own["ipc"] = "shareable"
-    spill = engine.plan.kv_cache.spill
-    if spill is not None and not spill.is_in_host_memory and node.role in ("attention", "stage"):
-        own["volumes"].append({"type": "volume", "target": spill.directory})
-    return own | (_gpus([str(number)]) if node.place.is_gpu else {})
+    spill = engine.spill_directory(node.role)
+    if spill is not None:
+        own["volumes"].append({"type": "volume", "target": spill})
+    return own
 
 
 def _name(node: Node) -> str:
@@ -114,7 +118,7 @@ def _service(engine: Engine, arguments: Sequence[str], *, keys: str | None) -> O
     if keys is not None:
         volumes.append(_bind(f"./keys/{keys}", KEYS))
     if keys in (None, "gateway"):
-        volumes.append(_bind("./api-keys", f"{API_KEYS}/api-keys"))
+        volumes.append(_bind("./api-keys", API_KEY_FILE))
     service = _container(engine, arguments, ENVIRONMENT | OFFLINE, volumes)
     service["restart"] = "unless-stopped"
     if engine.pulled:
@@ -138,7 +142,7 @@ def _container(
         "entrypoint": ["topspin"],
         "command": [each.replace("$", "$$") for each in arguments],
         "environment": dict(variables),
-        "user": USER,
+        "user": f"{USER}:{USER}",
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
@@ -155,7 +159,7 @@ def _http() -> Object:
     return {
         "ports": [f"127.0.0.1:{HTTP_PORT}:{HTTP_PORT}"],
         "healthcheck": _check("python", "-c", HEALTH),
-        "stop_grace_period": f"{SHUTDOWN_TIMEOUT_S + 20}s",
+        "stop_grace_period": f"{SHUTDOWN_TIMEOUT_S + GRACE_S}s",
     }
 
 
@@ -168,10 +172,11 @@ def _check(*command: str) -> Object:
     }
 
 
-def _gpus(ids: Sequence[str]) -> Object:
-    if not ids:
+def _gpus(numbers: Sequence[int]) -> Object:
+    if not numbers:
         return {}
-    device = {"driver": "nvidia", "device_ids": list(ids), "capabilities": ["gpu"]}
+    ids = [str(each) for each in numbers]
+    device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 

@@ -18,6 +18,7 @@ from deploy.services.arguments import (
     OFFLINE,
     PLAN_FILE,
     RUN,
+    USER,
     probe_arguments,
 )
 from deploy.services.engine import HTTP_PORT, MODELS, Engine
@@ -25,8 +26,6 @@ from topspin import __version__
 
 Object = dict[str, Any]
 
-USER: Final = 10001
-"""The image's user; keys are readable by its group."""
 DRAIN_S: Final = 10
 """Between the signal to drain and that to end, proxies learn that a gateway is gone."""
 SHARED_MEMORY: Final = "1Gi"
@@ -35,7 +34,7 @@ INSTANCE: Final = "app.kubernetes.io/instance"
 COMPONENT: Final = "app.kubernetes.io/component"
 PART_OF: Final = "app.kubernetes.io/part-of"
 KIND: Final = "topspin/kind"
-"""server or node, where all nodes are meant, or all that answer requests."""
+"""server: answers requests; node; scheduler; job."""
 
 
 def labels(engine: Engine, component: str) -> dict[str, str]:

@@ -90,6 +90,8 @@ def _trigger(engine: Engine, query: str, threshold: float, metric_type: str) -> 
             "serverAddress": engine.asked.prometheus,
             "query": query,
             "threshold": str(threshold),
+            # From none to one too: any use at all would do without it.
+            "activationThreshold": str(threshold),
         },
     }
 

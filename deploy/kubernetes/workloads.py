@@ -29,6 +29,7 @@ from deploy.kubernetes.pods import (
     volumes_of,
 )
 from deploy.services.arguments import (
+    GRACE_S,
     SHUTDOWN_TIMEOUT_S,
     gateway_arguments,
     node_arguments,
@@ -38,9 +39,6 @@ from deploy.services.arguments import (
 )
 from deploy.services.engine import CONTROL_PORT, Engine, Group, Node, threads_of
 from deploy.services.memory import SERVER_BYTES
-
-GRACE_S = 20
-"""Beside the time that a process has to end by itself."""
 
 
 def workloads(engine: Engine) -> dict[str, list[Object]]:
@@ -93,7 +91,7 @@ def gateway(engine: Engine) -> Object:
 def whole(engine: Engine) -> Object:
     """Return engines that are one container each, gateway and all; more of them serve more."""
     mounts = [plan_mount(), models_mount(), api_keys_mount(), shared_memory_mount()]
-    mounts += _spill_mounts(engine)
+    mounts += _spill_mounts(engine, "attention")
     own = container(
         engine,
         "engine",
@@ -110,14 +108,12 @@ def _needs_of_all(engine: Engine) -> Needs:
     nodes = engine.plan.nodes
     memory = [engine.memory_of(node) for node in nodes]
     known = [each for each in memory if each is not None]
-    gpus = [int(node.device.partition(":")[2]) for node in nodes if node.place.is_gpu]
     threads = [threads_of(node) for node in nodes]
     return Needs(
         # Nodes of one process take turns on the same cores.
         cpus=1 + max(threads) if engine.plan.is_one_process else 1 + sum(threads),
         memory=sum(known) + 2 * SERVER_BYTES if len(known) == len(memory) else None,
-        # A container's GPUs are numbered from 0, so it has those between as well.
-        gpus=max(gpus) + 1 if gpus else 0,
+        gpus=engine.num_gpus,
     )
 
 
@@ -180,14 +176,12 @@ def _node_container(
 def _node_mounts(engine: Engine, node: Node) -> list[Object]:
     mounts = [plan_mount(), models_mount(), keys_mount(node.key_group), run_mount()]
     mounts.append(shared_memory_mount())
-    return mounts + (_spill_mounts(engine) if node.role in ("attention", "stage") else [])
+    return mounts + _spill_mounts(engine, node.role)
 
 
-def _spill_mounts(engine: Engine) -> list[Object]:
-    spill = engine.plan.kv_cache.spill
-    if spill is None or spill.is_in_host_memory:
-        return []
-    return [{"name": "spill", "mountPath": spill.directory}]
+def _spill_mounts(engine: Engine, role: str) -> list[Object]:
+    directory = engine.spill_directory(role)
+    return [] if directory is None else [{"name": "spill", "mountPath": directory}]
 
 
 def _node_grace_s(engine: Engine) -> float:

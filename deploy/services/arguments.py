@@ -17,8 +17,13 @@ API_KEY_FILE: Final = f"{API_KEYS}/api-keys"
 CACHE: Final = f"{ROOT}/cache"
 RUN: Final = f"{ROOT}/run"
 
+USER: Final = 10001
+"""The image's user; keys are readable by its group."""
+
 SHUTDOWN_TIMEOUT_S: Final = 120
 """A gateway that is replaced lets requests in flight end within this time."""
+GRACE_S: Final = 20
+"""Beside the time that a process has to end by itself."""
 
 ENVIRONMENT: Final = {
     "TOPSPIN_CACHE": MODELS,

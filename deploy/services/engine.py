@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from models.hub import DEFAULT_MODEL
+from topspin import __version__
 from topspin.errors import ConfigError
 from topspin.network import LOCALHOST, NetworkSpec
 from topspin.plan import AttentionNode, DraftNode, EnginePlan, ExpertNode, NodeSpec, StageNode
@@ -107,7 +108,20 @@ class Engine:
     @property
     def shares_memory(self) -> bool:
         """Say whether the nodes but those that draft are one pod."""
-        return self.plan.link.transport == "shm"
+        return shares_memory(self.plan)
+
+    @property
+    def num_gpus(self) -> int:
+        """Return the GPUs of a whole engine: they are numbered from 0, those between included."""
+        nodes = [node for node in self.plan.nodes if node.place.is_gpu]
+        return max((int(node.device.partition(":")[2]) + 1 for node in nodes), default=0)
+
+    def spill_directory(self, role: str) -> str | None:
+        """Return where nodes of a role keep keys in a file; None: they do not."""
+        spill = self.plan.kv_cache.spill
+        if spill is None or spill.is_in_host_memory or role not in ("attention", "stage"):
+            return None
+        return spill.directory
 
     def listens(self, node: NodeSpec) -> bool:
         """Say whether others connect to a node over the network."""
@@ -134,6 +148,11 @@ def is_whole(plan: EnginePlan) -> bool:
     return plan.link.transport in ("local", "cuda_ipc")
 
 
+def shares_memory(plan: EnginePlan) -> bool:
+    """Say whether all nodes but those that draft are on one host, as containers of one pod."""
+    return plan.link.transport == "shm"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
     """How processes are reached: the scheduler, and a node of a group."""
@@ -148,9 +167,7 @@ def engine_of(plan: EnginePlan, asked: Asked, *, hosts: Hosts, memory_of: Memory
     revision = _revision(plan, asked)
     groups = tuple(_groups(plan))
     if is_whole(plan):
-        placed = msgspec.structs.replace(
-            plan, nodes=tuple(_without_cores(node) for node in plan.nodes)
-        )
+        placed = _on_one_host(plan)
     else:
         placed = _apart(plan, f"{asked.name}-{revision}", groups, hosts)
         groups = tuple(_groups(placed))
@@ -188,8 +205,18 @@ def _check_models(engine: Engine) -> None:
 
 def _revision(plan: EnginePlan, asked: Asked) -> str:
     """Return a name of what runs: processes of two revisions never meet."""
-    what = asked.image.encode() + b"\n" + msgspec.json.encode(plan)
+    # The version too: another one may write the same plan in another way.
+    what = f"{__version__}\n{asked.image}\n".encode() + msgspec.json.encode(plan)
     return hashlib.sha256(what).hexdigest()[:REVISION_DIGITS]
+
+
+def _on_one_host(plan: EnginePlan) -> EnginePlan:
+    """Return the plan of an engine in one container, which finds its processes by itself."""
+    nodes = (
+        msgspec.structs.replace(_without_cores(node), host=LOCALHOST, address=None, key=None)
+        for node in plan.nodes
+    )
+    return msgspec.structs.replace(plan, nodes=tuple(nodes), network=None)
 
 
 def _apart(plan: EnginePlan, name: str, groups: tuple[Group, ...], hosts: Hosts) -> EnginePlan:

@@ -30,7 +30,9 @@ def memory_of(plan: EnginePlan, shape: ModelShape | None) -> MemoryOf:
 
     def of(node: NodeSpec) -> int | None:
         if node.place.is_gpu:
-            return LOADING_BYTES
+            spill = plan.kv_cache.spill
+            pinned = spill is not None and spill.is_in_host_memory and node.role == "attention"
+            return LOADING_BYTES + (spill.size_bytes if spill and pinned else 0)
         data = None if shape is None else _data_bytes(plan, node, shape, precision_of)
         return None if data is None else round(data * MARGIN) + PROCESS_BYTES
 

@@ -12,6 +12,7 @@ import yaml
 
 from deploy.services.engine import Asked
 from tests.deploy.kubernetes.renders import APART, IMAGE, WHOLE, plan_named
+from tests.structs import changed
 from topspin.cli.deploy import rendered
 from topspin.cli.main import _parser
 from topspin.plan_file import read_plan
@@ -85,5 +86,12 @@ def test_gpus_are_reserved_by_number() -> None:
     nodes = [name for name in services if "-" in name and "pull" not in name]
     numbers = [gpus(services[name]) for name in nodes if "deploy" in services[name]]
     assert numbers == [["0"], ["1"], ["2"], ["3"]]
+    mixed = plan_named("drafts, gpus")
+    on_cpu = plan_named("kubernetes").attention[0]
+    mixed = changed(mixed, {"nodes": (on_cpu, *mixed.nodes[1:])})
+    _, files = rendered(mixed, Asked(image=IMAGE), None, form="compose")
+    services = yaml.safe_load(files["compose.yaml"])["services"]
+    assert "deploy" not in services["attention-0"]
+    assert gpus(services["attention-1"]) == ["0"], "numbers are those of GPUs, not of nodes"
     engine = compose("planned/h20_l40s")[0]["services"]["engine"]
     assert gpus(engine) == [str(number) for number in range(8)]

@@ -19,7 +19,7 @@ from deploy.kubernetes.files import kubernetes_files
 from deploy.kubernetes.hosts import hosts as pod_hosts
 from deploy.observability.command import add_alerts, add_dashboard
 from deploy.placement.shapes import ModelShape
-from deploy.services.engine import Asked, Engine, engine_of, is_whole
+from deploy.services.engine import Asked, Engine, engine_of, shares_memory
 from deploy.services.memory import memory_of
 from models.config import load_model_config
 from models.hub import DEFAULT_MODEL, made_model_path
@@ -90,6 +90,8 @@ def _add_render(parser: argparse.ArgumentParser) -> None:
 
 def render(parsed: argparse.Namespace) -> int:
     """Write the files of an engine. Raises ConfigError."""
+    if parsed.format == "compose":
+        _check_compose(parsed)
     plan = read_plan(parsed.plan)
     asked = Asked(
         name=parsed.name,
@@ -111,12 +113,21 @@ def render(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _check_compose(parsed: argparse.Namespace) -> None:
+    """Raise ConfigError for a setting that a Compose file has no place for."""
+    for name in ("gateways", "prometheus", "rdma_resource"):
+        if getattr(parsed, name) != getattr(Asked(image=parsed.image), name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: has no effect with --format compose, which has one "
+                "gateway and no cluster; leave it out"
+            )
+
+
 def rendered(
     plan: EnginePlan, asked: Asked, shape: ModelShape | None, *, form: Format
 ) -> tuple[Engine, Mapping[str, str]]:
     """Return an engine's services, and their files by path. Raises ConfigError."""
-    shares_memory = not is_whole(plan) and plan.link.transport == "shm"
-    hosts = (compose_hosts if form == "compose" else pod_hosts)(share_memory=shares_memory)
+    hosts = (compose_hosts if form == "compose" else pod_hosts)(share_memory=shares_memory(plan))
     engine = engine_of(plan, asked, hosts=hosts, memory_of=memory_of(plan, shape))
     if form == "compose":
         return engine, compose_files(engine, print_plan(engine.plan))

@@ -21,8 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.images.compile_kernels import kernels
-from deploy.kubernetes.pods import USER
-from deploy.services.arguments import ENVIRONMENT
+from deploy.services.arguments import ENVIRONMENT, USER
 from deploy.services.engine import HTTP_PORT
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
 

@@ -316,6 +316,21 @@ def test_every_selector_takes_pods_of_the_engine(name: str) -> None:
             assert [labels for labels in pods if selects(selector, labels)] == [own]
 
 
+def test_nodes_come_and_go_by_load_and_not_by_any_use() -> None:
+    """KEDA starts the first of none as soon as a metric passes its activation threshold."""
+    _, files = render("kubernetes")
+    scaled = [
+        each["spec"]
+        for each in objects_of(files, "overlays/autoscaling/")
+        if each["spec"]["minReplicaCount"] == 0
+    ]
+    assert len(scaled) == 2
+    for spec in scaled:
+        for trigger in spec["triggers"]:
+            own = trigger["metadata"]
+            assert float(own["activationThreshold"]) == float(own["threshold"]) > 0
+
+
 def test_revisions_share_what_clients_see_and_nothing_that_runs() -> None:
     def names(files: object, folder: str) -> set[tuple[str, str]]:
         objects = objects_of(files, folder)  # type: ignore[arg-type]

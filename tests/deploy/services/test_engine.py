@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from deploy.placement.shapes import ModelShape
+from deploy.services import memory as memory_module
 from deploy.services.engine import Asked, Engine
 from deploy.services.memory import GIB
 from models.config import load_model_config
@@ -19,8 +20,10 @@ from tests.structs import changed
 from topspin.cli.deploy import rendered
 from topspin.errors import ConfigError
 from topspin.local_experts import LocalExperts
+from topspin.network import NetworkSpec
 from topspin.plan import EnginePlan
 from topspin.plan_file import print_plan, read_plan
+from topspin.retrieval import SpillSpec
 
 MODEL = Path(__file__).parents[1] / "placement" / "models" / "smollm2-moe"
 
@@ -82,6 +85,31 @@ def test_a_revision_is_another_for_another_image_or_plan() -> None:
     }
     assert len(names) == 3
     assert services(plan).name == services(plan, gateways=5).name
+
+
+def test_a_whole_engine_needs_no_network() -> None:
+    """`topspin serve`, which its container runs, refuses plans that have one."""
+    plan = plan_named("planned/h20_l40s")
+    hosts = tuple(changed(node, {"host": "10.0.0.1", "key": "own"}) for node in plan.nodes)
+    given = changed(plan, {"nodes": hosts, "network": NetworkSpec(control="tcp://10.0.0.1:7000")})
+    given.check()
+    found = services(given).plan
+    assert found.network is None
+    assert found == services(plan).plan
+
+
+def test_keys_in_the_hosts_memory_are_asked_for() -> None:
+    plan = plan_named("drafts, gpus")
+    kept = changed(plan.kv_cache, {"spill": SpillSpec(directory="host", size_bytes=8 * GIB)})
+    memory_of = memory_module.memory_of(changed(plan, {"kv_cache": kept}), None)
+    plain = memory_module.memory_of(plan, None)
+    for node in plan.nodes:
+        before, after = plain(node), memory_of(node)
+        if node.role == "attention":
+            assert before is not None
+            assert after == before + 8 * GIB
+        else:
+            assert after == before
 
 
 def test_a_draft_node_has_an_address_that_lasts() -> None:

@@ -58,6 +58,18 @@ def test_compose_is_another_form(tmp_path: Path, capsys: pytest.CaptureFixture[s
     }
 
 
+@pytest.mark.parametrize(
+    "flag", [("--gateways", "3"), ("--prometheus", "http://p"), ("--rdma-resource", "rdma/ib")]
+)
+def test_what_a_compose_file_has_no_place_for_is_refused(
+    flag: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert render("kubernetes.yaml", "-o", str(out), "--format", "compose", *flag) == 2
+    assert f"{flag[0]}: has no effect with --format compose" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_a_plan_that_no_cluster_runs_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
