@@ -14,6 +14,8 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/topspin
+RUN apt-get update && apt-get install -y --no-install-recommends tini \
+    && cp /usr/bin/tini-static /opt/topspin/bin/tini
 # Before the sources, which change more often.
 COPY deploy/images/constraints.txt /src/constraints.txt
 RUN /opt/topspin/bin/pip install -r /src/constraints.txt
@@ -35,7 +37,7 @@ LABEL org.opencontainers.image.title="Topspin" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/topspin /opt/topspin
 # All that is written is below /topspin; the root may be read-only.
-RUN install -d -o 10001 -g 10001 /topspin/cache /topspin/models /topspin/run
+RUN install -d -o 10001 -g 10001 /topspin/cache /topspin/models /topspin/run /topspin/spill
 ENV PATH=/opt/topspin/bin:$PATH \
     TOPSPIN_PREPARED_KERNELS=/opt/topspin/kernels \
     TOPSPIN_CACHE=/topspin/models \
@@ -47,4 +49,5 @@ WORKDIR /topspin/cache
 USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["topspin"]
+# Process 1 is tini: signals that a node leaves to the kernel would not reach it as process 1.
+ENTRYPOINT ["tini", "--", "topspin"]

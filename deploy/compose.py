@@ -1,7 +1,7 @@
 """A Compose file of an engine: the same services as in Kubernetes, on one host.
 
-Owns the form. Secrets and models are folders beside the file; nodes that share memory share the
-first one's namespaces.
+Owns the form. Secrets and models are folders beside the file. Nodes that share memory share a
+network, through which they hand it over; a service that does nothing else keeps it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from deploy.services.arguments import (
-    API_KEY_FILE,
+    API_KEYS,
     CACHE,
     ENVIRONMENT,
     GRACE_S,
@@ -28,14 +28,14 @@ from deploy.services.arguments import (
     scheduler_arguments,
     whole_arguments,
 )
-from deploy.services.engine import HTTP_PORT, MODELS, Engine, Group, Hosts, Node
+from deploy.services.engine import HTTP_PORT, MODELS, SPILL, Engine, Group, Hosts, Node
 from deploy.yaml_text import yaml_text
 from topspin.plan import NodeSpec
 
 Object = dict[str, Any]
 
-FIRST: Final = "attention-0"
-"""The node whose network and memory the others join, where they share it."""
+JOINED: Final = "nodes"
+"""The service whose network nodes join where they share memory. It outlives each of them."""
 HEALTH: Final = (
     "import urllib.request as r; "
     f"r.urlopen('http://127.0.0.1:{HTTP_PORT}/health', timeout=4).read()"
@@ -45,11 +45,11 @@ HEALTH: Final = (
 def hosts(*, share_memory: bool) -> Hosts:
     """Return how services are reached: by their names.
 
-    Nodes that `share_memory` are all on the host of the first one.
+    Nodes that `share_memory` are all on one.
     """
 
     def node_host(engine: str, group: Group, node: NodeSpec) -> str:
-        return FIRST if share_memory and node.role != "draft" else f"{node.role}-{node.index}"
+        return JOINED if share_memory and node.role != "draft" else f"{node.role}-{node.index}"
 
     return Hosts(scheduler=lambda engine: "scheduler", node=node_host)
 
@@ -66,6 +66,7 @@ def compose_files(engine: Engine, plan_text: str) -> dict[str, str]:
 
 def _whole(engine: Engine) -> Object:
     own = _service(engine, whole_arguments(), keys=None) | _http()
+    own["volumes"] += _spill(engine, engine.plan.nodes)
     return {"engine": own | _gpus(range(engine.num_gpus))}
 
 
@@ -73,39 +74,40 @@ def _apart(engine: Engine) -> Object:
     nodes = [node for group in engine.groups for node in group.nodes]
     services = {
         "scheduler": _service(engine, scheduler_arguments(), keys="scheduler")
-        | _probed(progress_file("scheduler")),
+        | _probed(engine, progress_file("scheduler")),
         "gateway": _service(engine, gateway_arguments(), keys="gateway") | _http(),
     }
+    if engine.shares_memory:
+        services[JOINED] = _container(engine, ("sleep", "infinity"), {}, [])
     num_gpus = 0
     for node in nodes:
-        joins = engine.shares_memory and node.role != "draft" and _name(node) != FIRST
-        services[_name(node)] = _node(engine, node, joins=FIRST if joins else None)
+        services[_name(node)] = _node(engine, node)
         if node.place.is_gpu:
             services[_name(node)] |= _gpus([num_gpus])
             num_gpus += 1
     return services
 
 
-def _node(engine: Engine, node: Node, *, joins: str | None) -> Object:
+def _node(engine: Engine, node: Node) -> Object:
     name = _name(node)
     advertised = name if engine.listens(node) else None
     own = _service(
         engine, node_arguments(node.role, str(node.index), advertised), keys=node.key_group
     )
-    own |= _probed(progress_file(node.role, str(node.index)))
+    own |= _probed(engine, progress_file(node.role, str(node.index)))
     own["stop_grace_period"] = f"{round(engine.plan.failover.halt_deadline_s) + GRACE_S}s"
     memory = engine.memory_of(node)
     if memory is not None:
         own["mem_reservation"] = memory
-    if joins is not None:
-        own |= {"network_mode": f"service:{joins}", "ipc": f"service:{joins}"}
-        own["depends_on"] = {joins: {"condition": "service_started"}}
-    elif engine.shares_memory:
-        own["ipc"] = "shareable"
-    spill = engine.spill_directory(node.role)
-    if spill is not None:
-        own["volumes"].append({"type": "volume", "target": spill})
+    if engine.shares_memory and node.role != "draft":
+        own["network_mode"] = f"service:{JOINED}"
+        own.setdefault("depends_on", {})[JOINED] = {"condition": "service_started"}
+    own["volumes"] += _spill(engine, [node])
     return own
+
+
+def _spill(engine: Engine, nodes: Sequence[Node]) -> list[Object]:
+    return [{"type": "volume", "target": SPILL}] if engine.spill_bytes(nodes) else []
 
 
 def _name(node: Node) -> str:
@@ -118,9 +120,8 @@ def _service(engine: Engine, arguments: Sequence[str], *, keys: str | None) -> O
     if keys is not None:
         volumes.append(_bind(f"./keys/{keys}", KEYS))
     if keys in (None, "gateway"):
-        volumes.append(_bind("./api-keys", API_KEY_FILE))
-    service = _container(engine, arguments, ENVIRONMENT | OFFLINE, volumes)
-    service["restart"] = "unless-stopped"
+        volumes.append(_bind("./api-keys", API_KEYS))
+    service = _container(engine, ("topspin", *arguments), ENVIRONMENT | OFFLINE, volumes)
     if engine.pulled:
         done = {"condition": "service_completed_successfully"}
         service["depends_on"] = {f"pull-{place}": done for place in range(len(engine.pulled))}
@@ -128,31 +129,37 @@ def _service(engine: Engine, arguments: Sequence[str], *, keys: str | None) -> O
 
 
 def _pull(engine: Engine, name: str) -> Object:
-    own = _container(engine, pull_arguments(name), dict(ENVIRONMENT), [_models(read_only=False)])
+    command = ("topspin", *pull_arguments(name))
+    own = _container(engine, command, dict(ENVIRONMENT), [_models(read_only=False)])
+    own["restart"] = "no"
     own["environment"] |= {"HF_TOKEN": "${HF_TOKEN:-}"}
     return own
 
 
 def _container(
-    engine: Engine, arguments: Sequence[str], variables: dict[str, str], volumes: list[Object]
+    engine: Engine, command: Sequence[str], variables: dict[str, str], volumes: list[Object]
 ) -> Object:
     return {
         "image": engine.asked.image,
+        "init": True,  # what INIT is for, by the engine's own
+        "entrypoint": [command[0]],
         # Compose replaces variables in texts; ours has none.
-        "entrypoint": ["topspin"],
-        "command": [each.replace("$", "$$") for each in arguments],
+        "command": [each.replace("$", "$$") for each in command[1:]],
+        "restart": "unless-stopped",
         "environment": dict(variables),
         "user": f"{USER}:{USER}",
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
-        "tmpfs": [f"{each}:mode=1777" for each in (CACHE, RUN, "/tmp")],
+        # Triton loads what it compiles from there.
+        "tmpfs": [f"{CACHE}:exec,mode=1777", f"{RUN}:mode=1777", "/tmp:mode=1777"],
         "volumes": volumes,
     }
 
 
-def _probed(file: str) -> Object:
-    return {"healthcheck": _check("topspin", *probe_arguments(file, ready=True))}
+def _probed(engine: Engine, file: str) -> Object:
+    arguments = probe_arguments(engine.plan, file, ready=True)
+    return {"healthcheck": _check("topspin", *arguments)}
 
 
 def _http() -> Object:

@@ -99,12 +99,7 @@ def _autoscaling(engine: Engine) -> Files:
         }
         for kind, name in scaled
     ]
-    return _kustomization(
-        "overlays/autoscaling",
-        {"scaled-objects": scaled_objects(engine)},
-        above=["../../base"],
-        patches=patches,
-    )
+    return _overlay("autoscaling", {"scaled-objects": scaled_objects(engine)}, patches)
 
 
 def _leader_worker_sets(engine: Engine) -> Files:
@@ -120,12 +115,18 @@ def _leader_worker_sets(engine: Engine) -> Files:
         for group in groups
         for name in replaced(engine, group)
     ]
-    return _kustomization(
-        "overlays/leaderworkerset",
-        {"leader-worker-sets": [leader_worker_set(engine, group) for group in groups]},
-        above=["../../base"],
-        patches=patches,
-    )
+    sets = [leader_worker_set(engine, group) for group in groups]
+    return _overlay("leaderworkerset", {"leader-worker-sets": sets}, patches)
+
+
+def _overlay(name: str, files: Mapping[str, Sequence[Object]], patches: Sequence[Object]) -> Files:
+    """Return a change of `base` as a component, so that several go together, and an overlay."""
+    return {
+        **_kustomization(f"components/{name}", files, kind="Component", patches=patches),
+        **_kustomization(
+            f"overlays/{name}", {}, above=["../../base"], components=[f"../../components/{name}"]
+        ),
+    }
 
 
 _NAMED: Final = {"apiVersion": "apps/v1", "kind": "StatefulSet"}
@@ -138,13 +139,12 @@ def _kustomization(
     files: Mapping[str, Sequence[Object]],
     *,
     above: Sequence[str] = (),
+    kind: str = "Kustomization",
     **more: Any,
 ) -> Files:
     """Return a folder with these files."""
-    listed: Object = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-    }
+    version = "v1alpha1" if kind == "Component" else "v1beta1"
+    listed: Object = {"apiVersion": f"kustomize.config.k8s.io/{version}", "kind": kind}
     if resources := [*above, *(f"{name}.yaml" for name in files)]:
         listed["resources"] = resources
     texts = {f"{folder}/kustomization.yaml": yaml_text(listed | more)}

@@ -6,11 +6,11 @@ rolled as one; a lost pod of it is replaced alone, as the engine goes on with th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from deploy.kubernetes.pods import Object, metadata
-from deploy.kubernetes.workloads import group_label, labelled, node_pod
+from deploy.kubernetes.pods import Needs, Object, metadata
+from deploy.kubernetes.workloads import group_label, labelled, needs_of, node_pod
 from deploy.services.engine import Engine, Group, Node
 
 
@@ -42,13 +42,13 @@ def leader_groups(engine: Engine) -> Iterator[LeaderGroup]:
 
 
 def leader_worker_set(engine: Engine, group: LeaderGroup) -> Object:
-    """Return the groups of pods. All stages of a group ask for what the greatest of them needs."""
+    """Return the groups of pods. All stages of a group ask for the most that one of them needs."""
     leaders, stages = group.leaders, group.stages
     label = group_label(leaders.name)
     index = f"ordinal+{leaders.first}" if leaders.first else "ordinal"
     first = stages[0].index
     stage_index = f"worker*{group.num_stages}" + (f"+{first}" if first else "")
-    greatest = max(stages, key=lambda stage: (engine.memory_of(stage) or 0, stage.num_threads or 0))
+    most = _most(engine, stages)
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
@@ -65,10 +65,22 @@ def leader_worker_set(engine: Engine, group: LeaderGroup) -> Object:
                 "size": 1 + group.num_stages,
                 "restartPolicy": "None",
                 "leaderTemplate": labelled(node_pod(engine, leaders.nodes[0], index), label),
-                "workerTemplate": labelled(node_pod(engine, greatest, stage_index), label),
+                "workerTemplate": labelled(node_pod(engine, stages[0], stage_index, most), label),
             },
         },
     }
+
+
+def _most(engine: Engine, stages: Sequence[Node]) -> Needs:
+    needs = [needs_of(engine, stage) for stage in stages]
+    memory = [each.memory for each in needs if each.memory is not None]
+    return Needs(
+        cpus=max(each.cpus for each in needs),
+        memory=max(memory) if len(memory) == len(needs) else None,
+        disk=max(each.disk for each in needs),
+        gpus=max(each.gpus for each in needs),
+        has_rdma=any(each.has_rdma for each in needs),
+    )
 
 
 def replaced(engine: Engine, group: LeaderGroup) -> list[str]:

@@ -14,6 +14,7 @@ from deploy.services.arguments import (
     API_KEYS,
     CACHE,
     ENVIRONMENT,
+    INIT,
     KEYS,
     OFFLINE,
     PLAN_FILE,
@@ -21,7 +22,7 @@ from deploy.services.arguments import (
     USER,
     probe_arguments,
 )
-from deploy.services.engine import HTTP_PORT, MODELS, Engine
+from deploy.services.engine import HTTP_PORT, MODELS, SPILL, Engine, Node
 from topspin import __version__
 
 Object = dict[str, Any]
@@ -29,6 +30,9 @@ Object = dict[str, Any]
 DRAIN_S: Final = 10
 """Between the signal to drain and that to end, proxies learn that a gateway is gone."""
 SHARED_MEMORY: Final = "1Gi"
+"""Of libraries (UCX, CUDA); rows between nodes are in memory that has no file system."""
+UNREACHABLE_S: Final = 30
+"""After so long on a host that has gone a pod is given up, instead of after Kubernetes' 300 s."""
 
 INSTANCE: Final = "app.kubernetes.io/instance"
 COMPONENT: Final = "app.kubernetes.io/component"
@@ -60,10 +64,11 @@ def metadata(engine: Engine, name: str, component: str) -> Object:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a container asks for; `memory` in bytes, None: it is not known."""
+    """What a container asks for; `memory` and `disk` in bytes, None: it is not known."""
 
     cpus: int
     memory: int | None
+    disk: int = 0
     gpus: int = 0
     has_rdma: bool = False
 
@@ -82,11 +87,11 @@ def container(
     found: Object = {
         "name": name,
         "image": engine.asked.image,
-        "command": ["topspin"],
+        "command": [*INIT, "topspin"],
         "args": list(arguments),
         "env": environment(ENVIRONMENT | OFFLINE),
         "resources": resources(engine, needs),
-        "securityContext": restricted(has_rdma=needs.has_rdma),
+        "securityContext": RESTRICTED,
         "volumeMounts": [*mounts, *_SCRATCH],
         **probes,
     }
@@ -111,7 +116,9 @@ def resources(engine: Engine, needs: Needs) -> Object:
     """
     requests: dict[str, Any] = {"cpu": str(needs.cpus)}
     if needs.memory is not None:
-        requests["memory"] = f"{-(-needs.memory // 2**20)}Mi"
+        requests["memory"] = _mebibytes(needs.memory)
+    if needs.disk:
+        requests["ephemeral-storage"] = _mebibytes(needs.disk)
     devices: dict[str, Any] = {}
     if needs.gpus:
         devices["nvidia.com/gpu"] = str(needs.gpus)
@@ -120,19 +127,17 @@ def resources(engine: Engine, needs: Needs) -> Object:
     return {"requests": requests | devices, **({"limits": devices} if devices else {})}
 
 
-def restricted(*, has_rdma: bool = False) -> Object:
-    """Return a container's security context: the restricted standard, and a read-only root.
+def _mebibytes(size: int) -> str:
+    return f"{-(-size // 2**20)}Mi"
 
-    Memory that a network card reads must be locked in place.
-    """
-    capabilities: Object = {"drop": ["ALL"]}
-    if has_rdma:
-        capabilities["add"] = ["IPC_LOCK"]
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": capabilities,
-    }
+
+# The restricted standard, and a read-only root. A capability to lock memory, which network cards
+# need, would be of no use to a user who is not root: it is the container runtime's limit.
+RESTRICTED: Final = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 
 
 def pod(
@@ -158,6 +163,7 @@ def pod(
             "enableServiceLinks": False,
             "securityContext": USER_CONTEXT,
             "terminationGracePeriodSeconds": round(grace_s),
+            "tolerations": list(_TOLERATIONS),
             "topologySpreadConstraints": [spread],
             "containers": list(containers),
             "volumes": [*volumes, *_SCRATCH_VOLUMES],
@@ -173,6 +179,16 @@ USER_CONTEXT: Final = {
     "fsGroupChangePolicy": "OnRootMismatch",
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+
+_TOLERATIONS: Final = tuple(
+    {
+        "key": f"node.kubernetes.io/{trouble}",
+        "operator": "Exists",
+        "effect": "NoExecute",
+        "tolerationSeconds": UNREACHABLE_S,
+    }
+    for trouble in ("not-ready", "unreachable")
+)
 
 _SCRATCH: Final = (
     {"name": "cache", "mountPath": CACHE},
@@ -214,40 +230,48 @@ def shared_memory_mount() -> Object:
     return {"name": "shared-memory", "mountPath": "/dev/shm"}
 
 
-def volumes_of(engine: Engine, mounts: Sequence[Object]) -> list[Object]:
-    """Return the volumes that mounts name, each once."""
+def spill_mount() -> Object:
+    """Return the mount of the files in which nodes keep keys."""
+    return {"name": "spill", "mountPath": SPILL}
+
+
+def volumes_of(
+    engine: Engine, mounts: Sequence[Object], *, nodes: Sequence[Node] = ()
+) -> list[Object]:
+    """Return the volumes that mounts name, each once, of a pod of `nodes`."""
     names = dict.fromkeys(mount["name"] for mount in mounts)
-    return [_volume(engine, name) for name in names]
+    spill = {"sizeLimit": _mebibytes(engine.spill_bytes(nodes))}
+    return [_volume(engine, name, spill) for name in names]
 
 
-def _volume(engine: Engine, name: str) -> Object:
+def _volume(engine: Engine, name: str, spill: Object) -> Object:
     shared = engine.asked.name
     if name.startswith("keys-"):
         source: Object = {"secret": {"secretName": f"{shared}-{name}", "defaultMode": 0o440}}
     else:
         claim = {"claimName": f"{shared}-models"}
-        spill = engine.plan.kv_cache.spill
         sources: dict[str, Object] = {
             "plan": {"configMap": {"name": f"{engine.name}-plan"}},
             "models": {"persistentVolumeClaim": claim},
             "api-keys": {"secret": {"secretName": f"{shared}-api-keys", "defaultMode": 0o440}},
             "run": {"emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
             "shared-memory": {"emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}},
-            "spill": {"emptyDir": {"sizeLimit": str(spill.size_bytes)} if spill else {}},
+            "spill": {"emptyDir": spill},
         }
         source = sources[name]
     return {"name": name, **source}
 
 
-def exec_probes(file: str) -> Object:
+def exec_probes(engine: Engine, file: str) -> Object:
     """Return the probes of a process that writes how it gets on to `file`.
 
     It is alive while it loads and compiles, however long the first time takes; it is ready when it
-    takes work. A step may take as long as the plan's deadlines before it counts as hung.
+    takes work.
     """
 
     def ask(*, ready: bool) -> Object:
-        return {"exec": {"command": ["topspin", *probe_arguments(file, ready=ready)]}}
+        arguments = probe_arguments(engine.plan, file, ready=ready)
+        return {"exec": {"command": ["topspin", *arguments]}}
 
     return {
         "startupProbe": ask(ready=False) | _every(5, failures=120),

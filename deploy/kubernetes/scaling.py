@@ -17,6 +17,8 @@ QUEUED_PER_REPLICA: Final = 5
 KV_USE: Final = 0.8
 MOST: Final = 8
 """Times as many gateways, or whole engines, as start."""
+QUIET_S: Final = 600
+"""After so long of less load there are fewer pods."""
 LABEL: Final = "app_kubernetes_io_instance"
 """The pods' label as the PodMonitor gives it to their metrics."""
 
@@ -37,6 +39,8 @@ def _budget(engine: Engine, kind: str) -> Object:
         "metadata": metadata(engine, f"{kind}s", kind),
         "spec": {
             "maxUnavailable": 1,
+            # While one node is away the others are not ready; a host can be emptied even so.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": {INSTANCE: engine.name, KIND: kind}},
         },
     }
@@ -44,7 +48,7 @@ def _budget(engine: Engine, kind: str) -> Object:
 
 def scaled_objects(engine: Engine) -> list[Object]:
     """Return what KEDA scales, and by which metrics."""
-    least = engine.asked.gateways
+    least = engine.replicas
     if engine.is_whole:
         by_load = _by_load(engine, of="sum")
         return [_scaled(engine, "Deployment", "engine", least, MOST * least, by_load)]
@@ -108,7 +112,12 @@ def _scaled(
             "minReplicaCount": least,
             "maxReplicaCount": most,
             # A node that comes or goes costs a moment of all streams; weights are read anew.
-            "cooldownPeriod": 600,
+            "cooldownPeriod": QUIET_S,  # down to none; down to fewer:
+            "advanced": {
+                "horizontalPodAutoscalerConfig": {
+                    "behavior": {"scaleDown": {"stabilizationWindowSeconds": QUIET_S}}
+                }
+            },
             "triggers": triggers,
         },
     }

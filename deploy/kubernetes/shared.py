@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.kubernetes.pods import (
+    INSTANCE,
     KIND,
     PART_OF,
+    RESTRICTED,
     USER_CONTEXT,
     Object,
     environment,
     models_mount,
-    restricted,
 )
-from deploy.services.arguments import CACHE, ENVIRONMENT, pull_arguments
+from deploy.services.arguments import CACHE, ENVIRONMENT, INIT, pull_arguments
 from deploy.services.engine import HTTP_PORT, Engine
 
 MODELS_SIZE: Final = "200Gi"
@@ -51,14 +52,14 @@ def _pull(engine: Engine) -> Object:
         {
             "name": f"pull-{number}",
             "image": engine.asked.image,
-            "command": ["topspin"],
+            "command": [*INIT, "topspin"],
             "args": list(pull_arguments(name)),
             "env": [
                 *environment(ENVIRONMENT),
                 {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token}},
             ],
             "resources": {"requests": {"cpu": "1", "memory": "4Gi"}},
-            "securityContext": restricted(),
+            "securityContext": RESTRICTED,
             "volumeMounts": [
                 models_mount(read_only=False),
                 {"name": "scratch", "mountPath": CACHE, "subPath": "cache"},
@@ -101,7 +102,9 @@ def pod_monitor(engine: Engine) -> Object:
         "metadata": {"name": name, "labels": common(engine)},
         "spec": {
             "selector": {"matchLabels": {PART_OF: name, KIND: "server"}},
-            "podTargetLabels": ["app.kubernetes.io/instance"],
+            # A job per revision: alerts and dashboard tell engines apart by it.
+            "jobLabel": INSTANCE,
+            "podTargetLabels": [INSTANCE],
             "podMetricsEndpoints": [
                 {
                     "port": "http",
@@ -116,7 +119,7 @@ def pod_monitor(engine: Engine) -> Object:
 def inference_pool(engine: Engine) -> list[Object]:
     """Return the gateways as a pool of the Gateway API Inference Extension, and a route to it.
 
-    The endpoint picker and the Gateway, both named as the engine, are the cluster's.
+    The cluster has the Gateway, named as the engine, and the picker, NAME-endpoint-picker.
     """
     name = engine.asked.name
     pool = {

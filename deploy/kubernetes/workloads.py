@@ -26,6 +26,7 @@ from deploy.kubernetes.pods import (
     run_mount,
     selector,
     shared_memory_mount,
+    spill_mount,
     volumes_of,
 )
 from deploy.services.arguments import (
@@ -65,7 +66,7 @@ def scheduler(engine: Engine) -> Object:
         scheduler_arguments(),
         Needs(cpus=1, memory=SERVER_BYTES),
         mounts=mounts,
-        probes=exec_probes(progress_file("scheduler")),
+        probes=exec_probes(engine, progress_file("scheduler")),
         port=("control", CONTROL_PORT),
     )
     volumes = volumes_of(engine, mounts)
@@ -85,13 +86,13 @@ def gateway(engine: Engine) -> Object:
         probes=http_probes(),
         port=HTTP,
     )
-    return deployment(engine, "gateway", own, volumes_of(engine, mounts))
+    return deployment(engine, "gateway", own, volumes_of(engine, mounts), surge=1)
 
 
 def whole(engine: Engine) -> Object:
     """Return engines that are one container each, gateway and all; more of them serve more."""
     mounts = [plan_mount(), models_mount(), api_keys_mount(), shared_memory_mount()]
-    mounts += _spill_mounts(engine, "attention")
+    mounts += _spill_mounts(engine, engine.plan.nodes)
     own = container(
         engine,
         "engine",
@@ -101,7 +102,9 @@ def whole(engine: Engine) -> Object:
         probes=http_probes(),
         port=HTTP,
     )
-    return deployment(engine, "engine", own, volumes_of(engine, mounts))
+    volumes = volumes_of(engine, mounts, nodes=engine.plan.nodes)
+    # GPUs for one more than there are would stay idle, or are not there.
+    return deployment(engine, "engine", own, volumes, surge=0 if engine.num_gpus else 1)
 
 
 def _needs_of_all(engine: Engine) -> Needs:
@@ -113,6 +116,7 @@ def _needs_of_all(engine: Engine) -> Needs:
         # Nodes of one process take turns on the same cores.
         cpus=1 + max(threads) if engine.plan.is_one_process else 1 + sum(threads),
         memory=sum(known) + 2 * SERVER_BYTES if len(known) == len(memory) else None,
+        disk=engine.spill_bytes(nodes),
         gpus=engine.num_gpus,
     )
 
@@ -131,7 +135,7 @@ def nodes_in_one_pod(engine: Engine, groups: Sequence[Group]) -> Object:
         engine,
         "nodes",
         containers,
-        volumes_of(engine, mounts),
+        volumes_of(engine, mounts, nodes=nodes),
         grace_s=_node_grace_s(engine),
         kind="node",
     )
@@ -147,41 +151,52 @@ def group_of_pods(engine: Engine, group: Group) -> Object:
     )
 
 
-def node_pod(engine: Engine, node: Node, index: str) -> Object:
-    """Return the pod of one node."""
+def node_pod(engine: Engine, node: Node, index: str, needs: Needs | None = None) -> Object:
+    """Return the pod of one node, which asks for what that needs, or for `needs`."""
     mounts = _node_mounts(engine, node)
-    own = _node_container(engine, node, node.role, index=index, mounts=mounts)
-    volumes = volumes_of(engine, mounts)
+    own = _node_container(engine, node, node.role, index=index, mounts=mounts, needs=needs)
+    volumes = volumes_of(engine, mounts, nodes=[node])
     return pod(engine, node.role, [own], volumes, grace_s=_node_grace_s(engine), kind="node")
 
 
 def _node_container(
-    engine: Engine, node: Node, name: str, *, index: str, mounts: Sequence[Object]
+    engine: Engine,
+    node: Node,
+    name: str,
+    *,
+    index: str,
+    mounts: Sequence[Object],
+    needs: Needs | None = None,
 ) -> Object:
     return container(
         engine,
         name.replace(" ", "-"),
         node_arguments(node.role, index, "$(POD_IP)" if engine.listens(node) else None),
-        Needs(
-            cpus=threads_of(node),
-            memory=engine.memory_of(node),
-            gpus=1 if node.place.is_gpu else 0,
-            has_rdma=engine.plan.link.transport == "nixl" and node.role != "draft",
-        ),
+        needs or needs_of(engine, node),
         mounts=mounts,
-        probes=exec_probes(progress_file(node.role, index)),
+        probes=exec_probes(engine, progress_file(node.role, index)),
+    )
+
+
+def needs_of(engine: Engine, node: Node) -> Needs:
+    """Return what a node's container asks for."""
+    return Needs(
+        cpus=threads_of(node),
+        memory=engine.memory_of(node),
+        disk=engine.spill_bytes([node]),
+        gpus=1 if node.place.is_gpu else 0,
+        has_rdma=engine.plan.link.transport == "nixl" and node.role != "draft",
     )
 
 
 def _node_mounts(engine: Engine, node: Node) -> list[Object]:
     mounts = [plan_mount(), models_mount(), keys_mount(node.key_group), run_mount()]
     mounts.append(shared_memory_mount())
-    return mounts + _spill_mounts(engine, node.role)
+    return mounts + _spill_mounts(engine, [node])
 
 
-def _spill_mounts(engine: Engine, role: str) -> list[Object]:
-    directory = engine.spill_directory(role)
-    return [] if directory is None else [{"name": "spill", "mountPath": directory}]
+def _spill_mounts(engine: Engine, nodes: Sequence[Node]) -> list[Object]:
+    return [spill_mount()] if engine.spill_bytes(nodes) else []
 
 
 def _node_grace_s(engine: Engine) -> float:
@@ -207,8 +222,10 @@ def stateful_set(
     }
 
 
-def deployment(engine: Engine, component: str, own: Object, volumes: Sequence[Object]) -> Object:
-    """Return pods that answer HTTP."""
+def deployment(
+    engine: Engine, component: str, own: Object, volumes: Sequence[Object], *, surge: int
+) -> Object:
+    """Return pods that answer HTTP. While they are replaced there are `surge` (0, 1) more."""
     template = pod(
         engine,
         component,
@@ -222,10 +239,10 @@ def deployment(engine: Engine, component: str, own: Object, volumes: Sequence[Ob
         "kind": "Deployment",
         "metadata": metadata(engine, component, component),
         "spec": {
-            "replicas": engine.asked.gateways,
+            "replicas": engine.replicas,
             "strategy": {
                 "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+                "rollingUpdate": {"maxSurge": surge, "maxUnavailable": 1 - surge},
             },
             "selector": {"matchLabels": selector(engine, component)},
             "template": template,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.services.engine import HTTP_PORT, MODELS
+from topspin.plan import EnginePlan
 
 ROOT: Final = "/topspin"
 PLAN_FILE: Final = f"{ROOT}/plan/plan.yaml"
@@ -20,8 +21,13 @@ RUN: Final = f"{ROOT}/run"
 USER: Final = 10001
 """The image's user; keys are readable by its group."""
 
+INIT: Final = ("tini", "--")
+"""Process 1 of a container, which passes signals on: the kernel keeps from process 1 every signal
+that it does not handle itself, and nodes leave some to the kernel."""
+
 SHUTDOWN_TIMEOUT_S: Final = 120
 """A gateway that is replaced lets requests in flight end within this time."""
+PROBED_WITHIN_S: Final = 60.0
 GRACE_S: Final = 20
 """Beside the time that a process has to end by itself."""
 
@@ -83,9 +89,13 @@ def pull_arguments(model: str) -> tuple[str, ...]:
     return ("pull", model)
 
 
-def probe_arguments(file: str, *, ready: bool) -> tuple[str, ...]:
-    """Return the arguments of a probe of the process that writes `file`."""
-    return ("probe", file, *(("--ready",) if ready else ()))
+def probe_arguments(plan: EnginePlan, file: str, *, ready: bool) -> tuple[str, ...]:
+    """Return the arguments of a probe of the process that writes `file`.
+
+    A step may stand still for as long as the plan lets it before the process counts as hung.
+    """
+    within_s = round(max(PROBED_WITHIN_S, 2 * plan.failover.progress_deadline_s))
+    return ("probe", file, *(("--ready",) if ready else ()), "--within", str(within_s))
 
 
 def progress_file(role: str, index: str = "") -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -37,6 +37,11 @@ REVISION_DIGITS: Final = 8
 MAX_NAME: Final = 24
 """With the revision, a role and a pod's number it is a DNS label, of at most 63 characters."""
 
+SPILL: Final = "/topspin/spill"
+"""Where nodes keep keys in files, whatever directory of a host the plan names."""
+SPILL_MARGIN: Final = 1.25
+"""A file has sums and whole pages beside the keys and values."""
+
 RESTART_DEADLINE_S: Final = 300.0
 """A lost pod is scheduled and reads its weights again before its requests are given up."""
 
@@ -48,13 +53,13 @@ MemoryOf = Callable[[NodeSpec], int | None]
 class Asked:
     """What a plan does not say.
 
-    `gateways` (of a whole engine: engines) start at once, and more by load. `prometheus` is where
-    autoscalers ask for metrics.
+    `gateways` (of a whole engine: engines; None: two, or one whole engine) start at once, and more
+    by load. `prometheus` is where autoscalers ask for metrics.
     """
 
     name: str = "topspin"
     image: str
-    gateways: int = 2
+    gateways: int | None = None
     prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
     rdma_resource: str = "rdma/hca"
 
@@ -111,17 +116,23 @@ class Engine:
         return shares_memory(self.plan)
 
     @property
+    def replicas(self) -> int:
+        """Return how many gateways, or whole engines, start."""
+        return self.asked.gateways or (1 if self.is_whole else 2)
+
+    @property
     def num_gpus(self) -> int:
         """Return the GPUs of a whole engine: they are numbered from 0, those between included."""
         nodes = [node for node in self.plan.nodes if node.place.is_gpu]
         return max((int(node.device.partition(":")[2]) + 1 for node in nodes), default=0)
 
-    def spill_directory(self, role: str) -> str | None:
-        """Return where nodes of a role keep keys in a file; None: they do not."""
+    def spill_bytes(self, nodes: Iterable[NodeSpec]) -> int:
+        """Return the size of the files in which nodes keep keys; 0: they keep none."""
         spill = self.plan.kv_cache.spill
-        if spill is None or spill.is_in_host_memory or role not in ("attention", "stage"):
-            return None
-        return spill.directory
+        if spill is None or spill.is_in_host_memory:
+            return 0
+        num_files = sum(node.role in ("attention", "stage") for node in nodes)
+        return round(num_files * spill.size_bytes * SPILL_MARGIN)
 
     def listens(self, node: NodeSpec) -> bool:
         """Say whether others connect to a node over the network."""
@@ -167,9 +178,9 @@ def engine_of(plan: EnginePlan, asked: Asked, *, hosts: Hosts, memory_of: Memory
     revision = _revision(plan, asked)
     groups = tuple(_groups(plan))
     if is_whole(plan):
-        placed = _on_one_host(plan)
+        placed = _on_one_host(_spilling(plan))
     else:
-        placed = _apart(plan, f"{asked.name}-{revision}", groups, hosts)
+        placed = _apart(_spilling(plan), f"{asked.name}-{revision}", groups, hosts)
         groups = tuple(_groups(placed))
     placed.check()
     engine = Engine(asked=asked, revision=revision, plan=placed, groups=groups, memory_of=memory_of)
@@ -186,7 +197,7 @@ def check_asked(asked: Asked) -> None:
         )
     if not asked.image or any(each.isspace() for each in asked.image):
         raise ConfigError(f"--image {asked.image!r} is no name of an image")
-    if not 1 <= asked.gateways <= 1024:
+    if asked.gateways is not None and not 1 <= asked.gateways <= 1024:
         raise ConfigError(f"--gateways {asked.gateways}: give a number between 1 and 1024")
 
 
@@ -208,6 +219,16 @@ def _revision(plan: EnginePlan, asked: Asked) -> str:
     # The version too: another one may write the same plan in another way.
     what = f"{__version__}\n{asked.image}\n".encode() + msgspec.json.encode(plan)
     return hashlib.sha256(what).hexdigest()[:REVISION_DIGITS]
+
+
+def _spilling(plan: EnginePlan) -> EnginePlan:
+    """Return the plan with the containers' place of files of keys, which their user may write."""
+    spill = plan.kv_cache.spill
+    if spill is None or spill.is_in_host_memory:
+        return plan
+    spill = msgspec.structs.replace(spill, directory=SPILL)
+    kv_cache = msgspec.structs.replace(plan.kv_cache, spill=spill)
+    return msgspec.structs.replace(plan, kv_cache=kv_cache)
 
 
 def _on_one_host(plan: EnginePlan) -> EnginePlan:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deploy.services.engine import Asked
-from tests.deploy.kubernetes.renders import APART, IMAGE, WHOLE, plan_named
+from tests.deploy.kubernetes.renders import APART, IMAGE, WHOLE, plan_named, spilling
 from tests.structs import changed
 from topspin.cli.deploy import rendered
 from topspin.cli.main import _parser
@@ -34,6 +34,10 @@ def test_a_compose_file_is_valid_and_its_commands_are_ours(name: str, tmp_path: 
     jsonschema.Draft7Validator(SCHEMA).validate(file)
     found = []
     for own_name, service in file["services"].items():
+        assert service["init"], "process 1 takes no signals that it does not handle"
+        if own_name == "nodes":
+            assert service["entrypoint"] + service["command"] == ["sleep", "infinity"]
+            continue
         assert service["entrypoint"] == ["topspin"]
         parsed = _parser(service["command"]).parse_args(service["command"])
         if parsed.command == "node":
@@ -60,12 +64,22 @@ def test_a_compose_file_is_valid_and_its_commands_are_ours(name: str, tmp_path: 
 
 
 def test_nodes_that_share_memory_share_namespaces() -> None:
+    """Of a service that does nothing else: one that ends takes its network from the others."""
     services = compose("unequal")[0]["services"]
-    assert services["attention-0"]["ipc"] == "shareable"
-    for name in ("attention-1", "expert-0", "expert-1"):
-        assert services[name]["network_mode"] == "service:attention-0"
-        assert services[name]["ipc"] == "service:attention-0"
-    assert "ipc" not in compose("kubernetes")[0]["services"]["expert-0"]
+    for name in ("attention-0", "attention-1", "expert-0", "expert-1"):
+        assert services[name]["network_mode"] == "service:nodes"
+        assert set(services[name]["depends_on"]) == {"nodes", "pull-0"}
+    assert "nodes" not in compose("kubernetes")[0]["services"]
+    assert "network_mode" not in compose("kubernetes")[0]["services"]["expert-0"]
+
+
+def test_what_is_compiled_may_run_and_keys_have_a_file_of_the_user() -> None:
+    plan = spilling(plan_named("one process, 2 threads"), "/tmp")
+    _, files = rendered(plan, Asked(image=IMAGE), None, form="compose")
+    engine = yaml.safe_load(files["compose.yaml"])["services"]["engine"]
+    assert "/topspin/cache:exec,mode=1777" in engine["tmpfs"]  # Docker's default is noexec
+    assert {"type": "volume", "target": "/topspin/spill"} in engine["volumes"]
+    assert "directory: /topspin/spill" in files["plan.yaml"]
 
 
 def test_who_serves_waits_for_the_model() -> None:

@@ -64,7 +64,7 @@ def _add_render(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=defaults.gateways,
         metavar="N",
-        help="gateways, or engines where one container is a whole engine (%(default)s)",
+        help="gateways, or engines where one container is a whole engine (2; 1 engine)",
     )
     parser.add_argument(
         "--prometheus",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -21,8 +22,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.images.compile_kernels import kernels
-from deploy.services.arguments import ENVIRONMENT, USER
-from deploy.services.engine import HTTP_PORT
+from deploy.services.arguments import CACHE, ENVIRONMENT, INIT, RUN, USER
+from deploy.services.engine import HTTP_PORT, MODELS, SPILL
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
 
 ROOT = Path(__file__).parents[3]
@@ -69,7 +70,12 @@ def test_what_runs_is_what_the_manifests_expect() -> None:
     last = {each.word: each.rest for each in stages()[""]}
     assert last["USER"] == f"{USER}:{USER}"
     assert last["EXPOSE"] == str(HTTP_PORT)
-    assert last["ENTRYPOINT"] == '["topspin"]'
+    assert last["ENTRYPOINT"] == json.dumps([*INIT, "topspin"])
+    built = " ".join(each.rest for each in stages()["build"])
+    assert f"/opt/topspin/bin/{INIT[0]}" in built
+    folders = next(each.rest for each in stages()[""] if "install -d" in each.rest)
+    assert folders.startswith(f"install -d -o {USER} -g {USER} ")
+    assert {CACHE, MODELS, RUN, SPILL} <= set(folders.split())
     variables = dict(re.findall(r"(\w+)=(\S+)", last["ENV"]))
     shared = set(ENVIRONMENT) & set(variables)
     assert shared >= {"TOPSPIN_CACHE", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "HOME"}

@@ -17,6 +17,7 @@ from tests.structs import changed
 from topspin.cli.deploy import rendered
 from topspin.plan import DraftNode, EnginePlan
 from topspin.plan_file import read_plan
+from topspin.retrieval import SpillSpec, policy_of
 from topspin.speculation import SELF_INT4, Speculation
 
 PLANS = Path(__file__).parents[3] / "docs" / "plans"
@@ -32,6 +33,11 @@ def plan_named(name: str) -> EnginePlan:
         return changed(plan, {"links": (link,), "nodes": nodes})
     if name == "two cut in three":
         return _two_cut_in_three(plan_named("stages, tcp"))
+    if name == "one process, 2 threads":
+        plan = plan_named("one_process")
+        return changed(
+            plan, {"nodes": tuple(changed(each, {"num_threads": 2}) for each in plan.nodes)}
+        )
     if name == "drafts, gpus":
         return _drafts_on_gpus(plan_named("kubernetes"))
     return read_plan(str(PLANS / f"{name}.yaml"))
@@ -70,6 +76,13 @@ def _drafts_on_gpus(plan: EnginePlan) -> EnginePlan:
             ),
         },
     )
+
+
+def spilling(plan: EnginePlan, directory: str) -> EnginePlan:
+    """Return a plan whose attention nodes keep 1 GiB of keys each in a file in `directory`."""
+    spill = SpillSpec(directory=directory, size_bytes=2**30)
+    kept = changed(plan.kv_cache, {"spill": spill, "retrieval": policy_of(1024)})
+    return changed(plan, {"kv_cache": kept})
 
 
 APART = ("kubernetes", "unequal", "stages, tcp", "two cut in three")

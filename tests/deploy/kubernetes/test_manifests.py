@@ -15,22 +15,30 @@ import pytest
 import yaml
 
 from deploy.kubernetes.pods import Object
-from deploy.services.engine import Engine
+from deploy.placement.shapes import ModelShape
+from deploy.services.engine import Asked, Engine
+from models.config import load_model_config
 from tests.deploy.kubernetes.renders import (
     APART,
+    IMAGE,
     WHOLE,
     kustomization,
     objects_of,
     plan_named,
     render,
     selects,
+    spilling,
     templates,
 )
+from tests.structs import changed
+from topspin.cli.deploy import rendered
 from topspin.cli.keys import make
 from topspin.cli.main import _parser
 from topspin.launch.role import index_of
+from topspin.network import NetworkSpec
 
 SCHEMAS = Path(__file__).parent / "schemas"
+MODEL = Path(__file__).parents[1] / "placement" / "models" / "smollm2-moe"
 VERSIONS = ("1.30", "1.37")
 NAMES = (*APART, "drafts, gpus", *WHOLE)
 
@@ -82,6 +90,9 @@ def test_kustomizations_list_their_files_and_no_others(name: str) -> None:
     _, files = render(name)
     for folder in {path.rpartition("/")[0] for path in files}:
         listed = kustomization(files, folder)
+        for each in listed.get("components", []):
+            component = kustomization(files, os.path.normpath(f"{folder}/{each}"))
+            assert component["kind"] == "Component"
         own = {path for path in files if path.rpartition("/")[0] == folder}
         named = {"kustomization.yaml", *listed.get("resources", [])}
         for each in listed.get("configMapGenerator", []):
@@ -105,8 +116,15 @@ def test_kustomize_builds_every_folder(name: str, tmp_path: Path) -> None:
     make(tmp_path / "secrets" / "keys", engine.key_groups)
     for each in ("api-keys", "metrics-key"):
         (tmp_path / "secrets" / each).write_text("x")
+    both = tmp_path / "both"
+    both.mkdir()
+    components = [f"../components/{each.name}" for each in (tmp_path / "components").iterdir()]
+    own = {"resources": ["../base"], "components": components}
+    (both / "kustomization.yaml").write_text(yaml.safe_dump(own))
     built = {}
     for file in sorted(tmp_path.rglob("kustomization.yaml")):
+        if file.is_relative_to(tmp_path / "components"):
+            continue  # without a base there is nothing to change
         command = [str(KUSTOMIZE), "build", str(file.parent)]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         built[str(file.parent.relative_to(tmp_path))] = list(yaml.safe_load_all(text))
@@ -130,6 +148,9 @@ def test_kustomize_builds_every_folder(name: str, tmp_path: Path) -> None:
             if each["kind"] == "StatefulSet"
         }
         assert left == {"scheduler", "expert"}
+        names = {(each["kind"], each["metadata"]["name"]) for each in built["both"]}
+        assert {("LeaderWorkerSet", f"{engine.name}-attention")} < names
+        assert ("ScaledObject", f"{engine.name}-gateway") in names
     secrets = {each["metadata"]["name"] for each in built["secrets"]}
     assert secrets == {"topspin-api-keys", *(f"topspin-keys-{one}" for one in engine.key_groups)}
 
@@ -147,7 +168,7 @@ def test_commands_are_what_our_parser_takes(name: str) -> None:
     """And together the pods are the nodes of the plan, each once."""
     found, plan = [], plan_named(name)
     for _, workload, _, container in containers(name):
-        assert container["command"] == ["topspin"]
+        assert container["command"] == ["tini", "--", "topspin"]
         parsed = _parser(container["args"]).parse_args(container["args"])
         if parsed.command == "node":
             for ordinal in range(workload["spec"]["replicas"]):
@@ -160,7 +181,7 @@ def test_commands_are_what_our_parser_takes(name: str) -> None:
 def test_groups_of_pods_are_an_attention_node_and_its_stages() -> None:
     """LeaderWorkerSet's names: NAME-GROUP for a leader, NAME-GROUP-WORKER for those that follow."""
     _, files = render("two cut in three")
-    (found,) = objects_of(files, "overlays/leaderworkerset/")
+    (found,) = objects_of(files, "components/leaderworkerset/")
     check_object(found, VERSIONS[-1])
     name, spec = found["metadata"]["name"], found["spec"]
     template = spec["leaderWorkerTemplate"]
@@ -216,6 +237,7 @@ def test_paths_ports_and_deadlines_are_those_of_the_command(name: str) -> None:
             asked = _parser(command[1:]).parse_args(command[1:])
             assert asked.file == parsed.progress
             assert asked.ready == (probe == "readinessProbe")
+            assert asked.within >= engine.plan.failover.progress_deadline_s
 
 
 def create_app_routes() -> list[object]:
@@ -264,13 +286,7 @@ def test_pods_keep_to_the_restricted_standard(name: str) -> None:
         assert container["image"] == engine.asked.image
 
 
-def test_rows_by_rdma_need_a_device_and_locked_memory() -> None:
-    from deploy.services.engine import Asked
-    from tests.deploy.kubernetes.renders import IMAGE
-    from tests.structs import changed
-    from topspin.cli.deploy import rendered
-    from topspin.network import NetworkSpec
-
+def test_rows_by_rdma_need_a_device() -> None:
     plan = plan_named("kubernetes")
     link = changed(plan.link, {"transport": "nixl"})
     network = NetworkSpec(control="tcp://10.0.0.1:7000", trusted=True)
@@ -280,8 +296,103 @@ def test_rows_by_rdma_need_a_device_and_locked_memory() -> None:
         (container,) = template["spec"]["containers"]
         is_node = workload["kind"] == "StatefulSet" and "scheduler" not in container["name"]
         assert ("rdma/ib" in container["resources"].get("limits", {})) == is_node
-        added = container["securityContext"]["capabilities"].get("add", [])
-        assert added == (["IPC_LOCK"] if is_node else [])
+
+
+def test_files_of_keys_have_room_on_the_host() -> None:
+    """In a folder of the image's user, whichever the plan names: others may be taken."""
+    for name, files_each in (("kubernetes", {"attention": 1}), ("unequal", {"nodes": 2})):
+        plan = spilling(plan_named(name), "/tmp")
+        engine, files = rendered(plan, Asked(image=IMAGE), None, form="kubernetes")
+        assert engine.plan.kv_cache.spill is not None
+        assert engine.plan.kv_cache.spill.directory == "/topspin/spill"
+        for workload, template in templates(objects_of(files, "base/")):
+            role = workload["metadata"]["labels"]["app.kubernetes.io/component"]
+            limits = [
+                each["emptyDir"]["sizeLimit"]
+                for each in template["spec"]["volumes"]
+                if each["name"] == "spill"
+            ]
+            asked = [
+                each["resources"]["requests"].get("ephemeral-storage")
+                for each in template["spec"]["containers"]
+            ]
+            num_files = files_each.get(role, 0)
+            assert limits == ([f"{num_files * 1280}Mi"] if num_files else [])
+            assert asked.count("1280Mi") == num_files
+            for each in template["spec"]["containers"]:
+                paths = [mount["mountPath"] for mount in each["volumeMounts"]]
+                assert len(set(paths)) == len(paths)
+                assert ("/topspin/spill" in paths) == (
+                    "ephemeral-storage" in each["resources"]["requests"]
+                )
+
+
+def test_stages_of_a_group_ask_for_the_most_that_one_of_them_needs() -> None:
+    plan = plan_named("two cut in three")
+    threads = {1: 2, 2: 8}
+    nodes = tuple(
+        changed(each, {"num_threads": threads[1 + each.index % 2]})
+        if each.role == "stage"
+        else each
+        for each in plan.nodes
+    )
+    shape = ModelShape.from_config(load_model_config(MODEL, None), dtype=plan.model.dtype)
+    engine, files = rendered(
+        changed(plan, {"nodes": nodes}), Asked(image=IMAGE), shape, form="kubernetes"
+    )
+    (found,) = objects_of(files, "components/leaderworkerset/")
+    (worker,) = found["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    stages = engine.plan.stages
+    memory = max(engine.memory_of(stage) or 0 for stage in stages)
+    assert [stage.num_threads for stage in stages if engine.memory_of(stage) == memory] == [2, 2]
+    assert worker["resources"]["requests"] == {"cpu": "8", "memory": f"{-(-memory // 2**20)}Mi"}
+
+
+def test_pods_of_lost_hosts_are_given_up_before_their_requests_are() -> None:
+    for engine, _, pod, container in containers("kubernetes"):
+        if _parser(container["args"]).parse_args(container["args"]).command == "pull":
+            continue
+        for each in pod["tolerations"]:
+            assert each["effect"] == "NoExecute"
+            assert each["tolerationSeconds"] < engine.plan.failover.restart_deadline_s / 2
+
+
+def test_whole_engines_of_gpus_are_replaced_on_the_gpus_that_they_have() -> None:
+    rollouts = {}
+    for name in ("planned/8xh200", "one process, 2 threads", "kubernetes"):
+        _, files = render(name)
+        (found,) = (each for each in objects_of(files, "base/") if each["kind"] == "Deployment")
+        update = found["spec"]["strategy"]["rollingUpdate"]
+        rollouts[name] = (found["spec"]["replicas"], update["maxSurge"], update["maxUnavailable"])
+    assert rollouts == {
+        "planned/8xh200": (1, 0, 1),
+        "one process, 2 threads": (1, 1, 0),
+        "kubernetes": (2, 1, 0),
+    }
+
+
+def test_hosts_can_be_emptied_while_an_engine_waits_for_a_node() -> None:
+    budgets = [
+        each
+        for each in objects_of(render("kubernetes")[1])
+        if each["kind"] == "PodDisruptionBudget"
+    ]
+    assert len(budgets) == 2
+    for each in budgets:
+        assert each["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_each_revision_is_a_job_of_its_own() -> None:
+    """Alerts take an engine for what has the same job."""
+    _, files = render("kubernetes")
+    (monitor,) = (each for each in objects_of(files) if each["kind"] == "PodMonitor")
+    label = monitor["spec"]["jobLabel"]
+    named = {
+        template["metadata"]["labels"][label]
+        for workload, template in templates(objects_of(files, "base/"))
+        if workload["kind"] == "Deployment"
+    }
+    assert named == {render("kubernetes")[0].name}
 
 
 def test_gpus_are_one_per_node_and_all_of_a_whole_engine() -> None:
@@ -321,7 +432,7 @@ def test_nodes_come_and_go_by_load_and_not_by_any_use() -> None:
     _, files = render("kubernetes")
     scaled = [
         each["spec"]
-        for each in objects_of(files, "overlays/autoscaling/")
+        for each in objects_of(files, "components/autoscaling/")
         if each["spec"]["minReplicaCount"] == 0
     ]
     assert len(scaled) == 2
