@@ -7,7 +7,6 @@ Knows no role; topspin.node_life and server.scheduler.service write it, `topspin
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import struct
@@ -24,8 +23,9 @@ State = Literal["starting", "loading", "idle", "working"]
 """Idle: it waits for a message, as long as that takes. Idle and working are ready."""
 
 _STATES: Final = get_args(State)
-# The process, the state, and CLOCK_MONOTONIC in ns, which is the host's.
-_WORDS: Final = struct.Struct("<QQQ")
+# The process, when it began, the state, and CLOCK_MONOTONIC in ns, which is the host's. A process
+# that is started again in a container often has the number of the one before.
+_WORDS: Final = struct.Struct("<QQQQ")
 _MAX_PID: Final = 2**22
 
 
@@ -36,6 +36,7 @@ class ProgressWord:
         """None: nobody reads it. Raises ConfigError for a file that cannot be written."""
         self._memory: mmap.mmap | None = None
         self._state: State = "starting"
+        self._pid, self._began = os.getpid(), _began(os.getpid())
         if path is None:
             return
         try:
@@ -58,8 +59,8 @@ class ProgressWord:
         """Say that the process got on, and is in `state` now."""
         self._state = state
         if self._memory is not None:
-            words = (os.getpid(), _STATES.index(state), time.monotonic_ns())
-            _WORDS.pack_into(self._memory, 0, *words)
+            words = (_STATES.index(state), time.monotonic_ns())
+            _WORDS.pack_into(self._memory, 0, self._pid, self._began, *words)
 
     def touch(self) -> None:
         """Say that the process got on."""
@@ -67,9 +68,10 @@ class ProgressWord:
 
 
 class Progress(NamedTuple):
-    """A word that was read: the process, its state, and how long ago it got on."""
+    """A word that was read: the process, when it began, its state, how long ago it got on."""
 
     pid: int
+    began: int
     state: State
     age_s: float
 
@@ -78,14 +80,14 @@ def read_progress(path: Path) -> Progress:
     """Return the word in a file. Raises ConfigError if there is none."""
     try:
         with open(path, "rb") as file:
-            pid, state, at_ns = _WORDS.unpack(file.read(_WORDS.size + 1))
+            pid, began, state, at_ns = _WORDS.unpack(file.read(_WORDS.size + 1))
     except OSError as error:
         raise ConfigError(f"progress file {path}: {error.strerror}") from error
     except struct.error:
-        pid = state = at_ns = 0
+        pid = began = state = at_ns = 0
     if not 0 < pid <= _MAX_PID or state >= len(_STATES):
         raise ConfigError(f"progress file {path}: it is not one")
-    return Progress(pid, _STATES[state], (time.monotonic_ns() - at_ns) / 1e9)
+    return Progress(pid, began, _STATES[state], (time.monotonic_ns() - at_ns) / 1e9)
 
 
 def trouble(found: Progress, *, ready: bool, within_s: float) -> str | None:
@@ -94,13 +96,20 @@ def trouble(found: Progress, *, ready: bool, within_s: float) -> str | None:
     A process that works must have got on `within_s`; before it is ready that has no limit, since
     loading and compiling take as long as they take.
     """
-    with contextlib.suppress(PermissionError):
-        try:
-            os.kill(found.pid, 0)
-        except ProcessLookupError:
-            return f"process {found.pid} has ended"
+    if _began(found.pid) != found.began:
+        return f"process {found.pid} has ended"
     if found.state == "working" and found.age_s > within_s:
         return f"process {found.pid} did not get on for {found.age_s:.0f} s"
     if ready and found.state in ("starting", "loading"):
         return f"process {found.pid} is {found.state}"
     return None
+
+
+def _began(pid: int) -> int:
+    """Return when a process began, in clock ticks since the host did; 0: there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # Behind the name, which may hold spaces and parentheses, the 20th field.
+    return int(text.rpartition(")")[2].split()[19])

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from tests.mutations import damaged
 from topspin.cli.main import main
 from topspin.errors import ConfigError
-from topspin.progress_word import FILE_VARIABLE, Progress, ProgressWord, read_progress, trouble
+from topspin.progress_word import (
+    FILE_VARIABLE,
+    Progress,
+    ProgressWord,
+    _began,
+    read_progress,
+    trouble,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +39,7 @@ from topspin.progress_word import FILE_VARIABLE, Progress, ProgressWord, read_pr
 def test_what_makes_a_process_alive_and_ready(
     state: str, age_s: float, alive: bool, ready: bool
 ) -> None:
-    found = Progress(os.getpid(), state, age_s)  # type: ignore[arg-type]
+    found = Progress(os.getpid(), _began(os.getpid()), state, age_s)  # type: ignore[arg-type]
     assert (trouble(found, ready=False, within_s=10.0) is None) == alive
     assert (trouble(found, ready=True, within_s=10.0) is None) == ready
 
@@ -73,10 +80,19 @@ def test_the_file_of_a_process_that_has_ended(
     assert "has ended" in capsys.readouterr().out
 
 
+def test_a_process_with_the_number_of_one_that_has_ended(tmp_path: Path) -> None:
+    """As in containers, where the process that is started again is process 7 again."""
+    ProgressWord(tmp_path / "word").set("idle")
+    found = read_progress(tmp_path / "word")
+    assert trouble(found, ready=True, within_s=1.0) is None
+    earlier = found._replace(began=found.began - 1)
+    assert trouble(earlier, ready=False, within_s=1.0) == f"process {os.getpid()} has ended"
+
+
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", str(tmp_path / "none")]) == 2
     assert "No such file" in capsys.readouterr().err
-    for data in (b"", b"x" * 24, bytes(30)):
+    for data in (b"", b"x" * 32, bytes(40)):
         (tmp_path / "other").write_bytes(data)
         assert main(["probe", str(tmp_path / "other")]) == 2
         assert "it is not one" in capsys.readouterr().err
@@ -85,13 +101,13 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ProgressWord(tmp_path / "other" / "progress")
 
 
-GOOD = struct.pack("<QQQ", os.getpid(), 3, time.monotonic_ns())
+GOOD = struct.pack("<QQQQ", os.getpid(), _began(os.getpid()), 3, time.monotonic_ns())
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=damaged([GOOD]) | st.binary(max_size=40))
-@example(data=struct.pack("<QQQ", 2**63, 3, 1))
-@example(data=struct.pack("<QQQ", 0, 3, 1))  # os.kill(0) would mean this process's group
+@example(data=struct.pack("<QQQQ", 2**63, 1, 3, 1))
+@example(data=struct.pack("<QQQQ", 0, 0, 3, 1))
 @example(data=GOOD + bytes(1000))
 def test_any_file_is_a_word_or_a_config_error(some_file: Path, data: bytes) -> None:
     some_file.write_bytes(data)
