@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.mutations import damaged
 from topspin.cli.keys import make, rotate
+from topspin.cli.main import main
 from topspin.errors import ConfigError
 from topspin.keys import KEY_BYTES, KeyDirectory, check_group, public_of_secret, read_keys
 
@@ -34,6 +35,28 @@ def test_each_group_has_its_own_secret_and_all_public_keys(keys: Path) -> None:
         assert sorted(path.name for path in (keys / group).iterdir()) == sorted(
             [f"{group}.secret", *(f"{other}.public" for other in GROUPS)]
         )
+
+
+def test_a_plan_with_more_groups_gets_their_keys_beside_those_that_are_there(
+    keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {group: (keys / group / f"{group}.secret").read_bytes() for group in GROUPS}
+    rotate(keys, "add")
+    plan = str(Path(__file__).parents[2] / "docs" / "plans" / "kubernetes.yaml")
+    assert main(["keys", str(keys), "--plan", plan]) == 0
+    assert "keys of attention; give" in capsys.readouterr().out
+    for group, secret in before.items():
+        assert (keys / group / f"{group}.secret").read_bytes() == secret
+    everybody = (*GROUPS, "attention")
+    publics = {public_of_secret(read_keys(keys / each, each).secret): each for each in everybody}
+    for group in everybody:
+        assert publics.items() <= read_keys(keys / group, group).accepted.items()
+    for step in ("switch", "retire", "add"):
+        rotate(keys, step)
+    assert main(["keys", str(keys), "--plan", plan]) == 2
+    assert "are there already; --rotate changes keys" in capsys.readouterr().err
+    assert main(["keys", str(tmp_path / "none"), "--rotate", "add"]) == 2
+    assert "none: No such file" in capsys.readouterr().err
 
 
 def test_secrets_are_not_for_all_users(keys: Path) -> None:
@@ -135,7 +158,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
 GOOD = b"\n".join(bytes([idx] * 32).hex().encode() for idx in (1, 2))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     data=damaged([GOOD, GOOD[:64], b""]) | st.binary(max_size=80),
     name=st.sampled_from(["expert.secret", "gateway.public"]),

@@ -48,19 +48,40 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.rotate is not None:
         rotate(directory, parsed.rotate)
         return 0
-    groups = parsed.groups or sorted(read_plan(parsed.plan).key_groups)
-    make(directory, groups)
+    if parsed.groups:
+        make(directory, parsed.groups)
+        groups = parsed.groups
+    else:
+        groups = add(directory, sorted(read_plan(parsed.plan).key_groups))
     print(f"{directory}: keys of {', '.join(groups)}; give each process its group's folder")
     return 0
 
 
-def make(directory: Path, groups: Sequence[str]) -> None:
-    """Make a folder with keys for each of `groups`. Raises ConfigError if one is there already."""
+def add(directory: Path, groups: Sequence[str]) -> list[str]:
+    """Make keys for those of `groups` that have none; all folders get their public keys.
+
+    Returns them. Raises ConfigError if all have keys.
+    """
+    there = _groups(directory) if directory.exists() else []
+    new = [group for group in groups if group not in there]
+    if not new:
+        raise ConfigError(
+            f"{directory}: keys of {', '.join(groups)} are there already; --rotate changes keys"
+        )
+    make(directory, new, beside=there)
+    return new
+
+
+def make(directory: Path, groups: Sequence[str], *, beside: Sequence[str] = ()) -> None:
+    """Make a folder with keys for each of `groups`, `beside` others that have one.
+
+    Raises ConfigError if one is there already.
+    """
     for group in groups:
         check_group(group)
         if (directory / group).exists():
             raise ConfigError(f"{directory / group} exists already; --rotate changes keys")
-    publics = {}
+    publics = {group: read_file(directory / group / f"{group}{PUBLIC}") for group in beside}
     for group in groups:
         folder = directory / group
         try:
@@ -73,9 +94,7 @@ def make(directory: Path, groups: Sequence[str]) -> None:
 
 def rotate(directory: Path, step: str) -> None:
     """Take a step of a rotation, of all groups. Raises ConfigError if another one is due."""
-    groups = sorted(
-        each.name for each in directory.iterdir() if (each / f"{each.name}{SECRET}").exists()
-    )
+    groups = _groups(directory)
     if not groups:
         raise ConfigError(f"{directory}: there are no folders with keys; make them first")
     due = _due(directory, groups)
