@@ -22,10 +22,12 @@ import urllib.request
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import yaml
 
+from deploy.services.arguments import INIT
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
 from models.hub import cache_root
 from tests.system.hosts import run_ip
@@ -69,24 +71,42 @@ class Cluster:
         run_ip("link", "set", self.bridge, "up")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)  # pods show their output where a test failed
 
     def apply(self, objects: Iterable[Object]) -> list[Pod]:
         """Start the pods of all workloads; returns them."""
         pods = []
         for workload in objects:
-            if workload["kind"] not in ("Deployment", "StatefulSet"):
-                continue
-            for ordinal in range(workload["spec"]["replicas"]):
-                pods.append(self.start(workload, ordinal))
+            spec, name = workload["spec"], workload["metadata"]["name"]
+            if workload["kind"] in ("Deployment", "StatefulSet"):
+                for ordinal in range(spec["replicas"]):
+                    pods.append(self.start(workload, ordinal))
+            elif workload["kind"] == "LeaderWorkerSet":
+                # Its pods' subdomain is the set's name: networkConfig says Shared.
+                group = spec["leaderWorkerTemplate"]
+                for number in range(spec["replicas"]):
+                    leader = f"{name}-{number}"
+                    pods.append(self._start(group["leaderTemplate"], leader, name))
+                    for worker in range(1, group["size"]):
+                        template = group["workerTemplate"]
+                        pods.append(self._start(template, f"{leader}-{worker}", name))
         return pods
 
     def start(self, workload: Object, ordinal: int) -> Pod:
         """Start one pod of a workload; a StatefulSet's has a name that others know."""
-        pod = Pod(self, workload, ordinal, f"{self.network}.{self._next_address}")
+        spec = workload["spec"]
+        name = f"{workload['metadata']['name']}-{ordinal}"
+        return self._start(spec["template"], name, spec.get("serviceName"))
+
+    def _start(self, template: Object, name: str, subdomain: str | None) -> Pod:
+        pod = Pod(self, template["spec"], name, f"{self.network}.{self._next_address}")
         self._next_address += 1
-        subdomain = workload["spec"].get("serviceName")
         if subdomain:
             with self.hosts_file.open("a") as file:
                 file.write(f"{pod.address} {pod.name}.{subdomain}\n")
@@ -111,10 +131,8 @@ class Cluster:
 class Pod:
     """One pod: a network namespace, and a process per container. Use as a context manager."""
 
-    def __init__(self, cluster: Cluster, workload: Object, ordinal: int, address: str) -> None:
-        self._cluster, self.address = cluster, address
-        self.name = f"{workload['metadata']['name']}-{ordinal}"
-        self.spec: Object = workload["spec"]["template"]["spec"]
+    def __init__(self, cluster: Cluster, spec: Object, name: str, address: str) -> None:
+        self._cluster, self.spec, self.name, self.address = cluster, spec, name, address
         tag = secrets.token_hex(3)
         self._namespace, self._here = f"topspin-{tag}", f"tsp{tag}"
         self._directory = cluster.directory / f"{self.name}-{tag}"
@@ -156,7 +174,8 @@ class Pod:
             else own[each["valueFrom"]["fieldRef"]["fieldPath"]]
             for each in container["env"]
         }
-        arguments = [*container["command"][1:], *container["args"]]
+        *init, program = container["command"]
+        arguments = container["args"]
         for name, value in variables.items():
             arguments = [each.replace(f"$({name})", value) for each in arguments]
         root = tempfile.mkdtemp(dir=self._directory)
@@ -175,7 +194,8 @@ class Pod:
                 for each in container["volumeMounts"]
                 if each["mountPath"] != "/dev/shm"
             ],
-            "argv": [sys.executable, "-P", "-m", container["command"][0], *arguments],
+            "init": tuple(init) == INIT,
+            "argv": [sys.executable, "-P", "-m", program, *arguments],
             "environment": {
                 **variables,
                 "PATH": os.environ["PATH"],
@@ -184,13 +204,6 @@ class Pod:
         }
         runtime = [sys.executable, str(Path(__file__).with_name("pod_root.py")), json.dumps(spec)]
         return ["ip", "netns", "exec", self._namespace, "unshare", "--uts", *runtime]
-
-    def host_path(self, container: Object, path: str) -> Path:
-        """Return where a file of a container is for this process."""
-        for each in container["volumeMounts"]:
-            if path.startswith(f"{each['mountPath']}/"):
-                return self._volumes[each["name"]] / path.removeprefix(f"{each['mountPath']}/")
-        raise AssertionError(f"{path} is on no volume")
 
     @property
     def is_ready(self) -> bool:
@@ -305,12 +318,15 @@ class Container:
                     return bool(answer.status == 200)
             except (urllib.error.URLError, OSError):
                 return False
+        assert self._process is not None
+        first = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+        if not first:
+            return False  # it has not begun, or has ended
+        user = str(self._pod.spec["securityContext"]["runAsUser"])
+        where = ("--target", first.strip(), "--mount", "--net", "--pid", "--root", "--wd=/")
+        enter = ["nsenter", *where, "--setuid", user, "--setgid", user]
         program, *arguments = probe["exec"]["command"]
-        here = [
-            str(self._pod.host_path(self._spec, each)) if each.startswith("/") else each
-            for each in arguments
-        ]
-        argv = [sys.executable, "-m", program, *here]
+        argv = [*enter, sys.executable, "-P", "-m", program, *arguments]
         return subprocess.run(argv, check=False, capture_output=True).returncode == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,8 @@ API_KEY = "a-key-of-the-tests-1234"
 HEADERS = {"Authorization": f"Bearer {API_KEY}"}
 MODEL = "/topspin/models/tiny"
 NUM_LAYERS = 2
+STAGES = r'topspin_nodes\{.*role="stage".*\} 1\.0'
+DRAFTS = r"topspin_spec_decode_num_accepted_tokens_total\{.*\} [1-9]"
 
 
 def plan_for(tiny: Tiny, *, transport: str, counts: tuple[int, int]) -> EnginePlan:
@@ -47,8 +50,10 @@ class Engines:
         self._tiny, self._directory = tiny, directory
         self.volumes: dict[str, Path] = {}
 
-    def render(self, plan: EnginePlan, *, gateways: int) -> list[Object]:
-        """Return the objects of a plan; makes the keys once."""
+    def render(
+        self, plan: EnginePlan, *, gateways: int, component: str | None = None
+    ) -> list[Object]:
+        """Return the objects of a plan, changed by a component; makes the keys once."""
         file = self._directory / "plan.yaml"
         file.write_text(print_plan(plan))
         out = self._directory / "out"
@@ -62,7 +67,8 @@ class Engines:
         folder.mkdir()
         (folder / "plan.yaml").write_text((out / "base" / "plan.yaml").read_text())
         self.volumes[config["name"]] = folder
-        return objects_in(out / "base")
+        objects = objects_in(out / "base")
+        return objects if component is None else changed_by(out / "components" / component, objects)
 
     def _make_secrets(self, out: Path) -> None:
         secrets = out / "secrets"
@@ -80,6 +86,19 @@ class Engines:
         for each in (models / "tiny", *(models / "tiny").iterdir()):
             os.chown(each, USER, USER)
         self.volumes["topspin-models"] = models
+
+
+def changed_by(component: Path, objects: list[Object]) -> list[Object]:
+    """Return objects without those that a component's patches delete, and with its own."""
+    patches = yaml.safe_load((component / "kustomization.yaml").read_text())["patches"]
+    deleted = {
+        (each["target"]["kind"], each["target"]["name"])
+        for each in patches
+        if yaml.safe_load(each["patch"])["$patch"] == "delete"
+    }
+    left = [each for each in objects if (each["kind"], each["metadata"]["name"]) not in deleted]
+    assert len(left) == len(objects) - len(deleted)
+    return [*left, *objects_in(component)]
 
 
 def test_the_pods_of_a_plan_serve(tiny: Tiny, tmp_path: Path) -> None:
@@ -120,19 +139,26 @@ def with_a_draft_node(plan: EnginePlan) -> EnginePlan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "shown"),
+    ("change", "component", "shown", "ending"),
     [
-        (with_a_stage, r'topspin_nodes\{.*role="stage".*\} 1\.0'),
-        (with_a_draft_node, r"topspin_spec_decode_num_accepted_tokens_total\{.*\} [1-9]"),
+        (with_a_stage, None, STAGES, "stage-0"),
+        (with_a_stage, "leaderworkerset", STAGES, "attention-0-1"),
+        (with_a_draft_node, None, DRAFTS, "draft-0"),
     ],
 )
 def test_pods_of_other_roles_serve(
-    tiny: Tiny, tmp_path: Path, change: Callable[[EnginePlan], EnginePlan], shown: str
+    tiny: Tiny,
+    tmp_path: Path,
+    change: Callable[[EnginePlan], EnginePlan],
+    component: str | None,
+    shown: str,
+    ending: str,
 ) -> None:
+    """And end by SIGTERM within their grace, although these roles leave it to the kernel."""
     engines = Engines(tiny, tmp_path)
     plan = change(plan_for(tiny, transport="tcp", counts=(1, 1)))
     with Cluster(tmp_path, engines.volumes) as cluster:
-        pods = cluster.apply(engines.render(plan, gateways=1))
+        pods = cluster.apply(engines.render(plan, gateways=1, component=component))
         for pod in pods:
             pod.wait_until_ready()
         (gateway,) = (pod for pod in pods if "gateway" in pod.name)
@@ -140,6 +166,45 @@ def test_pods_of_other_roles_serve(
             load.wait_for(2 * NUM_STREAMS)
         assert load.wrong == []
         assert re.search(shown, httpx.get(f"{gateway.url}/metrics", headers=HEADERS).text)
+        (pod,) = (pod for pod in pods if pod.name.endswith(ending))
+        assert set(pod.delete().values()) == {128 + signal.SIGTERM}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pods_of_optional_nodes_come_and_go_under_load(tiny: Tiny, tmp_path: Path) -> None:
+    """As KEDA scales their StatefulSet, from none to one and back."""
+    engines = Engines(tiny, tmp_path)
+    plan = plan_for(tiny, transport="tcp", counts=(2, 1))
+    late = changed(plan.attention[1], {"optional": True})
+    plan = changed(plan, {"nodes": (plan.attention[0], late, *plan.experts)})
+    plan = changed(plan, {"failover": changed(plan.failover, {"restart": True})})
+    objects = engines.render(plan, gateways=1)
+    optional = next(each for each in objects if each["metadata"]["name"].endswith("attention-1"))
+    objects.remove(optional)
+    with Cluster(tmp_path, engines.volumes) as cluster:
+        pods = cluster.apply(objects)
+        for pod in pods:
+            pod.wait_until_ready()
+        (gateway,) = (pod for pod in pods if "gateway" in pod.name)
+
+        def nodes() -> str:
+            metrics = httpx.get(f"{gateway.url}/metrics", headers=HEADERS).text
+            found = re.search(r'topspin_nodes\{[^}]*optional="true"[^}]*\} (\d)', metrics)
+            assert found is not None
+            return found[1]
+
+        with Load([gateway.url], tiny, headers=HEADERS) as load:
+            load.wait_for(NUM_STREAMS)
+            assert nodes() == "0"
+            added = cluster.start(optional, 0)
+            added.wait_until_ready()
+            load.wait_for(NUM_STREAMS)
+            assert nodes() == "1"
+            added.terminate()
+            load.wait_for(2 * NUM_STREAMS)
+            assert nodes() == "0"
+        assert load.wrong == []
 
 
 def replace_gateway(cluster: Cluster, workload: Object, old: Pod, urls: list[str]) -> None:
