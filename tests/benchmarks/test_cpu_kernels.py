@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import cpu_kernel_cases, cpu_kernels, report
-from benchmarks.cpu_kernel_cases import BUILDERS, Case, Shape, num_copies
+from benchmarks.cpu_kernel_cases import BUILDERS, Case, Shape, cache_bytes, num_copies
 from benchmarks.cpu_kernels import Ceilings, Probe, against, figures, take_turns
 from benchmarks.load.pictures import can_draw
 from benchmarks.roofline import Roofline, Work
@@ -95,6 +95,17 @@ def test_no_weights_are_read_twice_in_a_turn_and_turns_go_on_where_they_stopped(
     called.clear()
     take_turns([case("a", cold=True)], probe, found, 1)
     assert [copy for _, copy in called[1:]] == list(range(cpu_kernels.MAX_COPIES))
+
+
+def test_the_cache_has_the_size_that_the_system_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "size"
+    monkeypatch.setattr(cpu_kernel_cases, "_CACHE_SIZE", file)
+    assert cache_bytes() == 32 << 20
+    for text, size in (("2048K\n", 2 << 20), ("99M", 99 << 20), ("123", 123)):
+        file.write_text(text)
+        assert cache_bytes() == size
 
 
 def test_copies_exceed_the_cache_or_are_as_many_as_a_turn_has_calls(tiny: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,44 @@ from topspin.cli.main import main
 
 @pytest.mark.parametrize(
     ("topology", "backends"),
-    [("1x1", m2n.OURS + m2n.BASELINES), ("2x2", ("shm", "tcp", "gloo", "zmq ipc"))],
+    [
+        ("1x1", m2n.OURS + m2n.BASELINES),
+        pytest.param("2x2", ("shm", "tcp", "gloo", "zmq ipc"), marks=pytest.mark.slow),
+    ],
 )
-def test_every_backend_plays_on_both_sides(
-    topology: str, backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_the_command_plays_every_backend_on_both_sides_and_writes_what_it_measured(
+    topology: str,
+    backends: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(m2n, "TRIPS", 8)
     monkeypatch.setattr(m2n, "ROUND_BYTES", 4096)
     num_nodes = sum(int(part) for part in topology.split("x"))
-    rows = m2n.run([topology], [8192], backends, rounds=1)
-    assert [row["backend"] for row in rows] == m2n.backends_of(
+    flags = ["--topologies", topology, "--sizes", "8192", "--rounds", "1", "--backends", *backends]
+    assert main(["bench", "m2n", *flags]) == 0
+    written = json.loads((tmp_path / "m2n.json").read_text())
+    assert [row["backend"] for row in written["rows"]] == m2n.backends_of(
         num_nodes // 2, num_nodes // 2, backends
     )
-    for row in rows:
+    for row in written["rows"]:
+        assert row["topology"] == topology
         assert row["message_bytes"] == 8192
         assert 0 < row["p50_us"] <= row["p99_us"]
         assert row["gb_per_s"] > 0
+    assert written["machine"]["cores"] >= 1
+    assert "p50" in capsys.readouterr().out
+
+
+def test_backends_that_a_topology_has_no_room_for_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    wanted = ("shm spin", "shm", "local", "gloo")
+    assert m2n.backends_of(1, 1, wanted) == ["shm spin", "shm", "local", "gloo"]
+    assert m2n.backends_of(2, 2, wanted) == ["shm", "gloo"]
 
 
 def test_ratios_are_how_many_times_better_ours_is() -> None:
@@ -55,16 +78,3 @@ def test_ratios_are_how_many_times_better_ours_is() -> None:
         "shm spin / gloo throughput at 256 KB": 4.0,
         "gloo p50 / tcp p50 at 64 KB": 2.0,
     }
-
-
-def test_the_command_writes_what_it_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(m2n, "TRIPS", 8)
-    flags = ["--topologies", "1x1", "--sizes", "4096", "--backends", "local", "--rounds", "1"]
-    assert main(["bench", "m2n", *flags]) == 0
-    written = json.loads((tmp_path / "m2n.json").read_text())
-    assert [row["backend"] for row in written["rows"]] == ["local"]
-    assert written["machine"]["cores"] >= 1
-    assert "p50" in capsys.readouterr().out

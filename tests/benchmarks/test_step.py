@@ -25,6 +25,8 @@ def test_every_op_and_the_bytes_of_its_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(step, "cache_bytes", lambda: 1 << 24)
+    monkeypatch.setattr(step, "MATMUL_SIZE", 256)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_experts_per_tok": 2}
     path = make_checkpoint(tmp_path / "model", "mixtral", **sizes)
     flags = ["--quantization", quantization, "--steps", "3", "--context", "5", "--rows", "2"]

@@ -41,6 +41,8 @@ from topspin.precision import Format
 ON_GPU = torch.cuda.is_available()
 SIZES = QWEN3_30B if ON_GPU else TINY
 ROWS = (1, 32, 1024) if ON_GPU else (1, 3)
+# Interpreted, each format once: tests/kernels/triton has the other sizes.
+FORMAT_ROWS = ROWS if ON_GPU else (3,)
 CONTEXTS = ((2048,), (100, 4096, 1, 257)) if ON_GPU else ((20,), (3, 40))
 PROMPT = 1000 if ON_GPU else 70
 BLOCK = 16
@@ -206,7 +208,7 @@ def test_router(num_rows: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4"])
-@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("num_rows", FORMAT_ROWS)
 def test_experts(num_rows: int, weight_format: Format, device: torch.device) -> None:
     sizes = (SIZES.experts, 2 * SIZES.ffn, SIZES.hidden)
     gate_up = randn(*sizes, device=device, scale=SIZES.hidden**-0.5)
@@ -232,7 +234,7 @@ def test_experts(num_rows: int, weight_format: Format, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4"])
-@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("num_rows", FORMAT_ROWS)
 def test_linear(num_rows: int, weight_format: Format, device: torch.device) -> None:
     num_out = (SIZES.heads + 2 * SIZES.kv_heads) * SIZES.head_dim
     matrix = randn(num_out, SIZES.hidden, device=device, scale=SIZES.hidden**-0.5)

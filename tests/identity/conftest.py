@@ -30,6 +30,12 @@ class Case(NamedTuple):
 CaseOf = Callable[[str], Case]
 
 
+@pytest.fixture(autouse=True)
+def _frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let draft nodes report often: a test that looks at their counters waits for a report."""
+    monkeypatch.setattr("draft_nodes.worker.COUNTS_INTERVAL_S", 0.05)
+
+
 @pytest.fixture(scope="session")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> CaseOf:
     """Return a cached function that gives a variant's Case."""

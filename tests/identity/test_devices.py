@@ -82,7 +82,8 @@ def check(case: Case, *, is_sampled: bool = False, **settings: Any) -> None:
     ("variant", "settings"),
     [
         pytest.param("qwen2_moe", {}, marks=slow),
-        ("qwen3_moe", {"gpu_streams": 2, "micro_batches": 2}),
+        ("mixtral", {"gpu_streams": 2, "micro_batches": 2}),
+        pytest.param("qwen3_moe", {"gpu_streams": 2, "micro_batches": 2}, marks=slow),
         pytest.param(
             "mixtral_sliding_window",
             {"recordings": False, "expert_nodes": 2, "is_sampled": True},

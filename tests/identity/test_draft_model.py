@@ -69,8 +69,15 @@ def test_a_perfect_draft_gives_transformers_tokens_in_few_steps(
     assert accepted(stats) > num_tokens // 2
 
 
-@pytest.mark.parametrize("settings", [{}, TREES], ids=["chains", "trees"])
-@pytest.mark.parametrize("variant", [VARIANT, "llama"])
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [
+        (VARIANT, TREES),
+        ("llama", {}),
+        pytest.param(VARIANT, {}, marks=slow),
+        pytest.param("llama", TREES, marks=slow),
+    ],
+)
 def test_another_checkpoint_changes_no_token(
     case_of: CaseOf, tmp_path: Any, variant: str, settings: dict[str, Any]
 ) -> None:
@@ -85,7 +92,7 @@ def test_another_checkpoint_changes_no_token(
     assert stats.num_drafts > len(case.prompts) * NUM_TOKENS // 2
 
 
-@pytest.mark.parametrize("draft_nodes", [0, 1])
+@pytest.mark.parametrize("draft_nodes", [pytest.param(0, marks=slow), 1])
 def test_a_suffix_and_a_model_feed_one_tree(
     case_of: CaseOf, tmp_path: Any, draft_nodes: int
 ) -> None:
@@ -104,20 +111,19 @@ def test_a_suffix_and_a_model_feed_one_tree(
     assert again.num_draft_tokens - first.num_draft_tokens > gained, "the model offers too"
 
 
-@pytest.mark.parametrize("settings", [{}, TREES], ids=["chains", "trees"])
-def test_seeded_draws_are_those_of_plain_decoding(
-    case_of: CaseOf, settings: dict[str, Any]
-) -> None:
+def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf) -> None:
+    """Of chains and of trees."""
     case = case_of(VARIANT)
     options = [{"max_tokens": NUM_TOKENS, **each} for each in (SAMPLING, *SAMPLINGS[2:4])]
     with Engine(config_of(case, "shm", (1, 2), 2)) as engine:
         plain = [ask(engine, case, **sampling) for sampling in options]
-    speculation = speculation_of(case.path, **settings)
-    with Engine(config_of(case, "shm", (1, 2), 2, speculation=speculation)) as engine:
-        for sampling, expected in zip(options, plain, strict=True):
-            found = ask(engine, case, **sampling)
-            assert [each.tokens for each in found] == [each.tokens for each in expected]
-        assert accepted(engine.stats()) > 0
+    for settings in ({}, TREES):
+        speculation = speculation_of(case.path, **settings)
+        with Engine(config_of(case, "shm", (1, 2), 2, speculation=speculation)) as engine:
+            for sampling, expected in zip(options, plain, strict=True):
+                found = ask(engine, case, **sampling)
+                assert [each.tokens for each in found] == [each.tokens for each in expected]
+            assert accepted(engine.stats()) > 0
 
 
 @slow

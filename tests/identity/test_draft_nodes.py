@@ -29,8 +29,9 @@ from tests.identity.test_speculation import (
 
 slow = pytest.mark.slow
 LAYOUTS = (
-    ("local", (1, 1), 1, 1, TREES),
-    ("shm", (2, 2), 2, 1, {}),
+    ("shm", (2, 2), 2, 1, TREES),
+    pytest.param("local", (1, 1), 1, 1, TREES, marks=slow),
+    pytest.param("shm", (2, 2), 2, 1, {}, marks=slow),
     pytest.param("shm", (2, 1), 1, 2, TREES, marks=slow),
     pytest.param("tcp", (1, 3), 2, 1, TREES, marks=slow),
     pytest.param("shm", (3, 2), 3, 2, {**TREES, "draft_passes": 2}, marks=slow),
@@ -64,7 +65,7 @@ def test_a_perfect_draft_gives_transformers_tokens_in_few_steps(
         )
 
 
-@pytest.mark.parametrize("settings", [{}, TREES], ids=["chains", "trees"])
+@pytest.mark.parametrize("settings", [{}, pytest.param(TREES, marks=slow)], ids=["chains", "trees"])
 def test_another_checkpoint_changes_no_token(
     case_of: CaseOf, tmp_path: Any, settings: dict[str, Any]
 ) -> None:
@@ -79,6 +80,7 @@ def test_another_checkpoint_changes_no_token(
         )
 
 
+@slow
 def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf) -> None:
     case = case_of(VARIANT)
     options = [{"max_tokens": NUM_TOKENS, **each} for each in (SAMPLING, *SAMPLINGS[2:4])]

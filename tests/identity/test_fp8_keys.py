@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from topspin.speculation import Speculation
 
 PROMPTS = [[7, 3, 9, 200, 4], list(range(40, 110)), [5], [9, 8, 7, 6, 5, 4, 3, 2] * 3]
 NUM_TOKENS = 24
+slow = pytest.mark.slow
 SUFFIXES = Speculation(method="suffix", adaptive=False, num_speculative_tokens=5)
 TREES = Speculation(
     method="draft_model",
@@ -48,7 +51,25 @@ class RoundingCache(DynamicCache):
         return super().update(key, value, layer_idx, *rest, **more)
 
 
-def expected(path: Path, layers: tuple[int, ...] = (0, 1)) -> list[list[int]]:
+Rounded = Callable[..., tuple[Path, list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Rounded:
+    """Return a cached function that gives a variant's checkpoint and its tokens in fp8."""
+
+    @functools.cache
+    def checkpoint(variant: str) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp(variant), variant)
+
+    @functools.cache
+    def get(variant: str, *layers: int) -> tuple[Path, list[list[int]]]:
+        return checkpoint(variant), expected(checkpoint(variant), layers or (0, 1))
+
+    return get
+
+
+def expected(path: Path, layers: tuple[int, ...]) -> list[list[int]]:
     """Return what transformers generates with rounded keys and values, which matters."""
     model = oracle_model(path)
     found = []
@@ -69,20 +90,19 @@ def expected(path: Path, layers: tuple[int, ...] = (0, 1)) -> list[list[int]]:
     ("variant", "settings"),
     [
         ("qwen3_moe", {}),
-        ("qwen3_moe", {"kernels": "reference"}),
-        ("qwen3_moe", {"deterministic": True, "transport": "shm"}),
-        ("olmoe", {"attention_nodes": 2, "transport": "shm"}),
-        ("mixtral_sliding_window", {}),
-        ("mixtral", {"speculation": SUFFIXES}),
+        ("qwen3_moe", {"deterministic": True, "transport": "shm", "attention_nodes": 2}),
+        ("mixtral_sliding_window", {"kv_cache_dtype": "fp8_e4m3"}),
         ("qwen3_moe", {"speculation": TREES}),
-        ("llama_bias", {"kv_cache_dtype": "fp8_e4m3"}),
+        pytest.param("qwen3_moe", {"kernels": "reference"}, marks=slow),
+        pytest.param("olmoe", {"attention_nodes": 2, "transport": "shm"}, marks=slow),
+        pytest.param("mixtral", {"speculation": SUFFIXES}, marks=slow),
+        pytest.param("llama_bias", {}, marks=slow),
     ],
 )
 def test_tokens_are_those_of_transformers_with_rounded_keys(
-    tmp_path: Path, variant: str, settings: dict[str, Any]
+    rounded: Rounded, variant: str, settings: dict[str, Any]
 ) -> None:
-    path = make_checkpoint(tmp_path, variant)
-    wanted = expected(path)
+    path, wanted = rounded(variant)
     with Engine(engine_config(path, **{"kv_cache_dtype": "fp8", **settings})) as engine:
         assert engine.generate(PROMPTS, max_tokens=NUM_TOKENS) == wanted
         # Their prompts are in the cache now.
@@ -94,19 +114,17 @@ def test_tokens_are_those_of_transformers_with_rounded_keys(
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
-def test_single_layers_are_kept_in_fp8(tmp_path: Path, kernels: Kernels) -> None:
-    path = make_checkpoint(tmp_path, "qwen3_moe")
-    wanted = expected(path, (0,))
-    assert wanted != expected(path)
+def test_single_layers_are_kept_in_fp8(rounded: Rounded, kernels: Kernels) -> None:
+    path, wanted = rounded("qwen3_moe", 0)
+    assert wanted != rounded("qwen3_moe")[1]
     rule = KvLayerRule(layers=(0,), dtype="fp8")
     config = changed(engine_config(path, kernels=kernels), {"kv_cache.layers": (rule,)})
     with Engine(config) as engine:
         assert engine.generate(PROMPTS, max_tokens=NUM_TOKENS) == wanted
 
 
-def test_preempted_sequences_go_on(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, "qwen3_moe")
-    wanted = expected(path)
+def test_preempted_sequences_go_on(rounded: Rounded) -> None:
+    path, wanted = rounded("qwen3_moe")
     model = load_model_config(path)
     bytes_per_token = 2 * model.num_layers * model.kv_size
     longest = max(map(len, PROMPTS)) + NUM_TOKENS

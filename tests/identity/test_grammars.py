@@ -96,7 +96,7 @@ def expected(case_of: CaseOf) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("transport", "topology", "micro_batches", "speculation"),
     [
-        ("shm", (2, 2), 2, None),
+        pytest.param("shm", (2, 2), 2, None, marks=pytest.mark.slow),
         ("local", (1, 1), 1, CHAINS),
         ("tcp", (1, 2), 2, TREES),
     ],
@@ -126,7 +126,9 @@ def test_tokens_are_the_same_with_drafts_and_on_every_layout(
     assert (accepted(stats) > 20) == (speculation is not None)
 
 
-@pytest.mark.parametrize("speculation", [None, TREES])
+@pytest.mark.parametrize(
+    "speculation", [pytest.param(None, marks=pytest.mark.slow), TREES], ids=["plain", "trees"]
+)
 def test_a_preempted_sequence_goes_on_in_its_grammar(
     case_of: CaseOf, expected: list[list[int]], speculation: Speculation | None
 ) -> None:
@@ -146,7 +148,7 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(
         assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("role", ["attention", "expert"])
+@pytest.mark.parametrize("role", ["attention", pytest.param("expert", marks=pytest.mark.slow)])
 def test_a_lost_node_changes_no_bit(case_of: CaseOf, role: str) -> None:
     case = case_of(VARIANT)
     injector = OnDemand()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -32,35 +32,48 @@ def unreadable(path: Path) -> Path:
     return path
 
 
+class Extended(NamedTuple):
+    """A checkpoint of the short length, and what transformers generates with the long one."""
+
+    path: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Extended:
+    rope = {**YARN, "rope_theta": 10000.0}
+    directory = tmp_path_factory.mktemp("overrides")
+    whole = make_checkpoint(
+        directory / "extended", "qwen3_moe", max_position_embeddings=EXTENDED, rope_parameters=rope
+    )
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in PROMPT_LENS]
+    oracle = oracle_generate(whole, prompts, NUM_TOKENS)
+    clear = [idx for idx, margin in enumerate(oracle.margins) if margin >= MIN_MARGIN]
+    assert len([idx for idx in clear if len(prompts[idx]) > LIMIT]) >= NUM_PROMPTS - 1
+    path = unreadable(
+        make_checkpoint(directory / "short", "qwen3_moe", max_position_embeddings=LIMIT)
+    )
+    return Extended(path, [prompts[idx] for idx in clear], [oracle.tokens[idx] for idx in clear])
+
+
 @pytest.mark.parametrize(
     ("layout", "draft_nodes"),
     [
-        ({"transport": "local"}, None),
+        pytest.param({"transport": "local"}, None, marks=pytest.mark.slow),
         ({"transport": "shm", "attention_nodes": 2, "expert_nodes": 2}, 0),
         ({"transport": "shm", "expert_nodes": 2}, 1),
     ],
 )
 def test_long_prompts_give_the_tokens_of_transformers(
-    tmp_path: Path, layout: dict[str, Any], draft_nodes: int | None
+    extended: Extended, layout: dict[str, Any], draft_nodes: int | None
 ) -> None:
-    rope = {**YARN, "rope_theta": 10000.0}
-    extended = make_checkpoint(
-        tmp_path / "extended", "qwen3_moe", max_position_embeddings=EXTENDED, rope_parameters=rope
-    )
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in PROMPT_LENS]
-    oracle = oracle_generate(extended, prompts, NUM_TOKENS)
-    clear = [idx for idx, margin in enumerate(oracle.margins) if margin >= MIN_MARGIN]
-    assert len([idx for idx in clear if len(prompts[idx]) > LIMIT]) >= NUM_PROMPTS - 1
-    path = unreadable(
-        make_checkpoint(tmp_path / "short", "qwen3_moe", max_position_embeddings=LIMIT)
-    )
     if draft_nodes is not None:
         layout = {
             **layout,
             "draft_nodes": draft_nodes,
             "speculation": Speculation(method="draft_model", model="self-int4"),
         }
-    with Engine(engine_config(path, hf_overrides=OVERRIDES, **layout)) as engine:
-        found = engine.generate([prompts[idx] for idx in clear], max_tokens=NUM_TOKENS)
-    assert found == [oracle.tokens[idx] for idx in clear]
+    with Engine(engine_config(extended.path, hf_overrides=OVERRIDES, **layout)) as engine:
+        assert engine.generate(extended.prompts, max_tokens=NUM_TOKENS) == extended.tokens

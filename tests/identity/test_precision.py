@@ -134,7 +134,9 @@ def plan_of(
     return planned
 
 
-@pytest.mark.parametrize("path", ["qwen2_moe", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize(
+    "path", ["qwen2_moe", pytest.param("qwen3_moe", marks=pytest.mark.slow)], indirect=True
+)
 def test_one_node_of_each_role(path: Path) -> None:
     """Also in the MLPs of dense layers and shared experts, which only qwen2_moe has."""
     model = oracle_model(path)

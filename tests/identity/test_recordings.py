@@ -152,7 +152,7 @@ def test_steps_and_passes_with_trees_are_recorded_too(
     assert "not recorded" not in caplog.text
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_steps_that_retrieve_are_recorded_too(
     tmp_path: Path,
     kv_cache_dtype: KvDtype,
@@ -221,7 +221,11 @@ def test_steps_of_too_many_heads_for_row_by_row_attention_are_not_recorded(
 
 @pytest.mark.parametrize(
     ("transport", "attention_nodes", "expert_nodes", "micro_batches"),
-    [("shm", 1, 1, 1), ("shm", 2, 2, 2), ("tcp", 1, 3, 2)],
+    [
+        pytest.param("shm", 1, 1, 1, marks=pytest.mark.slow),
+        ("shm", 2, 2, 2),
+        ("tcp", 1, 3, 2),
+    ],
 )
 def test_between_processes_the_hops_are_recorded_too(
     tmp_path: Path,

@@ -16,7 +16,7 @@ slow = pytest.mark.slow
 LAYOUTS = (
     pytest.param("local", (2, 2), 3, marks=slow),
     pytest.param("shm", (1, 1), 1, marks=slow),
-    ("shm", (2, 2), 2),
+    pytest.param("shm", (2, 2), 2, marks=slow),
     pytest.param("shm", (1, 3), 4, marks=slow),
     pytest.param("tcp", (1, 1), 3, marks=slow),
     ("tcp", (1, 3), 1),

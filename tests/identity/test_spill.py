@@ -120,6 +120,7 @@ def test_requests_that_attend_to_all_stay_in_memory(path: Path, tmp_path: Path) 
     assert num_saved > 0
 
 
+@pytest.mark.slow
 def test_drafts_and_preemptions(path: Path, tmp_path: Path) -> None:
     """All requests end with all their tokens; what a preempted one computes again may differ.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +17,7 @@ import torch
 from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import make_checkpoint
-from tests.engine import Collected, Engine, engine_config
+from tests.engine import TIMEOUT_S, Collected, Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import NUM_TOKENS, CaseOf
 from tests.identity.test_deterministic import ask, run, settings_of
@@ -132,9 +133,12 @@ def test_the_bits_are_those_of_an_engine_without_stages(
         # The others may have evicted its blocks, and the first two may go to two nodes.
         for _ in range(3):
             assert ask(engine, case.prompts[:1]) == wanted[:1]
-        stats = engine.stats()
-    assert stats.num_preemptions > 0
-    assert stats.prefix_cache_hits > 0
+        assert engine.stats().prefix_cache_hits > 0
+        # Which requests meet in a node, and so whether one is preempted, depends on the machine.
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not engine.stats().num_preemptions:
+            assert ask(engine, case.prompts) == wanted
+            assert time.monotonic() < deadline_s
 
 
 @pytest.fixture
@@ -168,7 +172,7 @@ def send(engine: Engine) -> list[Collected]:
     [
         # A dense layer and shared experts.
         ("qwen2_moe", (1, 3, 4), {"transport": "shm", "micro_batches": 2, "num_threads": 2}),
-        ("qwen3_moe", (1, 2), {"transport": "tcp", "micro_batches": 1}),
+        pytest.param("qwen3_moe", (1, 2), {"transport": "tcp", "micro_batches": 1}, marks=slow),
         ("llama", (1, 2), {"transport": "shm", "micro_batches": 1}),
     ],
 )

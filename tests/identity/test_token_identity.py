@@ -23,7 +23,7 @@ from tests.pairwise import cover_pairs
 TRANSPORTS = ("local", "shm", "tcp")
 TOPOLOGIES = ((1, 1), (2, 2), (1, 3))
 MICRO_BATCHES = (1, 2, 3, 4)
-# Every family, and every pair of layout settings.
+# Every family by default, and with slow rows every pair of layout settings.
 SPREAD = tuple(
     (variant, *layout)
     for variant, layout in zip(
@@ -56,7 +56,13 @@ def generate(
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
 
 
-@pytest.mark.parametrize(("variant", "transport", "topology", "micro_batches"), SPREAD)
+@pytest.mark.parametrize(
+    ("variant", "transport", "topology", "micro_batches"),
+    [
+        *SPREAD[: len(MOE_VARIANTS)],
+        *(pytest.param(*row, marks=slow) for row in SPREAD[len(MOE_VARIANTS) :]),
+    ],
+)
 def test_every_family(
     case_of: CaseOf, variant: str, transport: str, topology: tuple[int, int], micro_batches: int
 ) -> None:

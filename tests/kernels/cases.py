@@ -63,9 +63,9 @@ def attention_case(
         for each in (keys, values):
             drawn = torch.randn(length, heads.kv, heads.dim, generator=rng)
             each.append((drawn.to(torch.float8_e4m3fn) if in_fp8 else drawn).to(dtype))
-        for position in range(length):
-            place = blocks[position // block_size], position % block_size
-            k_cache[place], v_cache[place] = keys[-1][position], values[-1][position]
+        positions = torch.arange(length)
+        places = tables[idx].long()[positions // block_size], positions % block_size
+        k_cache[places], v_cache[places] = keys[-1], values[-1]
     num_rows = sum(query_lens) + padding_rows
     tree_mask = tree_lens = None
     if parents is not None:

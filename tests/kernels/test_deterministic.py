@@ -14,7 +14,7 @@ from kernels import deterministic, reference
 from kernels.contracts import ExpertMatrices, LinearWeight
 from kernels.cpu.plain import rotate
 from tests.kernels.generators import finish
-from tests.pairwise import cover_pairs
+from tests.kernels.matrices import values_then_pairs
 
 DTYPES = (torch.float32, torch.bfloat16)
 # (outputs, inputs) of: the default model, Qwen3-MoE of the benchmarks, the tests' models.
@@ -56,9 +56,9 @@ def check_rows(
     check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_out", "num_in"), SHAPES)
-def test_linear(num_out: int, num_in: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "shape"), values_then_pairs(DTYPES, SHAPES))
+def test_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    num_out, num_in = shape
     weight, bias = torch.randn(num_out, num_in).to(dtype), torch.randn(num_out).to(dtype)
     packed = deterministic.pack_linear(weight)
     check_rows(lambda x: deterministic.linear(x, packed, bias), num_in, dtype)
@@ -105,8 +105,7 @@ def test_linear_of_a_view_into_wider_rows(dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [2, 37, 192, 576, 1536])
+@pytest.mark.parametrize(("dtype", "width"), values_then_pairs(DTYPES, [2, 37, 192, 576, 1536]))
 def test_element_by_element_and_row_by_row(width: int, dtype: torch.dtype) -> None:
     norm, other = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
     check_rows(lambda x: deterministic.sigmoid_gate(x.clone(), x[:, :1]), width, dtype)
@@ -132,9 +131,12 @@ def test_gates_and_swiglu_follow_the_reference(dtype: torch.dtype) -> None:
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (16, 8), (32, 4), (128, 8)])
-def test_router(num_experts: int, top_k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shape"), values_then_pairs(DTYPES, [(8, 2), (16, 8), (32, 4), (128, 8)])
+)
+def test_router(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    num_experts, top_k = shape
+
     def route(x: Tensor) -> Tensor:
         routing = deterministic.route(x, top_k=top_k, renormalise=True)
         return torch.cat((routing.experts.float(), routing.weights), dim=1)
@@ -173,7 +175,7 @@ def random_slots(num_rows: int, top_k: int, num_experts: int, *, share: float) -
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_rows", "share"), cover_pairs(DTYPES, [0, 1, 5, 70], [0.0, 0.4, 1.0])
+    ("dtype", "num_rows", "share"), values_then_pairs(DTYPES, [0, 1, 5, 70], [0.0, 0.4, 1.0])
 )
 def test_pair_and_grouped_mlp_follow_the_reference(
     share: float, num_rows: int, dtype: torch.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kernels import deterministic, reference
 from kernels.contracts import AttentionMeta
 from kernels.deterministic_attention import CHUNK_KEYS, MAX_GROUP_ELEMENTS
 from tests.kernels.cases import AttentionCase, Heads, attention_case
-from tests.pairwise import cover_pairs
+from tests.kernels.matrices import values_then_pairs
 
 DTYPES = (torch.float32, torch.bfloat16)
 # The default model, Qwen3-MoE of the benchmarks, a tiny one, more query heads than rows.
@@ -49,10 +50,11 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "heads", "in_fp8"),
-    cover_pairs(DTYPES, [None, 1, 7, 100], HEADS, [False, True]),
+    ("cache", "window", "heads"),
+    values_then_pairs([*product(DTYPES, [False, True])], [None, 1, 7, 100], HEADS),
 )
-def test_mixed_batch(heads: Heads, window: int | None, dtype: torch.dtype, in_fp8: bool) -> None:
+def test_mixed_batch(heads: Heads, window: int | None, cache: tuple[torch.dtype, bool]) -> None:
+    dtype, in_fp8 = cache
     lens, new = [1, 100, 16, 17, 33, 64, 65, 40, 300], [1, 1, 16, 17, 1, 30, 2, 3, 200]
     case = attention_case(lens, new, heads=heads, block_size=4, dtype=dtype, in_fp8=in_fp8)
     compare(case, window=window)
@@ -93,10 +95,12 @@ TREES: Sequence[Sequence[int | None]] = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 1, 3, 70])
-@pytest.mark.parametrize("is_new", [True, False])
-def test_trees(window: int | None, dtype: torch.dtype, is_new: bool) -> None:
+@pytest.mark.parametrize(
+    ("window", "dtype_and_is_new"),
+    values_then_pairs([None, 1, 3, 70], [*product(DTYPES, [True, False])]),
+)
+def test_trees(window: int | None, dtype_and_is_new: tuple[torch.dtype, bool]) -> None:
+    dtype, is_new = dtype_and_is_new
     committed = (10, 0, 62, 130)
     case = attention_case(
         [length + len(tree) for length, tree in zip(committed, TREES, strict=True)],
@@ -140,10 +144,13 @@ class Plain:
         return attend(case, self.window)[first : first + end - start]
 
 
-@pytest.mark.parametrize(("dtype", "window", "heads"), cover_pairs(DTYPES, [None, 30], HEADS))
+@pytest.mark.parametrize(
+    ("dtype_and_window", "heads"), values_then_pairs([*product(DTYPES, [None, 30])], HEADS)
+)
 def test_a_tokens_bits_are_the_same_however_it_is_computed(
-    heads: Heads, window: int | None, dtype: torch.dtype
+    heads: Heads, dtype_and_window: tuple[torch.dtype, int | None]
 ) -> None:
+    dtype, window = dtype_and_window
     check_tokens(heads, window, dtype, examples=4)
 
 

@@ -22,6 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 from kernels import reference
 from kernels.contracts import ExpertMatrices
 from tests.kernels.generators import finish
+from tests.kernels.matrices import values_then_pairs
 from tests.pairwise import cover_pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,8 +33,9 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 8), (1, 576), (7, 37), (3, 5, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), values_then_pairs(DTYPES, [(0, 8), (7, 37), (1, 576), (3, 5, 64)])
+)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     norm = LlamaRMSNorm(shape[-1], eps=1e-5).to(dtype)
     norm.weight.data.normal_()

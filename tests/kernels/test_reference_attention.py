@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from kernels import reference
 from kernels.retrieval import select
 from tests.kernels.cases import Heads, attention_case, path
+from tests.kernels.matrices import values_then_pairs
 from tests.kernels.retrieval_cases import attended, coded
-from tests.pairwise import cover_pairs
 
 
 def eager(q, keys, values, *, scale, seen):  # type: ignore[no-untyped-def]
@@ -32,17 +33,15 @@ def eager(q, keys, values, *, scale, seen):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("window", "block_size", "heads", "in_fp8"),
-    cover_pairs(
+    ("window", "heads", "blocks"),
+    values_then_pairs(
         [None, 1, 7, 64],
-        [1, 16],
         [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96)],
-        [False, True],
+        [*product([1, 16], [False, True])],
     ),
 )
-def test_equals_transformers(
-    heads: Heads, block_size: int, window: int | None, in_fp8: bool
-) -> None:
+def test_equals_transformers(heads: Heads, blocks: tuple[int, bool], window: int | None) -> None:
+    block_size, in_fp8 = blocks
     context_lens, query_lens = [1, 17, 100, 33, 40], [1, 17, 1, 5, 0]
     case = attention_case(
         context_lens, query_lens, heads=heads, block_size=block_size, in_fp8=in_fp8
@@ -65,8 +64,9 @@ def test_equals_transformers(
 TREES = ((None, 0, 0, 1, 1, 4, 2), (None,), (None, None, 1, 0))
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 12])
-@pytest.mark.parametrize("num_new", [(7, 1, 4), (3, 1, 0), (1, 1, 2)])
+@pytest.mark.parametrize(
+    ("window", "num_new"), values_then_pairs([None, 1, 3, 12], [(7, 1, 4), (3, 1, 0), (1, 1, 2)])
+)
 def test_each_tree_node_attends_as_if_its_branch_were_the_text(
     num_new: tuple[int, ...], window: int | None
 ) -> None:

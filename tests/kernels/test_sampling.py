@@ -171,8 +171,17 @@ def test_a_tiny_temperature_is_greedy(sample: Sample, temperature: float) -> Non
     assert torch.equal(result.tokens, sample(logits, batch(50, temperature=0.0)).tokens)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("temperature", "settings"),
+    [
+        (0.0, {}),
+        (0.0, {"top_p": 0.9}),
+        (1.0, {}),
+        (1.0, {"top_p": 0.9}),
+        (1.0, {"top_k": 3}),
+        (1.0, {"min_p": 0.1}),
+    ],
+)
 def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
     sample: Sample, temperature: float, settings: dict[str, float]
 ) -> None:
@@ -316,7 +325,7 @@ def allowed_tokens(rows: Sequence[int], allowed: Sequence[Sequence[bool]]) -> Al
     return AllowedTokens(integers(rows), torch.from_numpy(bits.view(np.int32)))
 
 
-@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 150])
+@pytest.mark.parametrize("vocab", [1, 32, 33, 150])
 def test_only_allowed_tokens_are_drawn(vocab: int, sample: Sample) -> None:
     rng = torch.Generator().manual_seed(vocab)
     allowed = (torch.rand(5, vocab, generator=rng) < 0.4).tolist()

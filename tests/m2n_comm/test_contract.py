@@ -63,13 +63,26 @@ def check_sums(
     assert count == len(results)
 
 
+SUMS = ("local", "shm", "tcp", "nixl", *STAGED), TOPOLOGIES, (torch.float32, torch.bfloat16)
+# By default every payload over every transport, on one of the topologies each.
+BY_DEFAULT = [
+    (transport, TOPOLOGIES[(idx + 2 * row) % len(TOPOLOGIES)], payload)
+    for idx, transport in enumerate(SUMS[0])
+    for row, payload in enumerate(SUMS[2])
+]
+
+
 @pytest.mark.parametrize(
     ("transport", "topology", "payload"),
     [
-        pytest.param(*row, marks=NIXL.marks if row[0] == "nixl" else ())
-        for row in cover_pairs(
-            ("local", "shm", "tcp", "nixl", *STAGED), TOPOLOGIES, (torch.float32, torch.bfloat16)
+        pytest.param(
+            *row,
+            marks=[
+                *(NIXL.marks if row[0] == "nixl" else ()),
+                *([] if row in BY_DEFAULT else [pytest.mark.slow]),
+            ],
         )
+        for row in dict.fromkeys((*BY_DEFAULT, *cover_pairs(*SUMS)))
     ],
 )
 def test_sums_equal_the_dense_reference(

@@ -578,7 +578,7 @@ def _encoded(message: Any) -> bytes:
     return b"TSHS" + len(body).to_bytes(4, "little") + body
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=MESSAGES, keyed=st.booleans())
 def test_a_reader_of_any_bytes_raises_only_typed_errors_and_reads_no_more_than_it_may(
     data: bytes, keyed: bool

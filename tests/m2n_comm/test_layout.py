@@ -41,7 +41,7 @@ def routings(draw: st.DrawFn) -> tuple[ExpertTable, int, list[list[int]]]:
 
 
 @given(routings())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_plan_sends_every_pair_once_to_one_of_its_replicas(
     routing: tuple[ExpertTable, int, list[list[int]]],
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_plan_sends_every_pair_once_to_one_of_its_replicas(
     seed=st.integers(0, 2**31),
     half=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_parts_hold_exactly_the_planned_rows(
     routing: tuple[ExpertTable, int, list[list[int]]], window_rows: int, seed: int, half: bool
 ) -> None:

@@ -104,7 +104,7 @@ def test_meetings_and_steps_can_be_given_up(transport: Between) -> None:
         with pytest.raises(Interrupted):
             meeting.accept(check=give_up, num_attention=2, reuse=True).result()
         with pytest.raises(DeadlineExceeded):
-            meeting.accept(timeout_s=0.3, num_attention=2, reuse=True).result()
+            meeting.accept(timeout_s=0.1, num_attention=2, reuse=True).result()
         meeting.close()
 
 

@@ -32,7 +32,7 @@ def least_peak(count: int, loads: list[int], speeds: list[float]) -> float:
     count=st.integers(1, 24),
     loads=st.lists(st.integers(0, 40), min_size=1, max_size=3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_rows_are_split_with_the_least_peak(count: int, loads: list[int]) -> None:
     rows = spread_rows(count, loads)
     assert sum(rows) == count
@@ -48,7 +48,7 @@ def test_rows_are_split_with_the_least_peak(count: int, loads: list[int]) -> Non
         st.tuples(st.integers(0, 40), st.sampled_from([1.0, 0.5, 0.3])), min_size=1, max_size=3
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_nodes_of_unequal_speed_are_done_about_as_soon_as_possible(
     count: int, nodes: list[tuple[int, float]]
 ) -> None:

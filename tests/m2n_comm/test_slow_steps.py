@@ -63,7 +63,7 @@ def test_a_step_of_many_slow_layers_is_not_late(transport: Transport) -> None:
     assert len(results) == 2
 
 
-@pytest.mark.parametrize("transport", ["local", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("local", marks=pytest.mark.slow), "tcp"])
 def test_a_node_that_begins_the_next_step_early_waits_for_its_turn(transport: Transport) -> None:
     """Attention 1 takes no part in step 1, which takes longer than the deadline."""
     results: Collected = {}

@@ -14,11 +14,13 @@ from models.expert_reader import ExpertReader
 from models.weights import load_expert_weights
 from tests.checkpoints import MOE_VARIANTS, make_checkpoint, oracle_model
 from tests.kernels.generators import finish
+from tests.pairwise import cover_pairs
 
 
-@pytest.mark.parametrize("layout", ["single", "fused"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", MOE_VARIANTS[::2])
+@pytest.mark.parametrize(
+    ("variant", "layout", "dtype"),
+    cover_pairs(MOE_VARIANTS[::2], ["single", "fused"], [torch.float32, torch.bfloat16]),
+)
 def test_an_expert_equals_the_one_that_is_loaded_at_start(
     tmp_path: Path,
     variant: str,

@@ -18,6 +18,9 @@ from spec_decode.controller import (
     RowTimes,
     _bucket,
 )
+from tests.pairwise import cover_pairs
+
+slow = pytest.mark.slow
 
 MOST = 7
 ROOM = 128
@@ -112,9 +115,16 @@ def speed_of(
     return world.speed
 
 
+WORLDS = (flat, moe, steep), (0.0, 0.3, 0.6, 0.8, 0.95), (1, 4, 16)
+PAIRS = cover_pairs(*WORLDS)
+
+
 @pytest.mark.parametrize(
     ("step_s", "accept", "num"),
-    [*product((flat, moe, steep), (0.0, 0.3, 0.6, 0.8, 0.95), (1, 4, 16))],
+    [
+        *PAIRS,
+        *(pytest.param(*row, marks=slow) for row in product(*WORLDS) if row not in PAIRS),
+    ],
 )
 def test_the_speed_is_near_that_of_the_best_depth(step_s: Step, accept: float, num: int) -> None:
     plain, *drafted = (speed_of(step_s, accept, depth, num=num) for depth in range(MOST + 1))

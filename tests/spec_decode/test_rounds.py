@@ -489,7 +489,7 @@ SAID = st.builds(
 ).map(encode)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(damaged(VERDICTS) | SAID | st.binary(max_size=50), min_size=1, max_size=6))
 def test_any_verdicts_are_answered_or_refused(said: list[bytes]) -> None:
     """Between those of a target that keeps to the rules, which notices nothing."""
@@ -512,7 +512,7 @@ def test_any_verdicts_are_answered_or_refused(said: list[bytes]) -> None:
     assert script.texts == [plain(text[:3], len(text)) for text in script.texts]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(damaged(OFFERS) | st.binary(max_size=50), min_size=1, max_size=4))
 def test_any_offers_are_drafts_or_refused(said: list[bytes]) -> None:
     questions = Questions(VOCAB)

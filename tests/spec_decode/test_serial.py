@@ -45,8 +45,7 @@ def draft_of(drafter: SerialDrafter, *requests: DraftRequest) -> Sequence[Draft]
     return drafter.draft(requests)
 
 
-@pytest.mark.parametrize("width", [1, 2, 5])
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(("width", "count"), [(1, 4), (2, 1), (5, 4)])
 def test_the_draft_is_the_best_tree_whatever_grew_before(width: int, count: int) -> None:
     """Also after verdicts of every kind: on a miss, in the tree, and at its end."""
     rng = random.Random(3)

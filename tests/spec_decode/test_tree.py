@@ -48,7 +48,7 @@ def described(tree: TokenTree) -> dict[Path, tuple[float, bool]]:
     }
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_best_nodes_are_those_of_the_best_closed_subset(seed: int) -> None:
     tree = some_tree(random.Random(seed), 4)
     nodes = range(len(tree))
@@ -68,7 +68,7 @@ def test_the_best_nodes_are_those_of_the_best_closed_subset(seed: int) -> None:
     assert tree.best(len(tree) + 5) == tree.best(len(tree))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_best_candidates_are_expanded_next(seed: int) -> None:
     tree = some_tree(random.Random(seed), 4)
     if not tree.is_expanded(ROOT):
@@ -115,7 +115,7 @@ def test_a_draft_stores_its_best_path_first() -> None:
         tree.send(1)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_drafts_are_the_best_nodes_with_parents_first(seed: int) -> None:
     tree = some_tree(random.Random(seed), 5)
     chosen = tree.best(6)

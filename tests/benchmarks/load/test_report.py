@@ -62,6 +62,13 @@ def _page(path: Path) -> _Page:
     return page
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take any PNG for the picture: drawing takes most of the time."""
+    monkeypatch.setattr(pictures, "draw_runs", lambda *_, **__: PNG)
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_shows_the_figures_of_each_run_side_by_side(tmp_path: Path) -> None:
     slow = run_of([record(0, 0.0, [(1.0, 1), (3.0, 1)])], duration_s=4.0, settings={"seed": 7})
     report.write_report(tmp_path / "r.html", {"quick": _run(), "slow": slow}, title="two <runs>")
@@ -89,6 +96,7 @@ def test_the_page_needs_nothing_beside_it_and_tells_no_secret(tmp_path: Path) ->
     assert not re.search(r"<(script|link|iframe)", text)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_saturated_or_interrupted_run_is_called_so(tmp_path: Path) -> None:
     health = ClientHealth(0.99, 0.0, 0.2, 0.3, 0.0, 0.0, 0.0, reasons=("It used 99 % of a core.",))
     run = _run(health=health, interrupted=True, num_requested=9)
@@ -116,8 +124,9 @@ def test_a_png_is_drawn_also_of_runs_without_any_answer_and_of_many(tmp_path: Pa
     rng = np.random.default_rng(0)
     many = [record(i, t, [(t + 0.1, 1), (t + 9.0, 1)]) for i, t in enumerate(rng.random(500) * 50)]
     runs = {"dead": dead, "nothing": nothing, "many": run_of(many, duration_s=60.0), "d": _run()}
-    report.write_report(tmp_path / "r.png", runs, title="t")
-    assert (tmp_path / "r.png").read_bytes().startswith(PNG)
+    for name, drawn in (("all", runs), ("none", {"nothing": nothing})):
+        report.write_report(tmp_path / f"{name}.png", drawn, title="t")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
 
 
 def test_another_suffix_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:

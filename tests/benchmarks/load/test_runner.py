@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,14 @@ import pytest
 
 from benchmarks.load.contracts import BenchRequest, Load, Target
 from benchmarks.load.metrics import measure_run, peak_concurrency, queue_s, ttft_s
-from benchmarks.load.runner import Places, Snapshot, measure, run_load, sessions_of
+from benchmarks.load.runner import (
+    Places,
+    Snapshot,
+    _quiet_collector,
+    measure,
+    run_load,
+    sessions_of,
+)
 from tests.benchmarks.load.scripted_server import (
     Received,
     Reply,
@@ -24,6 +32,8 @@ from tests.benchmarks.load.scripted_server import (
 from topspin.errors import ConfigError
 
 EARLY_S = 0.002
+
+pytestmark = pytest.mark.usefixtures("without_collections")
 
 
 def requests(count: int, **fields: Any) -> list[BenchRequest]:
@@ -48,6 +58,15 @@ def held(received: Received, released: Callable[[], bool]) -> Reply:
 
 def target_at(server: ScriptedServer, **fields: Any) -> Target:
     return Target(server.base_url, "scripted", **fields)
+
+
+def test_no_long_collection_happens_in_a_run() -> None:
+    before = gc.get_threshold()
+    with _quiet_collector():
+        assert gc.get_threshold() == (*before[:2], 2**30)
+        assert gc.get_freeze_count() > 0
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
 
 
 def test_every_request_is_sent_once_and_in_its_place() -> None:

@@ -22,6 +22,7 @@ from deploy.placement.workload import Drafts, Targets
 from deploy.placement.write import plan_of
 from server.scheduler.planning import attention_replica
 from tests.deploy.placement import samples
+from tests.pairwise import cover_pairs
 from topspin.plan import EnginePlan
 from topspin.plan_file import print_plan, read_plan
 from topspin.precision import UNQUANTISED
@@ -30,9 +31,7 @@ TARGET = samples.model(24, hidden=2048)
 DRAFTS = {"dense": samples.model(2, num_experts=0, hidden=512), "moe": samples.model(2, hidden=256)}
 ONE_GPU = "1 gpu in one process"
 DEVICES = ((1, 0), (1, 1), (2, 1))
-CASES = list(
-    itertools.product((0.0, 0.3, 0.9, 1.0), ("dense", "moe"), DEVICES, (1, 6), (300.0, 3000.0))
-)
+CASES = cover_pairs((0.0, 0.3, 0.9, 1.0), ("dense", "moe"), DEVICES, (1, 6), (300.0, 3000.0))
 
 
 def host(*, gpus: int = 2, cpus: int = 1, gb_per_s: float = 3000) -> Host:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kernels.contracts import AttentionMeta
 from kernels.cpu import ops as cpu
 from kernels.cpu.attention import MAX_GROUP_ELEMENTS, renew
 from tests.kernels.cases import AttentionCase, Heads, attention_case
-from tests.pairwise import cover_pairs
+from tests.kernels.matrices import values_then_pairs
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -33,15 +34,15 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size", "heads", "in_fp8"),
-    cover_pairs(
-        [torch.float32, torch.bfloat16],
+    ("cache", "block_size", "heads"),
+    values_then_pairs(
+        [*product([torch.float32, torch.bfloat16], [False, True])],
         [1, 16],
         [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96), Heads(8, 2, 128), Heads(1, 1, 64)],
-        [False, True],
     ),
 )
-def test_mixed_batch(heads: Heads, block_size: int, dtype: torch.dtype, in_fp8: bool) -> None:
+def test_mixed_batch(heads: Heads, block_size: int, cache: tuple[torch.dtype, bool]) -> None:
+    dtype, in_fp8 = cache
     case = attention_case(
         [1, 100, 16, 17, 33, 64, 40],
         [1, 1, 16, 17, 1, 30, 3],
@@ -53,8 +54,9 @@ def test_mixed_batch(heads: Heads, block_size: int, dtype: torch.dtype, in_fp8: 
     compare(case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [1, 7, 32, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "window"), values_then_pairs([torch.float32, torch.bfloat16], [1, 7, 32, 1000])
+)
 def test_sliding_window(window: int, dtype: torch.dtype) -> None:
     case = attention_case(
         [90, 5, 40, 300], [1, 5, 20, 1], heads=Heads(4, 2, 64), block_size=16, dtype=dtype
@@ -96,10 +98,12 @@ def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(gathered) <= MAX_GROUP_ELEMENTS
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 12])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_new", [True, False])
-def test_trees(window: int | None, dtype: torch.dtype, is_new: bool) -> None:
+@pytest.mark.parametrize(
+    ("window", "dtype_and_is_new"),
+    values_then_pairs([None, 1, 3, 12], [*product([torch.float32, torch.bfloat16], [True, False])]),
+)
+def test_trees(window: int | None, dtype_and_is_new: tuple[torch.dtype, bool]) -> None:
+    dtype, is_new = dtype_and_is_new
     wide: list[int | None] = [None, *(n // 3 for n in range(20))]
     trees = ((None, 0, 0, 1, 1, 4, 2), (None,), (None, None, 1, 0), wide)
     lens = [c + len(t) for c, t in zip((10, 0, 37, 3), trees, strict=True)]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kernels.cpu.attention_rows import SPLIT_KEYS, Row, plan_work
+from tests.kernels.matrices import values_then_pairs
 
 
-@pytest.mark.parametrize("num_keys", [1, 64, 65, 160, 700, 1024, 1025, 5121, 9000])
-@pytest.mark.parametrize("key_start", [0, 37])
+@pytest.mark.parametrize(
+    ("num_keys", "key_start"),
+    values_then_pairs([1, 64, 65, 160, 700, 1024, 1025, 5121, 9000], [0, 37]),
+)
 def test_pieces_are_nearly_equal_and_cover_each_key_once(num_keys: int, key_start: int) -> None:
     key_end = key_start + num_keys
     work = plan_work([Row(3, 1, key_start, key_end)])

@@ -16,7 +16,7 @@ from kernels import retrieval
 from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS
 from kernels.cpu.compiled.codebooks import can_code, code_keys
 from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
-from tests.pairwise import cover_pairs
+from tests.kernels.matrices import values_then_pairs
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def check(num_keys: int, head_dim: int, dtype: torch.dtype, num_iterations: int)
 
 @pytest.mark.parametrize(
     ("num_keys", "head_dim", "dtype", "num_iterations"),
-    cover_pairs(
+    values_then_pairs(
         [64, 65, 500, 1024],
         [16, 32, 64, 128, 256],
         [torch.float32, torch.bfloat16, torch.float8_e4m3fn],
@@ -72,8 +72,7 @@ def test_equals_the_plain_codebooks(
     check(num_keys, head_dim, dtype, num_iterations)
 
 
-@pytest.mark.parametrize("first", [0, 70])
-@pytest.mark.parametrize("num_keys", [0, 1, 16, 100])
+@pytest.mark.parametrize(("first", "num_keys"), values_then_pairs([0, 70], [0, 16, 100, 1]))
 def test_keys_are_coded_with_centroids_that_are_there(num_keys: int, first: int) -> None:
     """A segment is filled little by little; codes beside the new ones stay."""
     cache, slots, keys = cached_keys(num_keys)

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, ca
 from kernels.cpu.simd.attention import CHUNK_KEYS
 from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
 from tests.kernels.cases import AttentionCase, Heads, attention_case
+from tests.kernels.matrices import values_then_pairs
 
 LENS = [1, 2, 15, 16, 17, 33, 65, CHUNK_KEYS, CHUNK_KEYS + 1, SPLIT_KEYS, SPLIT_KEYS + 1, 1100]
 HEADS = [
@@ -72,10 +74,12 @@ def check(case: AttentionCase, window: int | None = None) -> None:
     torch.testing.assert_close(result.float(), wanted(case, window), rtol=tolerance, atol=1e-5)
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_shapes(heads: Heads, dtype: torch.dtype, in_fp8: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "cache"),
+    values_then_pairs(HEADS, [*product([torch.float32, torch.bfloat16], [False, True])]),
+)
+def test_shapes(heads: Heads, cache: tuple[torch.dtype, bool]) -> None:
+    dtype, in_fp8 = cache
     for block_size in (1, 16, 48):
         case = attention_case(
             LENS,
@@ -88,23 +92,27 @@ def test_shapes(heads: Heads, dtype: torch.dtype, in_fp8: bool) -> None:
         check(case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [1, 7, 129, 600])
+@pytest.mark.parametrize(
+    ("dtype", "window"), values_then_pairs([torch.float32, torch.bfloat16], [1, 7, 129, 600])
+)
 def test_sliding_window(window: int, dtype: torch.dtype) -> None:
     case = attention_case(LENS, [1] * len(LENS), heads=Heads(6, 2, 64), block_size=16, dtype=dtype)
     check(case, window)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "in_fp8"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ("cache", "block_size", "window"),
+    values_then_pairs(
+        [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+        [1, 16, 48],
+        [1, None, 100],
+    ),
 )
-@pytest.mark.parametrize("block_size", [1, 16, 48])
-@pytest.mark.parametrize("window", [None, 1, 100])
 def test_branches_give_the_bits_of_the_same_keys_in_a_row(
-    dtype: torch.dtype, in_fp8: bool, block_size: int, window: int | None
+    cache: tuple[torch.dtype, bool], block_size: int, window: int | None
 ) -> None:
     """Branches across chunks, pieces and blocks; keys that are not on them are no numbers."""
+    dtype, in_fp8 = cache
     heads, rng = Heads(6, 2, 64), random.Random(block_size)
     lens = [3, 40, 200, CHUNK_KEYS + 80, 1500]
     shape = {"heads": heads, "block_size": block_size, "dtype": dtype, "in_fp8": in_fp8}
@@ -212,7 +220,7 @@ def test_processors_without_bf16_instructions() -> None:
         "    case = attention_case(LENS, [1] * len(LENS), heads=heads, block_size=16,"
         " dtype=torch.bfloat16, in_fp8=in_fp8)\n"
         "    check(case)\n"
-        "test_branches_give_the_bits_of_the_same_keys_in_a_row(torch.bfloat16, False, 16, None)\n"
+        "test_branches_give_the_bits_of_the_same_keys_in_a_row((torch.bfloat16, False), 16, None)\n"
     )
     environment = os.environ | {PORTABLE_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(

@@ -15,6 +15,7 @@ from kernels.cpu.matmul import can_prepack
 from tests.kernels.cpu.test_compiled_matmul import needs_blocks
 from tests.kernels.cpu.test_matmul import routed
 from tests.kernels.generators import finish
+from tests.kernels.matrices import values_then_pairs
 
 pytestmark = needs_blocks
 
@@ -33,12 +34,17 @@ def matrices(num_experts: int, hidden: int, ffn: int) -> tuple[torch.Tensor, tor
     return gate_up.bfloat16(), down.bfloat16()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5], ids=["by slot", "joined"])
 @pytest.mark.parametrize(
-    "kind", ["all here", "partly absent", "all absent", "empty experts", "one expert"]
+    ("share", "kind", "shape"),
+    values_then_pairs(
+        [0.0, 0.5],
+        ["all here", "partly absent", "all absent", "empty experts", "one expert"],
+        [(576, 192), (38, 64), (100, 128)],
+    ),
 )
-@pytest.mark.parametrize(("hidden", "ffn"), [(576, 192), (38, 64), (100, 128)])
-def test_shapes(hidden: int, ffn: int, kind: str, share: float) -> None:
+def test_shapes(shape: tuple[int, int], kind: str, share: float) -> None:
+    """Experts one by one, or joined if they share rows."""
+    hidden, ffn = shape
     gate_up, down = matrices(6, hidden, ffn)
     packed = cpu.pack_experts(gate_up, down, share_per_row=share)
     assert packed.joined == (share > 0 and can_prepack(torch.bfloat16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kernels.contracts import HeadRows
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled.layer import MAX_EXPERTS, can_norm, can_rotate, can_route
 from kernels.cpu.compiled.rows import can_activate, can_gate
+from tests.kernels.matrices import values_then_pairs
 from tests.pairwise import cover_pairs
 
 # A mean summed in another order may move a quotient over one bf16 boundary.
@@ -29,7 +31,9 @@ def seeded() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("num_threads", "dtype", "width", "num_rows"),
-    cover_pairs([1, 3], [None, torch.bfloat16, torch.float32], [1, 15, 16, 33, 576], [0, 1, 7, 70]),
+    values_then_pairs(
+        [1, 3], [None, torch.bfloat16, torch.float32], [1, 15, 16, 33, 576], [7, 70, 0, 1]
+    ),
 )
 def test_add_rms_norm(
     num_rows: int, width: int, dtype: torch.dtype | None, num_threads: int
@@ -108,20 +112,15 @@ def test_rotate_and_store(
 
 
 @pytest.mark.parametrize(
-    ("renormalise", "weights_dtype", "num_experts", "top_k", "num_rows"),
-    [
-        (renormalise, weights_dtype, *shape, num_rows)
-        for renormalise, weights_dtype, shape, num_rows in cover_pairs(
-            [False, True],
-            [torch.float32, torch.bfloat16],
-            [(1, 1), (16, 8), (60, 4), (128, 8), (33, 33)],
-            [0, 1, 40],
-        )
-    ],
+    ("weights", "shape", "num_rows"),
+    values_then_pairs(
+        [*product([False, True], [torch.float32, torch.bfloat16])],
+        [(1, 1), (16, 8), (60, 4), (128, 8), (33, 33)],
+        [0, 1, 40],
+    ),
 )
-def test_route(
-    num_rows: int, num_experts: int, top_k: int, renormalise: bool, weights_dtype: torch.dtype
-) -> None:
+def test_route(num_rows: int, shape: tuple[int, int], weights: tuple[bool, torch.dtype]) -> None:
+    (num_experts, top_k), (renormalise, weights_dtype) = shape, weights
     # Distinct logits, since torch does not specify the order of equal ones.
     order = torch.rand(num_rows, num_experts).argsort(-1)
     logits = ((order - num_experts // 2) / 16).bfloat16()

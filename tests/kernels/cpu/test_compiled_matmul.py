@@ -18,6 +18,7 @@ from kernels.cpu.compiled.matmul import (
 )
 from kernels.cpu.matmul import can_prepack
 from kernels.cpu.simd.lanes import cpu_has
+from tests.kernels.matrices import values_then_pairs
 
 needs_blocks = pytest.mark.skipif(
     not (packs_blocks() or (can_prepack(torch.bfloat16) and cpu_has("avx512bf16"))),
@@ -40,11 +41,14 @@ def seeded() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
-    ("num_out", "num_in"), [(1, 2), (13, 38), (64, 32), (100, 72), (384, 576), (65, 1024)]
+    ("with_bias", "shape"),
+    values_then_pairs(
+        [False, True], [(1, 2), (13, 38), (64, 32), (100, 72), (384, 576), (65, 1024)]
+    ),
 )
-def test_shapes(num_out: int, num_in: int, with_bias: bool) -> None:
+def test_shapes(shape: tuple[int, int], with_bias: bool) -> None:
+    num_out, num_in = shape
     weight = torch.randn(num_out, num_in).bfloat16()
     bias = torch.randn(num_out).bfloat16() if with_bias else None
     packed = cpu.pack_linear(weight)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,28 +81,54 @@ def test_several_threads_may_launch_at_once() -> None:
 
 
 PROGRAM = """
-import logging, torch
-logging.basicConfig(level=logging.INFO)
+import json, logging, os, sys, torch
 from kernels.cpu.compiled.layer import add_norm
-x = torch.ones(1, 16).bfloat16()
-assert torch.equal(add_norm(None, x, x[0], eps=0.0), x)
+for environment in sys.stdin:
+    child = os.fork()
+    if not child:
+        os.environ.update(json.loads(environment))
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+        x = torch.ones(1, 16).bfloat16()
+        assert torch.equal(add_norm(None, x, x[0], eps=0.0), x)
+        sys.stdout.flush()
+        os._exit(0)
+    print(ENDED, os.waitpid(child, 0)[1], flush=True)
 """
+ENDED = "ended with status"
 
 
-def run_program(**environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+@pytest.fixture(scope="module")
+def run_program() -> Iterator[Callable[..., str]]:
+    """Run a kernel in a process with other variables; return what it logs.
+
+    The processes are forks of one that has imported the kernels, which takes longer than compiling
+    one of them.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("ENDED", repr(ENDED))],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[3],
-        timeout=300,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-    )
-    return done.stderr
+    ) as process:
+
+        def run(**environment: str) -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(json.dumps(environment), file=process.stdin, flush=True)
+            lines: list[str] = []
+            for line in process.stdout:
+                if line.startswith(ENDED):
+                    assert line == f"{ENDED} 0\n", lines
+                    return "".join(lines)
+                lines.append(line)
+            raise AssertionError(f"the process has ended: {lines}")
+
+        yield run
 
 
-def test_code_is_kept_where_the_user_says(tmp_path: Path) -> None:
+def test_code_is_kept_where_the_user_says(tmp_path: Path, run_program: Callable[..., str]) -> None:
     said, kept_in = "compiled kernel add_norm for this processor", tmp_path / "kept"
     assert said in run_program(NUMBA_CACHE_DIR=str(kept_in))
     kept = sorted(kept_in.rglob("*.nbc"))
@@ -137,7 +165,9 @@ def test_code_has_another_place_when_a_constant_in_it_changes(
     assert runtime._digest(runtime._sources(_scale_then_sum._function)) == other
 
 
-def test_without_a_place_for_code_it_is_compiled_each_time(tmp_path: Path) -> None:
+def test_without_a_place_for_code_it_is_compiled_each_time(
+    tmp_path: Path, run_program: Callable[..., str]
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     run_program(NUMBA_CACHE_DIR=str(blocked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from kernels.contracts import CHECK_SUM, HotKeys, KeyCodes
 from kernels.cpu import ops as cpu
 from tests.kernels.cases import AttentionCase, Heads, attention_case
+from tests.kernels.matrices import values_then_pairs
 from tests.kernels.retrieval_cases import coded
 
 SCALE = 0.2
@@ -85,13 +87,18 @@ def attend(case: AttentionCase, codes: KeyCodes, q: Tensor | None = None) -> Ten
     return cpu.paged_attention(*arguments, scale=SCALE, codes=codes)
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(4, 1, 128)])
+@pytest.mark.parametrize(
+    ("cache", "heads"),
+    values_then_pairs(
+        [*product([torch.float32, torch.bfloat16], [False, True])],
+        [Heads(9, 3, 64), Heads(4, 1, 128)],
+    ),
+)
 def test_other_queries_find_the_same_keys_as_in_the_cache(
-    fd: int, heads: Heads, dtype: torch.dtype, in_fp8: bool
+    fd: int, heads: Heads, cache: tuple[torch.dtype, bool]
 ) -> None:
     """Sequence 1 of three; copies are given up, and read again, as queries change."""
+    dtype, in_fp8 = cache
     case = attention_case(
         [2300, 2500, 40],
         [1, 2, 1],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from itertools import product
 
 import llvmlite.binding as llvm
 import pytest
@@ -15,6 +16,7 @@ from kernels.cpu.quantised import BITS, quantise
 from kernels.cpu.simd import integers
 from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, dot_tile
 from kernels.cpu.simd.lanes import I64, LANES
+from tests.kernels.matrices import slow_rows
 from topspin.precision import Format
 
 # By processor, as LLVM names them: the features that choose the form, and its instruction.
@@ -65,9 +67,16 @@ def as_row_groups(codes: Tensor) -> Tensor:
     return whole.flatten(1)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4])
-@pytest.mark.parametrize("mode", sorted(BITS))
-@pytest.mark.parametrize("processor", FORMS)
+@pytest.mark.parametrize(
+    ("processor", "mode", "num_rows"),
+    slow_rows(
+        product(FORMS, sorted(BITS), [1, 4]),
+        beside=[
+            (processor, mode, 4 if row % 2 else 1)
+            for row, (processor, mode) in enumerate(product(FORMS, sorted(BITS)))
+        ],
+    ),
+)
 def test_products_of_bytes_are_exact(
     processor: str, mode: Format, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kernels.cpu.huge_pages import CHUNK_BYTES
 from kernels.cpu.matmul import can_prepack
 from kernels.cpu.simd.matmul import TASK_OUTPUTS
 from tests.kernels.generators import finish
+from tests.kernels.matrices import values_then_pairs
 from tests.pairwise import cover_pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -43,17 +45,17 @@ def unpacked(weight: LinearWeight) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "with_bias", "num_out", "num_in", "num_rows"),
-    [
-        (dtype, with_bias, *shape, num_rows)
-        for dtype, with_bias, shape, num_rows in cover_pairs(
-            DTYPES, [False, True], [(1, 1), (13, 37), (96, 64), (384, 576)], [0, 1, 2, 17, 70]
-        )
-    ],
+    ("dtype_and_bias", "shape", "num_rows"),
+    values_then_pairs(
+        [*product(DTYPES, [False, True])],
+        [(1, 1), (13, 37), (96, 64), (384, 576)],
+        [1, 2, 0, 17, 70],
+    ),
 )
 def test_linear(
-    num_rows: int, num_out: int, num_in: int, with_bias: bool, dtype: torch.dtype
+    num_rows: int, shape: tuple[int, int], dtype_and_bias: tuple[torch.dtype, bool]
 ) -> None:
+    (dtype, with_bias), (num_out, num_in) = dtype_and_bias, shape
     weight = torch.randn(num_out, num_in).to(dtype)
     bias = torch.randn(num_out).to(dtype) if with_bias else None
     x = torch.randn(num_rows, num_in).to(dtype)
@@ -154,7 +156,9 @@ def both(kind: str, num_rows: int, dtype: torch.dtype, share: float, **out: Tens
 KINDS = ["all here", "partly absent", "all absent", "empty experts", "one expert"]
 
 
-@pytest.mark.parametrize(("dtype", "kind", "num_rows"), cover_pairs(DTYPES, KINDS, [0, 1, 7, 90]))
+@pytest.mark.parametrize(
+    ("dtype", "kind", "num_rows"), values_then_pairs(DTYPES, KINDS, [90, 0, 1, 7])
+)
 def test_experts_by_slot(num_rows: int, kind: str, dtype: torch.dtype) -> None:
     """Equal bits in bf16; in fp32 the sum depends on the rows' memory layout."""
     result, wanted = both(kind, num_rows, dtype, 0.0)
@@ -164,7 +168,9 @@ def test_experts_by_slot(num_rows: int, kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(result.counts, wanted.counts)
 
 
-@pytest.mark.parametrize(("dtype", "kind", "num_rows"), cover_pairs(DTYPES, KINDS, [0, 1, 7, 300]))
+@pytest.mark.parametrize(
+    ("dtype", "kind", "num_rows"), values_then_pairs(DTYPES, KINDS, [300, 0, 1, 7])
+)
 def test_joined_experts(num_rows: int, kind: str, dtype: torch.dtype) -> None:
     result, wanted = both(kind, num_rows, dtype, 0.5)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2

@@ -15,6 +15,7 @@ from kernels.cpu.quantised import QuantisedOps, QuantisedWeight, dequantise
 from kernels.mixed_experts import MixedExperts
 from tests.kernels.cpu.test_matmul import unpacked
 from tests.kernels.generators import finish
+from tests.kernels.matrices import values_then_pairs
 from topspin.precision import Format
 
 FORMATS: list[Format] = ["int4", "none", "int8", "int4", "none", "int8"]
@@ -51,8 +52,9 @@ def plain(experts: ExpertWeights) -> ExpertWeights:
     return reference.pack_experts(map(meant, experts.gate_up), map(meant, experts.down))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [0, 1, 9, 200])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"), values_then_pairs([torch.float32, torch.bfloat16], [0, 1, 9, 200])
+)
 def test_a_mixed_layer_is_the_sum_of_its_groups(num_rows: int, dtype: torch.dtype) -> None:
     ops = QuantisedOps()
     gate_up, down = draw(dtype)

@@ -8,6 +8,7 @@ import torch
 from kernels import reference
 from kernels.cpu import ops as cpu
 from kernels.cpu import plain
+from tests.kernels.matrices import values_then_pairs
 from tests.pairwise import cover_pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -18,8 +19,10 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 8), (1, 576), (7, 37), (130, 64), (16, 1024), (3, 5, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    values_then_pairs(DTYPES, [(0, 8), (1, 576), (7, 37), (130, 64), (16, 1024), (3, 5, 64)]),
+)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = (torch.randn(shape) * 3).to(dtype), torch.randn(shape[-1]).to(dtype)
     wanted = reference.rms_norm(x, weight, eps=1e-5)

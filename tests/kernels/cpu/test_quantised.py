@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from kernels.cpu.quantised import (
 )
 from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import Ops, select_ops
-from tests.pairwise import cover_pairs
+from tests.kernels.matrices import values_then_pairs
 from topspin.errors import ConfigError
 from topspin.precision import Format
 
@@ -79,8 +80,12 @@ def make_experts(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1), (16, 32), (7, 33), (40, 100), (129, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    values_then_pairs(
+        [torch.float32, torch.bfloat16], [(1, 1), (16, 32), (7, 33), (40, 100), (129, 64)]
+    ),
+)
 def test_eight_bits_lose_little_and_four_less_than_q4_0(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -106,26 +111,21 @@ def test_weights_on_a_grid_of_their_own_are_kept(mode: Format, bits: int) -> Non
     assert torch.equal(dequantise(quantise(weight, mode)), weight)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("value", [0.0, 1.0, -0.375, 1e-38])
+@pytest.mark.parametrize(("mode", "value"), values_then_pairs(MODES, [0.0, 1.0, -0.375, 1e-38]))
 def test_groups_of_one_value_are_kept(mode: Format, value: float) -> None:
     weight = torch.full((5, 40), value)
     assert torch.equal(dequantise(quantise(weight, mode)), weight.bfloat16().float())
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_out", "num_in", "num_rows"),
-    [
-        (mode, *shape, num_rows)
-        for mode, shape, num_rows in cover_pairs(
-            MODES, [(1, 1), (16, 32), (33, 70), (100, 256)], [1, 2, 3, 5, 8, 9, 17, 64]
-        )
-    ],
+    ("mode", "shape", "num_rows"),
+    values_then_pairs(MODES, [(1, 1), (16, 32), (33, 70), (100, 256)], [1, 2, 3, 5, 8, 9, 17, 64]),
 )
 def test_linear_is_the_product_of_the_dequantised_weight(
-    mode: Format, num_out: int, num_in: int, num_rows: int
+    mode: Format, shape: tuple[int, int], num_rows: int
 ) -> None:
     """Only the rows are rounded: the product of the rounded rows is met up to fp32's rounding."""
+    num_out, num_in = shape
     ops = QuantisedOps()
     weight = ops.pack_linear(torch.randn(num_out, num_in), mode)
     assert isinstance(weight, QuantisedWeight)
@@ -233,32 +233,23 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(mode: Format
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype", "num_experts", "hidden", "width", "top_k", "num_rows"),
-    [
-        (mode, dtype, *shape)
-        for mode, dtype, shape in cover_pairs(
-            MODES,
-            [torch.float32, torch.bfloat16],
-            [
-                (1, 32, 32, 1, 1),
-                (4, 64, 48, 2, 3),
-                (5, 72, 40, 3, 9),
-                (9, 100, 33, 4, 40),
-                (32, 64, 64, 4, 2),
-            ],
-        )
-    ],
+    ("mode_and_dtype", "shape"),
+    values_then_pairs(
+        [*product(MODES, [torch.float32, torch.bfloat16])],
+        [
+            (1, 32, 32, 1, 1),
+            (4, 64, 48, 2, 3),
+            (5, 72, 40, 3, 9),
+            (9, 100, 33, 4, 40),
+            (32, 64, 64, 4, 2),
+        ],
+    ),
 )
 def test_experts_are_those_of_the_dequantised_weights(
-    mode: Format,
-    dtype: torch.dtype,
-    num_experts: int,
-    hidden: int,
-    width: int,
-    top_k: int,
-    num_rows: int,
+    mode_and_dtype: tuple[Format, torch.dtype], shape: tuple[int, int, int, int, int]
 ) -> None:
     """Both products round their rows, so the error is that of two roundings."""
+    (mode, dtype), (num_experts, hidden, width, top_k, num_rows) = mode_and_dtype, shape
     ops = QuantisedOps()
     experts = make_experts([mode] * num_experts, hidden, width, dtype)
     x = torch.randn(num_rows, hidden).to(dtype)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from kernels.cpu.compiled.retrieval import attend_selected, can_search
 from kernels.cpu.compiled.retrieval_words import RetrievalWords
 from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
 from tests.kernels.cases import AttentionCase, Heads, attention_case
+from tests.kernels.matrices import values_then_pairs
 from tests.kernels.retrieval_cases import attended, check_selection, coded
-from tests.pairwise import cover_pairs
 
 SCALE = 0.2
 HEADS = [
@@ -75,23 +76,22 @@ def check(case: AttentionCase, codes: KeyCodes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype", "in_fp8", "num_rows", "end_and_budget"),
-    cover_pairs(
+    ("heads", "cache", "num_rows", "end_and_budget"),
+    values_then_pairs(
         HEADS,
-        [torch.float32, torch.bfloat16],
-        [False, True],
-        [1, 3],
+        [*product([torch.float32, torch.bfloat16], [False, True])],
+        [3, 1],
         [(2048, 300), (2100, 1), (1500, 640), (5, 1), (1025, 100)],
     ),
 )
 def test_the_best_keys_are_selected(
     heads: Heads,
-    dtype: torch.dtype,
-    in_fp8: bool,
+    cache: tuple[torch.dtype, bool],
     num_rows: int,
     end_and_budget: tuple[int, int],
 ) -> None:
     """Segments that are full, hardly begun, and one with less keys than a vector."""
+    dtype, in_fp8 = cache
     case = attention_case(
         [2200], [num_rows], heads=heads, block_size=16, dtype=dtype, in_fp8=in_fp8
     )
@@ -100,7 +100,7 @@ def test_the_best_keys_are_selected(
 
 @pytest.mark.parametrize(
     ("heads", "dtype", "num_rows", "kept", "end_and_budget"),
-    cover_pairs(
+    values_then_pairs(
         HEADS,
         [torch.float32, torch.bfloat16],
         [1, 3],

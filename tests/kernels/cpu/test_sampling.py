@@ -16,6 +16,7 @@ from kernels.cpu.sampling import sample
 from kernels.philox import Purpose, uniforms
 from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, SamplingBatch
 from kernels.sampling import sample as define
+from tests.kernels.matrices import values_then_pairs
 from tests.kernels.test_sampling import batch
 
 NUM_ROWS = 24
@@ -91,9 +92,12 @@ def test_tokens_are_those_of_the_definition(
     check(logits, any_batch(vocab, processed=processed))
 
 
-@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.95, 0.999999])
 @pytest.mark.parametrize(
-    "shape", ["flat", "peaked", "equal", "two values", "far outliers", "tight groups", "banned"]
+    ("shape", "top_p"),
+    values_then_pairs(
+        ["flat", "peaked", "equal", "two values", "far outliers", "tight groups", "banned"],
+        [0.95, 0.999999, 0.3, 0.0],
+    ),
 )
 def test_nuclei_of_large_vocabularies(shape: str, top_p: float) -> None:
     """What divides into intervals of scores well, and what does not."""
@@ -164,8 +168,7 @@ def test_rows_of_any_kind() -> None:
     assert sample(wide[:0], batch(0)).tokens.tolist() == []
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
-@pytest.mark.parametrize("vocab", [20, 33, 3000])
+@pytest.mark.parametrize(("vocab", "num_top"), values_then_pairs([33, 3000, 20], [0, 1, 20, 5]))
 def test_log_probabilities(vocab: int, num_top: int) -> None:
     logits = torch.randn(6, vocab) * 3
     logits[0] = logits[0].sort().values

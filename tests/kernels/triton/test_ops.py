@@ -273,7 +273,11 @@ def test_products_follow_the_format_of_the_weight(
 @pytest.mark.parametrize(
     "formats",
     [
-        *([mode] * 4 for mode in ("fp8", "int4", "int8")),
+        # One format for all is what test_grouped_mlp.py multiplies.
+        *(
+            pytest.param([mode] * 4, marks=pytest.mark.slow, id=mode)
+            for mode in ("fp8", "int4", "int8")
+        ),
         ["int4", "none", "int8", "int4"],
         ["none", "fp8", "none", "int8"],
     ],

@@ -196,7 +196,9 @@ def test_a_row_that_cannot_be_compared_selects_keys_that_exist(device: torch.dev
     assert all(slot // 16 in known for slot in slots)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
 def test_keys_in_the_hosts_memory_are_those_in_the_cache(
     dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,8 @@ from kernels import reference
 from kernels.contracts import HeadRows
 from kernels.triton.rotary import rotate_and_store
 from tests.kernels.cases import Heads
-from tests.pairwise import cover_pairs, cover_values
+from tests.kernels.matrices import values_then_pairs
+from tests.pairwise import cover_values
 
 BLOCK_SIZE = 4
 DTYPES = [torch.float32, torch.bfloat16]
@@ -52,11 +54,13 @@ def caches(heads: Heads, dtype: torch.dtype, device: torch.device) -> tuple[Tens
 
 
 @pytest.mark.parametrize(
-    ("dtype", "half_tables", "heads"), cover_pairs(DTYPES, [True, False], HEADS)
+    ("dtype_and_half_tables", "heads"),
+    values_then_pairs([*product(DTYPES, [True, False])], HEADS),
 )
 def test_without_norms_equals_the_reference_bit_for_bit(
-    heads: Heads, half_tables: bool, dtype: torch.dtype, device: torch.device
+    heads: Heads, dtype_and_half_tables: tuple[torch.dtype, bool], device: torch.device
 ) -> None:
+    dtype, half_tables = dtype_and_half_tables
     given = draw(2, heads, dtype, device, width=heads.dim // (2 if half_tables else 1))
     q, k, v = (x.clone() for x in given[:3])
     wanted, found = caches(heads, dtype, device), caches(heads, dtype, device)

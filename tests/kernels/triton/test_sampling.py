@@ -73,19 +73,21 @@ def by_definition(scores: Tensor, batch: SamplingBatch) -> tuple[list[int], list
     return tokens, distances
 
 
-FILTERS: list[dict[str, float]] = [
-    {},
-    {"top_k": 7, "temperature": 2.5},
-    {"top_k": 1000},
-    {"top_p": 0.0},
-    {"top_p": 0.95, "temperature": 0.7},
-    {"top_p": 0.999},
-    {"min_p": 0.2},
-    {"min_p": 0.02, "top_k": 30, "top_p": 0.9, "temperature": 1.3},
-]
-
-
-@pytest.mark.parametrize("settings", FILTERS, ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_k": 1000},
+        {"top_p": 0.0},
+        {"min_p": 0.02, "top_k": 30, "top_p": 0.9, "temperature": 1.3},
+        # By default in rows of one batch: see below.
+        pytest.param({"top_k": 7, "temperature": 2.5}, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.95, "temperature": 0.7}, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.999}, marks=pytest.mark.slow),
+        pytest.param({"min_p": 0.2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_tokens_are_those_of_the_definition(
     settings: dict[str, float], device: torch.device
 ) -> None:

@@ -278,8 +278,19 @@ FAULTS: list[tuple[Fault, type[TransportError] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "error"), FAULTS)
-@pytest.mark.parametrize("faulty", ["answer", "request"])
+@pytest.mark.parametrize(
+    ("faulty", "fault", "error"),
+    [
+        pytest.param(
+            faulty,
+            *each,
+            # Half of them wait for a deadline: by default both sides share them.
+            marks=[pytest.mark.slow] if idx > 0 and (idx + row) % 2 else [],
+        )
+        for row, faulty in enumerate(("answer", "request"))
+        for idx, each in enumerate(FAULTS)
+    ],
+)
 def test_a_fault_inside_a_replay_ends_as_in_a_plain_step(
     fault: Fault, error: type[TransportError] | None, faulty: str, runs: mock.Mock
 ) -> None:

@@ -15,7 +15,7 @@ from m2n_comm.host.memory_order import check_platform, consume, publish, word_at
 from m2n_comm.open import listen_expert
 from topspin.errors import ConfigError
 
-ROUNDS = 2000
+ROUNDS = 1000
 ECHO = f"""
 import mmap, sys
 from m2n_comm.host.memory_order import consume, publish, word_at

@@ -276,7 +276,32 @@ async def gateway(
 
 
 class LoopbackServer(uvicorn.Server):
-    """uvicorn for tests: leaves the process's signals alone."""
+    """uvicorn for tests: leaves the process's signals alone, and ends at once when told.
+
+    uvicorn looks for its end, and at its connections when it ends, every tenth of a second.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Serve until stop()."""
+        await self.on_tick(0)
+        await self._stopping.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests end, and close all connections."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        while self.server_state.connections or self.server_state.tasks:
+            await asyncio.sleep(0.001)
+        await self.lifespan.shutdown()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -306,7 +331,7 @@ async def loopback(
             async with asyncio.timeout(deadline_s):
                 yield listener.getsockname()[1]
         finally:
-            server.should_exit = True
+            server.stop()
             await serving
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)

@@ -192,39 +192,33 @@ def test_the_reason_of_the_end(said: str, finish: Any, reason: str, sequence: st
     asyncio.run(test())
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0].content[0]",
-        ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
-        ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "tool_choice"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
-            "only",
-        ),
-        ({"temperature": 1.5}, "temperature"),
-        ({"frobnicate": 1}, "frobnicate"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"messages": []}, "messages"),
-    ],
-)
-def test_errors_have_anthropics_shape(fields: dict[str, Any], words: str) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+    ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "tool_choice"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, "only"),
+    ({"temperature": 1.5}, "temperature"),
+    ({"frobnicate": 1}, "frobnicate"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ({"messages": []}, "messages"),
+]
+
+
+def test_errors_have_anthropics_shape() -> None:
     async def test() -> None:
         fake = FakeEngine(saying("ok"))
         async with client_of(fake) as client:
-            body = {key: value for key, value in {**ASK, **fields}.items() if value is not None}
-            with pytest.raises(anthropic.BadRequestError) as caught:
-                await client.post("/v1/messages", body=body, cast_to=httpx.Response)
-        error = caught.value.body
-        assert isinstance(error, dict)
-        assert error["type"] == "error"
-        assert error["error"]["type"] == "invalid_request_error"
-        assert words in error["error"]["message"]
+            for fields, words in REFUSED:
+                body = {key: value for key, value in {**ASK, **fields}.items() if value is not None}
+                with pytest.raises(anthropic.BadRequestError) as caught:
+                    await client.post("/v1/messages", body=body, cast_to=httpx.Response)
+                error = caught.value.body
+                assert isinstance(error, dict)
+                assert error["type"] == "error"
+                assert error["error"]["type"] == "invalid_request_error"
+                assert words in error["error"]["message"]
         assert fake.added == []
 
     asyncio.run(test())

@@ -65,7 +65,7 @@ def joined(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     text=TEXTS,
     stops=STOPS,

@@ -36,7 +36,7 @@ def cut(text: str, at: list[int]) -> list[str]:
     return [text[low:high] for low, high in pairwise(bounds)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(text=TEXTS, stops=STOPS, at=st.lists(st.integers(0, 24), max_size=6), include=st.booleans())
 def test_scan_equals_brute_force_for_any_pieces(
     text: str, stops: list[str], at: list[int], include: bool
@@ -61,7 +61,7 @@ def test_scan_equals_brute_force_for_any_pieces(
         assert shown == text[: end if include else end - len(stop)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXTS, stops=STOPS, unarmed=st.integers(0, 24))
 def test_unarmed_text_cannot_complete_a_stop_but_can_begin_one(
     text: str, stops: list[str], unarmed: int

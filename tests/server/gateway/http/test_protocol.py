@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from server.gateway.http import protocol
 from server.gateway.http.body import MAX_BODY_BYTES
 from server.gateway.http.listener import MAX_HEADER_BYTES
+from server.gateway.http.protocol import HttpProtocol
 from tests.server.gateway.calls import head_of, http_request
 from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
 
@@ -158,10 +160,21 @@ def test_a_connection_lives_on_after_a_refused_body(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_has_closed_its_side_gets_its_answer(
-    stream: bool, caplog: pytest.LogCaptureFixture
+    stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(protocol, "FIRST_PROBE_S", 0.01)
+    probe = HttpProtocol._probe
+
     async def test() -> None:
         fake = FakeEngine()
+        probed_the_closed = asyncio.Event()
+
+        def watched(connection: HttpProtocol, delay_s: float) -> None:
+            probe(connection, delay_s)
+            if connection.transport.is_closing():
+                probed_the_closed.set()
+
+        monkeypatch.setattr(HttpProtocol, "_probe", watched)
         async with loopback(fake) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(http_request({"prompt": "hi", "stream": stream}))
@@ -178,6 +191,7 @@ def test_a_client_that_has_closed_its_side_gets_its_answer(
             assert fake.aborted == []
             writer.close()
             await writer.wait_closed()
+            await probed_the_closed.wait()  # which disturbs nobody
 
     with no_traces_of_bugs(caplog):
         asyncio.run(test())

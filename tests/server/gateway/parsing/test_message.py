@@ -175,7 +175,7 @@ PIECES = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(),
     name=st.sampled_from(sorted(FORMATS)),

@@ -39,7 +39,7 @@ def clusters(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(clusters())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_placement_fills_every_slot_and_holds_every_expert(
     cluster: tuple[list[int], list[int]],
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_refinement_never_raises_the_peak_and_keeps_sizes(
     extra=st.integers(0, 12),
     max_copies=st.integers(1, 4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_copies_minimise_the_highest_load_per_copy(
     loads: list[int], extra: int, max_copies: int
 ) -> None:
@@ -109,7 +109,7 @@ def small_clusters(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(small_clusters())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_peak_is_near_the_best_of_all_placements(
     cluster: tuple[list[int], list[int]],
 ) -> None:

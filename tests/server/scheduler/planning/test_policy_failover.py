@@ -11,7 +11,9 @@ from tests.server.scheduler.engine import Engine, make_config, make_request
 from tests.server.scheduler.planning.test_policy_random import random_drafts, random_request
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize(
+    "seed", [*range(24), *(pytest.param(each, marks=pytest.mark.slow) for each in range(24, 80))]
+)
 def test_outputs_survive_any_losses(seed: int) -> None:
     """Random work, random answers, random losses and returns, with late results in between."""
     rng = random.Random(seed)

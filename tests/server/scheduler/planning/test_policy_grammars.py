@@ -115,7 +115,9 @@ def test_only_so_many_are_compiled_and_remembered() -> None:
     assert len(compilations.take_unsent()) == 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(each, marks=pytest.mark.slow) for each in range(8, 20))]
+)
 def test_any_order_of_answers_and_losses_ends_every_request(seed: int) -> None:
     rng = random.Random(seed)
     engine = Engine(make_config(num_nodes=3, max_num_seqs=2))

@@ -55,7 +55,9 @@ def random_drafts(rng: random.Random) -> dict[str, Any]:
     return {**settings, "draft_tokens": lambda request: request.arrival % (longest + 1)}
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [*range(16), *(pytest.param(each, marks=pytest.mark.slow) for each in range(16, 60))]
+)
 def test_outputs_equal_direct_generation(seed: int) -> None:
     rng = random.Random(seed)
     max_num_seqs = rng.randrange(1, 9)
@@ -79,7 +81,9 @@ def test_outputs_equal_direct_generation(seed: int) -> None:
     engine.finish()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(16), *(pytest.param(each, marks=pytest.mark.slow) for each in range(16, 40))]
+)
 def test_any_order_of_events(seed: int) -> None:
     rng = random.Random(1000 + seed)
     num_nodes = rng.choice((1, 2, 3))
