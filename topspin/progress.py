@@ -74,8 +74,11 @@ class StepProgress:
 
     @property
     def owes_end(self) -> bool:
-        """Say whether the last end is unreported, so that idle() should be called."""
-        return self._is_done and self._said != "done"
+        """Say whether the last end is unreported, so that idle() should be called.
+
+        Whoever joins a generation leaves the one before, if only in form: that ends no step.
+        """
+        return self._ticket is not None and self._is_done and self._said != "done"
 
     def idle(self) -> None:
         """Report, once, that the step is done, if nothing has come since for an interval.

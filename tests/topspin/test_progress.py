@@ -86,3 +86,12 @@ def test_an_end_is_told_once_and_only_if_nothing_follows(world: World) -> None:
         world.progress.idle()
     assert world.states() == ["done"]
     assert not world.progress.owes_end
+
+
+def test_an_end_without_a_step_is_not_reported(world: World) -> None:
+    """A node that is taken in late leaves the generation before, in which it had no step."""
+    world.progress.end()
+    world.now_s += 2 * INTERVAL_S
+    assert not world.progress.owes_end
+    world.progress.idle()
+    assert world.states() == []
