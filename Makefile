@@ -54,6 +54,8 @@ serve: $(VENV)/.installed
 
 # Tests start many small processes on few cores: one OpenMP thread each is fastest.
 test test-slow test-clients check: export OMP_NUM_THREADS ?= 1
+# And each would compile our sources anew where Python is told to keep no compiled ones.
+test test-slow test-clients check: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.installed-test
 	$(TESTS) $(ARGS)
