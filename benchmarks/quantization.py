@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 from benchmarks import report
+from benchmarks.transformers_names import CACHE
 from kernels import reference
 from kernels.contracts import ExpertWeights, LinearWeight
 from kernels.cpu import ops as cpu
@@ -272,7 +273,7 @@ def measure(
         if mode == "bf16":
             coded = _in_bf16(path, tokens)
         elif mode == KV_MODE:
-            coded = _log_softmax(model, tokens, past_key_values=Fp8Cache())
+            coded = _log_softmax(model, tokens, **{CACHE: Fp8Cache()})
         else:
             with patched(model, *mode_ops(mode)):
                 coded = look()

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.transformers_names import CACHE
+
 HIDDEN_SIZE = 64
 VOCAB_SIZE = 288
 BOS_TOKEN_ID = 256
@@ -287,12 +289,11 @@ def _generate(
     model.model.rotary_emb = type(rotary)(model.config)
     tokens: list[int] = []
     margin = float("inf")
-    cache = None
+    cache = _transformers().DynamicCache(config=model.config)
     input_ids = torch.tensor([list(prompt)])
     with torch.no_grad():
         for _ in range(max_new_tokens):
-            output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(input_ids=input_ids, use_cache=True, **{CACHE: cache})
             best = output.logits[0, -1].float().topk(2)
             margin = min(margin, float(best.values[0] - best.values[1]))
             token = int(best.indices[0])

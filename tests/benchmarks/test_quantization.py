@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.quantization import Fp8Cache, compare, gpu_ops, mode_ops, patched, perplexity
+from benchmarks.transformers_names import CACHE
 from kernels.dispatch import select_ops
 from tests.checkpoints import make_checkpoint, oracle_model
 from topspin.precision import Format
@@ -91,7 +92,7 @@ def test_keys_and_values_in_fp8_are_attended_to(tmp_path: Path) -> None:
     model = oracle_model(make_checkpoint(tmp_path, "mixtral"))
     tokens, cache = torch.arange(48)[None] % 200, Fp8Cache()
     plain = model(tokens).logits
-    moved = model(tokens, past_key_values=cache).logits
+    moved = model(tokens, **{CACHE: cache}).logits
     layers: Any = cache.layers
     for layer in layers:
         for kept in (layer.keys, layer.values):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from benchmarks.transformers_names import CACHE
 from models.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate, oracle_model
 from tests.engine import Engine, engine_config
@@ -79,7 +80,7 @@ def expected(path: Path, layers: tuple[int, ...]) -> list[list[int]]:
             max_new_tokens=NUM_TOKENS,
             do_sample=False,
             eos_token_id=None,
-            past_key_values=RoundingCache(layers),
+            **{CACHE: RoundingCache(layers)},
         )
         found.append(out[0, len(prompt) :].tolist())
     assert found != oracle_generate(path, PROMPTS, NUM_TOKENS).tokens
