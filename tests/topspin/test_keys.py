@@ -51,6 +51,9 @@ def test_a_plan_with_more_groups_gets_their_keys_beside_those_that_are_there(
     publics = {public_of_secret(read_keys(keys / each, each).secret): each for each in everybody}
     for group in everybody:
         assert publics.items() <= read_keys(keys / group, group).accepted.items()
+    assert main(["keys", str(keys), "--groups", "draft"]) == 0
+    assert set(read_keys(keys / "draft", "draft").accepted.values()) == {*everybody, "draft"}
+    assert "draft" in read_keys(keys / "attention", "attention").accepted.values()
     for step in ("switch", "retire", "add"):
         rotate(keys, step)
     assert main(["keys", str(keys), "--plan", plan]) == 2

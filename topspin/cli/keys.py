@@ -48,40 +48,34 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.rotate is not None:
         rotate(directory, parsed.rotate)
         return 0
-    if parsed.groups:
-        make(directory, parsed.groups)
-        groups = parsed.groups
-    else:
-        groups = add(directory, sorted(read_plan(parsed.plan).key_groups))
+    groups = parsed.groups or _missing(directory, sorted(read_plan(parsed.plan).key_groups))
+    make(directory, groups)
     print(f"{directory}: keys of {', '.join(groups)}; give each process its group's folder")
     return 0
 
 
-def add(directory: Path, groups: Sequence[str]) -> list[str]:
-    """Make keys for those of `groups` that have none; all folders get their public keys.
-
-    Returns them. Raises ConfigError if all have keys.
-    """
+def _missing(directory: Path, groups: Sequence[str]) -> list[str]:
+    """Return those of `groups` that have no keys. Raises ConfigError if all have some."""
     there = _groups(directory) if directory.exists() else []
-    new = [group for group in groups if group not in there]
-    if not new:
+    missing = [group for group in groups if group not in there]
+    if not missing:
         raise ConfigError(
             f"{directory}: keys of {', '.join(groups)} are there already; --rotate changes keys"
         )
-    make(directory, new, beside=there)
-    return new
+    return missing
 
 
-def make(directory: Path, groups: Sequence[str], *, beside: Sequence[str] = ()) -> None:
-    """Make a folder with keys for each of `groups`, `beside` others that have one.
+def make(directory: Path, groups: Sequence[str]) -> None:
+    """Make a folder with keys for each of `groups`, beside the others that are there.
 
-    Raises ConfigError if one is there already.
+    All folders have the public keys of all. Raises ConfigError if one is there already.
     """
     for group in groups:
         check_group(group)
         if (directory / group).exists():
             raise ConfigError(f"{directory / group} exists already; --rotate changes keys")
-    publics = {group: read_file(directory / group / f"{group}{PUBLIC}") for group in beside}
+    there = _groups(directory) if directory.exists() else []
+    publics = {group: read_file(directory / group / f"{group}{PUBLIC}") for group in there}
     for group in groups:
         folder = directory / group
         try:
