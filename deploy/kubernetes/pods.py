@@ -64,7 +64,7 @@ def metadata(engine: Engine, name: str, component: str) -> Object:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a container asks for; `memory` and `disk` in bytes, None: it is not known."""
+    """What a container asks for; `memory` (None: it is not known) and `disk` in bytes."""
 
     cpus: int
     memory: int | None

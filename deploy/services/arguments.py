@@ -28,6 +28,7 @@ that it does not handle itself, and nodes leave some to the kernel."""
 SHUTDOWN_TIMEOUT_S: Final = 120
 """A gateway that is replaced lets requests in flight end within this time."""
 PROBED_WITHIN_S: Final = 60.0
+"""A step that stands still for less is alive, whatever the plan says."""
 GRACE_S: Final = 20
 """Beside the time that a process has to end by itself."""
 

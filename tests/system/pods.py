@@ -22,7 +22,6 @@ import urllib.request
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -71,13 +70,8 @@ class Cluster:
         run_ip("link", "set", self.bridge, "up")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)  # pods show their output where a test failed
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)  # pods show their output where a test failed
 
     def apply(self, objects: Iterable[Object]) -> list[Pod]:
         """Start the pods of all workloads; returns them."""

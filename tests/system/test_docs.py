@@ -6,6 +6,8 @@ folder) is filled in, ports are free ones, and the default model is a tiny one.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import re
@@ -15,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import httpx
@@ -28,14 +30,17 @@ from tests.system.server import Server, is_running
 from tests.test_docs import PAGES, ROOT, blocks
 
 CLUSTER = "needs a cluster"
+BY_HAND = "make serve and make test: .ci/run runs the second, and people the first"
+QUICK_START = "tests.system.test_quickstart.test_the_quick_start_works"
+BEFORE_A_CLUSTER = "tests.test_docs.test_the_steps_before_a_cluster_run"
 RUN_BY: dict[str, tuple[str, ...]] = {
-    "README.md": ("make serve, make test: .ci/run and its reader", *2 * ("test_quickstart",)),
+    "README.md": (BY_HAND, *2 * (QUICK_START,)),
     "hosts.md": 2 * ("test_the_processes_of_an_engine_started_by_hand",),
     "kubernetes.md": (
         CLUSTER,
-        *3 * ("tests.test_docs",),
+        *3 * (BEFORE_A_CLUSTER,),
         *3 * (CLUSTER,),
-        "tests.test_docs",
+        BEFORE_A_CLUSTER,
         CLUSTER,
     ),
     "long_contexts.md": ("test_a_longer_context",),
@@ -43,8 +48,8 @@ RUN_BY: dict[str, tuple[str, ...]] = {
     "plans.md": ("test_a_plan_is_printed_and_served",),
     "quantisation.md": 2 * ("test_checkpoints_are_quantised",),
     "quickstart.md": (
-        "make serve: .ci/run and its reader",
-        *3 * ("test_quickstart",),
+        BY_HAND,
+        *3 * (QUICK_START,),
         "test_other_models_and_layouts",
     ),
     "runbook.md": ("test_dashboard_and_alerts_are_written",),
@@ -70,8 +75,14 @@ def test_somebody_runs_every_block(page: str) -> None:
     assert len(found) == len(named), [text for _, text in found]
     for (info, _), name in zip(found, named, strict=True):
         assert (info == "sh cluster") == (name == CLUSTER)
-        if name.startswith("test_") and name != "test_quickstart":
-            assert name in globals()
+    check_there_are({*named} - {CLUSTER, BY_HAND}, __name__)
+
+
+def check_there_are(tests: Iterable[str], module: str) -> None:
+    """Fail if a test does not exist: one of `module`, or with the name of its own."""
+    for each in tests:
+        where, _, name = each.rpartition(".")
+        assert hasattr(importlib.import_module(where or module), name), each
 
 
 def filled(text: str, **values: object) -> str:
@@ -212,7 +223,7 @@ def processes(commands: Sequence[str], directory: Path) -> list[subprocess.Popen
 @pytest.mark.slow
 def test_the_processes_of_an_engine_started_by_hand(tiny: Tiny, tmp_path: Path) -> None:
     """All on one host, with keys; the page's `network` and an API key are added."""
-    flags = "--transport tcp --kv-cache-memory 8MiB --layout shared --num-threads 1"
+    flags = "--restart on --transport tcp --kv-cache-memory 8MiB --layout shared --num-threads 1"
     run(f"topspin serve {tiny.path} {flags} --print-plan > plan.yaml", tmp_path)
     with (tmp_path / "plan.yaml").open("a") as plan:
         plan.write(f"network:\n  control: tcp://127.0.0.1:{free_port()}\n")
@@ -227,11 +238,10 @@ def test_the_processes_of_an_engine_started_by_hand(tiny: Tiny, tmp_path: Path) 
         url = f"http://127.0.0.1:{port}"
         wait_for_health(url, running)
         answers(url, authorization="Bearer a-key-of-the-tests-1234")
-        running[-1].send_signal(signal.SIGTERM)
-        assert running[-1].wait(30) == 0
-        running[0].send_signal(signal.SIGTERM)
-        for each in running[:-1]:
-            assert each.wait(30) in (0, 1), each.args  # nodes of a scheduler that has gone: 1
+        # Gateway, nodes, and then the scheduler, which nodes need to leave.
+        for each in (running[-1], *running[1:-1], running[0]):
+            each.send_signal(signal.SIGTERM)
+            assert each.wait(30) == 0, each.args
     finally:
         for each in running:
             each.kill()
@@ -245,4 +255,5 @@ def wait_for_health(url: str, running: Sequence[subprocess.Popen[bytes]]) -> Non
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running[0].wait(0.1)

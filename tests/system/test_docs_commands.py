@@ -7,7 +7,6 @@ container engine by themselves.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import re
 from pathlib import Path
@@ -19,7 +18,17 @@ from tests.server.gateway.operations.collector import collector
 from tests.system.conftest import Tiny
 from tests.system.server import Server
 from tests.system.streams import NUM_STREAMS, Load
-from tests.system.test_docs import CLUSTER, Documented, answers, commands_of, filled, run, serve
+from tests.system.test_docs import (
+    CLUSTER,
+    QUICK_START,
+    Documented,
+    answers,
+    check_there_are,
+    commands_of,
+    filled,
+    run,
+    serve,
+)
 from tests.test_docs import OTHERS, PAGES, ROOT, TARGETS, blocks, words_of
 from topspin.cli.main import main
 
@@ -56,7 +65,7 @@ RUN_BY: dict[str, dict[str, str]] = {
     "load_testing.md": {LOAD: "test_load_and_traces_of_a_server"},
     "models.md": {
         LOSS: "test_the_loss_of_quantisation_is_measured",
-        "topspin pull smollm2-moe": "tests.system.test_quickstart.test_the_quick_start_works",
+        "topspin pull smollm2-moe": QUICK_START,
     },
     "plans.md": {
         "topspin quantize MODEL --bits 4 -o DIR": (
@@ -100,9 +109,8 @@ def test_somebody_runs_every_command_of_the_text(page: Path) -> None:
 
 def test_those_who_run_them_exist() -> None:
     assert RUN_BY.keys() <= {page.name for page in PAGES}
-    for name in {name for page in RUN_BY.values() for name in page.values()} - {CLUSTER}:
-        module, _, test = name.rpartition(".")
-        assert hasattr(importlib.import_module(module or __name__), test), name
+    named = {name for page in RUN_BY.values() for name in page.values()}
+    check_there_are(named - {CLUSTER}, __name__)
 
 
 NAMES = {
