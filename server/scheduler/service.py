@@ -263,7 +263,7 @@ class Service:
             self.balancer.keep_local(wanted)
 
     def _send(self, step: Step) -> None:
-        deaf = self._nodes.send_step(step)
+        deaf = self._nodes.send_step(step, self._faults.takes_part)
         if deaf is not None:
             self._faults.lose(deaf, NodeLost(f"{deaf} cannot be sent its part of a step"))
 

@@ -100,6 +100,10 @@ class Failover:
         """Return the nodes that take part in steps."""
         return sorted(self._recovery.nodes, key=str)  # others may have joined and be loading
 
+    def takes_part(self, member: Member) -> bool:
+        """Say whether a node is one of `nodes`; others may still be connected."""
+        return member in self._recovery.nodes
+
     @property
     def accepts(self) -> bool:
         """Say whether new requests may wait for the engine."""

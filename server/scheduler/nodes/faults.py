@@ -33,6 +33,9 @@ class Faults(Protocol):
     def nodes(self) -> Collection[Member]:
         """Return the nodes that take part in steps."""
 
+    def takes_part(self, member: Member) -> bool:
+        """Say whether a node is one of `nodes`."""
+
     def lose(self, member: Member, error: TopspinError) -> None:
         """Handle a node that is gone or must count as dead; `error` is the reason."""
 
@@ -65,6 +68,9 @@ class FailStop:
     @property
     def nodes(self) -> Collection[Member]:
         return self._roster.places
+
+    def takes_part(self, member: Member) -> bool:
+        return True
 
     def lose(self, member: Member, error: TopspinError) -> NoReturn:
         self._roster.leave(member)

@@ -118,14 +118,16 @@ class NodeSide:
                 for message in messages:
                     self.tell(member, message)
 
-    def send_step(self, step: Step) -> Member | None:
+    def send_step(self, step: Step, takes_part: Callable[[Member], bool]) -> Member | None:
         """Send the ticket to every expert node, each plan to its attention node and its stages.
 
-        Ends at the first node that cannot be sent its part, and returns it.
+        Nodes that have joined and take no part in steps (they load, or leave) get nothing. Ends at
+        the first node that cannot be sent its part, and returns it.
         """
         if self.experts_follow_tickets:
             for member in self.roster.members:
-                if member.role == "expert" and not self.tell(member, step.ticket):
+                is_sent = member.role == "expert" and takes_part(member)
+                if is_sent and not self.tell(member, step.ticket):
                     return member
         for index, plan in step.plans.items():
             for member in self.replicas.together(Member("attention", index)):

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.scripted_world import GATEWAY, NUM_BLOCKS, World
 from tests.structs import changed
 from topspin.channel import PeerGone
 from topspin.config import FailoverSection
-from topspin.messages import EngineState, Leaving, Ready, Refused, Stats, StatsQuery, Stop, Welcome
+from topspin.messages import (
+    EngineState,
+    Leaving,
+    Outputs,
+    Ready,
+    Refused,
+    Stats,
+    StatsQuery,
+    StepTicket,
+    Stop,
+    Welcome,
+)
 from topspin.plan import EnginePlan
 
 
@@ -91,3 +103,26 @@ def test_a_node_that_leaves_is_stopped_and_the_engine_goes_on() -> None:
     assert world.service.run() == 0
     assert [stop.reason for stop in world.channel.to(b"expert 0", Stop)] == ["it was asked to end"]
     assert [stop.reason for stop in world.channel.to(b"attention 0", Stop)] == ["test over"]
+
+
+def test_steps_are_not_kept_up_by_a_node_that_takes_no_part() -> None:
+    """It has joined and loads, or leaves; that its connection is gone is noticed apart."""
+    world = World(change=optional_ones)
+    world.hello("gateway", 0)
+    ready(world)
+    world.hello("expert", 1)
+    world.poll()
+    world.channel.script.append(lambda: world.channel.dead.add(b"expert 1"))
+    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
+    world.answer(8)
+    assert world.service.run() == 0
+    assert world.channel.to(b"expert 1", Welcome)[0].joins_late
+    assert world.channel.to(b"expert 1", StepTicket) == []
+    assert len(world.channel.to(b"expert 0", StepTicket)) >= 4
+    tokens = [
+        token
+        for outputs in world.channel.to(GATEWAY, Outputs)
+        for output in outputs.outputs
+        for token in output.token_ids
+    ]
+    assert len(tokens) == 4
