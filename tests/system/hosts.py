@@ -28,20 +28,16 @@ class Host:
     """
 
     def __init__(self) -> None:
-        number = 20 + secrets.randbelow(200)  # another test may run beside this one
-        self.gateway, self.address = f"10.213.{number}.1", f"10.213.{number}.2"
-        tag = secrets.token_hex(3)
-        self.name, self._here, self._there = f"topspin-{tag}", f"tsa{tag}", f"tsb{tag}"
+        self.name, self._there = f"topspin-{secrets.token_hex(3)}", "eth0"
 
     def __enter__(self) -> Host:
         run_ip("netns", "add", self.name)
         try:
-            run_ip(
-                *("link", "add", self._here, "type", "veth"),
-                *("peer", "name", self._there, "netns", self.name),
-            )
-            run_ip("address", "add", f"{self.gateway}/30", "dev", self._here)
-            run_ip("link", "set", self._here, "up")
+            peer = ("type", "veth", "peer", "name", self._there, "netns", self.name)
+            here, number = add_link("tsa", *peer)
+            self.gateway, self.address = f"10.213.{number}.1", f"10.213.{number}.2"
+            run_ip("address", "add", f"{self.gateway}/30", "dev", here)
+            run_ip("link", "set", here, "up")
             run_ip("-n", self.name, "link", "set", "lo", "up")
             run_ip("-n", self.name, "address", "add", f"{self.address}/30", "dev", self._there)
             run_ip("-n", self.name, "link", "set", self._there, "up")
@@ -74,6 +70,23 @@ class Host:
 
 def run_ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def add_link(prefix: str, *kind: str) -> tuple[str, int]:
+    """Add a link of the first number that no other has; returns its name and number.
+
+    Networks are numbered by their links, as the kernel refuses a second link of one name but would
+    give two links one network, and send all packets to the first.
+    """
+    for number in range(20, 220):
+        name = f"{prefix}{number}"
+        added = subprocess.run(
+            ["ip", "link", "add", name, *kind], check=False, capture_output=True, text=True
+        )
+        if added.returncode == 0:
+            return name, number
+        assert "File exists" in added.stderr, added.stderr
+    raise AssertionError(f"all networks are taken: end the tests' links ({prefix}...) by hand")
 
 
 class Service:

@@ -29,7 +29,7 @@ import yaml
 from deploy.services.arguments import INIT
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
 from models.hub import cache_root
-from tests.system.hosts import run_ip
+from tests.system.hosts import add_link, run_ip
 
 DEADLINE_S = 110.0
 MAX_STARTS = 5
@@ -55,16 +55,17 @@ class Cluster:
 
     def __init__(self, directory: Path, volumes: dict[str, Path]) -> None:
         self.directory, self._volumes = directory, volumes
-        number = 20 + secrets.randbelow(200)  # another test may run beside this one
-        self.network = f"10.214.{number}"
-        self.bridge = f"tsb{secrets.token_hex(3)}"
         self._next_address = 2
         self.hosts_file = directory / "hosts"
         self.hosts_file.write_text("127.0.0.1 localhost\n")
         self._stack = ExitStack()
 
     def __enter__(self) -> Cluster:
-        run_ip("link", "add", self.bridge, "type", "bridge")
+        # Else its address is the lowest of its ports', and changes when a pod comes or goes: others
+        # would send to the old one for up to a minute.
+        own = ("address", "02:00:00:00:00:01")
+        self.bridge, number = add_link("tsb", *own, "type", "bridge")
+        self.network = f"10.214.{number}"
         self._stack.callback(run_ip, "link", "delete", self.bridge)
         run_ip("address", "add", f"{self.network}.1/24", "dev", self.bridge)
         run_ip("link", "set", self.bridge, "up")
