@@ -3,7 +3,9 @@
 Owns the table of requests in flight, the reading of the connection (`run`; after it returns,
 the caller may set another `connection` and call it again), and the guarantee
 that every request submitted here ends exactly once: finished, cancelled, or with a typed
-error. Knows no HTTP, no text and no socket (a ControlConnection is passed in).
+error. Where an engine goes on without lost nodes, its requests also outlive their scheduler: the
+next one gets them with the outputs that have come. Knows no HTTP, no text and no socket (a
+ControlConnection is passed in).
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ import asyncio
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from topspin.errors import (
     EngineError,
@@ -42,7 +47,11 @@ from topspin.messages import (
     StatsQuery,
     Trace,
     TraceRequest,
+    pack_ints,
 )
+
+# A request that loses so many schedulers without an output between may be their end's cause.
+MAX_REPLAYS = 5
 
 _log = logging.getLogger("gateway")
 
@@ -120,24 +129,40 @@ class Call:
 
 @dataclass(slots=True)
 class _InFlight:
-    """One request in flight, and the position at which its next output must start."""
+    """One request in flight, and the output that has come."""
 
     call: Call
     choice_idx: int
-    next_index: int = 0
+    request: AddRequest
+    output: array[int] = field(default_factory=lambda: array("i"))
+    num_scored: int = 0
+    num_replays: int = 0
+
+    def rest(self) -> AddRequest:
+        """Return the request for what has not come yet."""
+        return msgspec.structs.replace(
+            self.request, output=pack_ints(self.output), num_scored=self.num_scored
+        )
 
 
 @dataclass(slots=True)
 class EngineClient:
-    """All requests of this gateway; `run` must be running for anything to arrive."""
+    """All requests of this gateway; `run` must be running for anything to arrive.
+
+    `replay_deadline_s`: how long requests wait for another scheduler when theirs is lost; None:
+    they end with it.
+    """
 
     connection: ControlConnection
+    replay_deadline_s: float | None = None
     state: EngineState = field(default_factory=lambda: EngineState(state="starting"))
     _requests: dict[str, _InFlight] = field(default_factory=dict)
     _queries: dict[int, asyncio.Future[Stats | Trace]] = field(default_factory=dict)
     _query_ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _draining: bool = False
+    # Runs while requests wait for another scheduler.
+    _deadline: asyncio.TimerHandle | None = None
 
     def next_number(self) -> int:
         """Return a number that makes ids of requests unique: clients may send the same id twice."""
@@ -170,9 +195,10 @@ class EngineClient:
         for choice_idx, request in enumerate(requests):
             assert request.request_id not in self._requests, "request ids are unique"
             call.request_ids.append(request.request_id)
-            self._requests[request.request_id] = _InFlight(call, choice_idx)
-        for request in requests:
-            self.connection.send(request)
+            self._requests[request.request_id] = _InFlight(call, choice_idx, request)
+        if self._deadline is None:
+            for request in requests:
+                self.connection.send(request)
         return call
 
     async def stats(self, deadline_s: float) -> Stats:
@@ -191,6 +217,8 @@ class EngineClient:
     async def _ask(self, query: StatsQuery | TraceRequest, deadline_s: float) -> Stats | Trace:
         if self.state.state == "failed":
             raise EngineUnavailable("the engine has failed")
+        if self._deadline is not None:
+            raise EngineUnavailable(self.state.detail)
         query_id = query.query_id
         answer: asyncio.Future[Stats | Trace] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer
@@ -206,28 +234,34 @@ class EngineClient:
             del self._queries[query_id]
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those in flight continue."""
+        """Refuse new requests from now on; those in flight continue, if they have a scheduler."""
         self._draining = True
+        if self._stop_waiting():
+            self.fail_all(EngineUnavailable("the server is shutting down"))
 
     def fail_all(self, error: TopspinError) -> None:
         """End every call and query in flight with `error`; aborts their requests in the engine."""
         for in_flight in list(self._requests.values()):
             in_flight.call.fail(error)
+        self._fail_queries(error)
+
+    def _fail_queries(self, error: TopspinError) -> None:
         for query in self._queries.values():
             if not query.done():
                 query.set_exception(error)
 
     async def run(self) -> None:
-        """Read the connection until the scheduler is gone; every call then ends with NodeLost.
+        """Read the connection until the scheduler is gone.
 
-        Raises VersionMismatch if the scheduler refuses this gateway. Every call in flight
-        ends with an error, however the reading ends.
+        Every call then ends with NodeLost, or waits for another scheduler until
+        `replay_deadline_s` has passed. Raises VersionMismatch if the scheduler refuses this
+        gateway; every call in flight then ends with an error, as after any other exception.
         """
         try:
             while True:
                 await self._read_one()
         except PeerLost:
-            self._engine_failed(NodeLost("the connection to the scheduler was lost"))
+            self._scheduler_lost()
         except VersionMismatch as refusal:
             self._engine_failed(refusal)
             raise
@@ -252,18 +286,17 @@ class EngineClient:
             for output in message.outputs:
                 self._deliver(output, now_s)
         elif isinstance(message, RequestFailed):
-            in_flight = self._requests.pop(message.request_id, None)
-            if in_flight is not None:
-                in_flight.call.fail(_typed_error(message))
+            # A scheduler that stops fails all requests; the next one gets them.
+            if self._deadline is None:
+                in_flight = self._requests.pop(message.request_id, None)
+                if in_flight is not None:
+                    in_flight.call.fail(_typed_error(message))
         elif isinstance(message, Stats | Trace):
             query = self._queries.get(message.query_id)
             if query is not None and not query.done():
                 query.set_result(message)
         elif isinstance(message, EngineState):
-            self.state = message
-            if message.state == "failed":
-                _log.error("gateway: the engine failed: %s", message.detail)
-                self.fail_all(EngineUnavailable("the engine has failed"))
+            self._state_changed(message)
         else:
             self.fail_all(ProtocolError(f"the scheduler sent {type(message).__name__}"))
 
@@ -271,27 +304,93 @@ class EngineClient:
         in_flight = self._requests.get(output.request_id)
         if in_flight is None:
             return  # it was aborted, and this output was already on its way
-        if output.index != in_flight.next_index:
+        if output.index != len(in_flight.output):
             in_flight.call.fail(
                 ProtocolError(
-                    f"output {output.index} came where {in_flight.next_index} was expected"
+                    f"output {output.index} came where {len(in_flight.output)} was expected"
                 )
             )
             return
-        in_flight.next_index += len(output.token_ids)
+        in_flight.output.extend(output.token_ids)
+        in_flight.num_scored += len(output.prompt_logprobs)
+        in_flight.num_replays = 0
         if output.finish_reason is not None:
             del self._requests[output.request_id]
         in_flight.call.deliver(Arrival(in_flight.choice_idx, output, now_s))
 
     def _abort(self, request_id: str) -> None:
-        if self._requests.pop(request_id, None) is not None and self.state.state != "failed":
+        was_there = self._requests.pop(request_id, None) is not None
+        if was_there and self.state.state != "failed" and self._deadline is None:
             self.connection.send(AbortRequest(request_id=request_id))
 
     def _release(self, call: Call) -> None:
         for request_id in call.request_ids:
             self._abort(request_id)
 
+    # Losing a scheduler.
+
+    def _state_changed(self, message: EngineState) -> None:
+        if message.state == "stopping" and self._can_wait:
+            self._scheduler_lost()
+        elif self._deadline is not None and message.state in ("starting", "stopping"):
+            self.state = msgspec.structs.replace(self.state, detail=message.detail)
+        else:
+            was_waiting = self._stop_waiting()
+            self.state = message
+            if message.state == "failed":
+                _log.error("gateway: the engine failed: %s", message.detail)
+                self.fail_all(EngineUnavailable("the engine has failed"))
+            elif was_waiting:
+                self._replay()
+
+    @property
+    def _can_wait(self) -> bool:
+        serves = self.state.state in ("ready", "recovering")
+        return self.replay_deadline_s is not None and serves and not self._draining
+
+    def _scheduler_lost(self) -> None:
+        """Have calls wait for another scheduler, or end them."""
+        error = NodeLost("the connection to the scheduler was lost")
+        if self._deadline is not None:
+            return
+        if not self._can_wait:
+            if self.state.state != "failed":  # else it has been said
+                _log.error("gateway: %s; connecting again", error)
+            self._engine_failed(error)
+            return
+        assert self.replay_deadline_s is not None
+        _log.warning("gateway: %s; %d requests wait for another", error, self.num_in_flight)
+        self._fail_queries(error)
+        detail = "waiting for another scheduler"
+        self.state = msgspec.structs.replace(self.state, state="recovering", detail=detail)
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self.replay_deadline_s, self._give_up)
+
+    def _stop_waiting(self) -> bool:
+        """Say whether calls waited for another scheduler; they do no longer."""
+        deadline, self._deadline = self._deadline, None
+        if deadline is not None:
+            deadline.cancel()
+        return deadline is not None
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        limit_s = self.replay_deadline_s
+        self._engine_failed(NodeLost(f"no scheduler came back within {limit_s:g} s"))
+
+    def _replay(self) -> None:
+        """Send every request in flight to the scheduler that has come."""
+        _log.warning("gateway: %d requests go on with another scheduler", self.num_in_flight)
+        for in_flight in list(self._requests.values()):
+            in_flight.num_replays += 1
+            if in_flight.num_replays > MAX_REPLAYS:
+                error = NodeLost(f"{in_flight.num_replays} schedulers were lost")
+                in_flight.call.fail(error)
+            else:
+                self.connection.send(in_flight.rest())
+
     def _engine_failed(self, error: TopspinError) -> None:
+        self._stop_waiting()
         self.state = EngineState(state="failed", detail=str(error))
         self.fail_all(error)
 

@@ -103,7 +103,11 @@ async def serve(
         span_sender(config.gateway.otlp_traces_endpoint) as spans,
         contextlib.closing(bind(config.gateway)) as listener,
     ):
-        engine = EngineClient(connect())
+        failover = config.plan.failover
+        engine = EngineClient(
+            connect(),
+            replay_deadline_s=failover.restart_deadline_s if failover.restart else None,
+        )
         try:
             app = build_app(config, engine, spans)
             engine.connection.send(_hello(index))
@@ -132,12 +136,11 @@ def _hello(index: int) -> Hello:
 async def _stay_connected(engine: EngineClient, *, connect: Connect, index: int) -> None:
     """Read from the scheduler until cancelled; after a loss, reconnect and send Hello again.
 
-    Between the loss and the scheduler's answer the engine counts as failed, so that nothing
-    is sent. Raises VersionMismatch if the scheduler refuses this gateway.
+    Between the loss and the scheduler's answer nothing is sent: the engine counts as failed, or
+    requests wait. Raises VersionMismatch if the scheduler refuses this gateway.
     """
     while True:
         await engine.run()
-        _log.error("gateway: %s; connecting again", engine.state.detail)
         engine.connection.close()
         engine.connection = connect()
         await asyncio.sleep(RECONNECT_DELAY_S)

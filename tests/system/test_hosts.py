@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -127,6 +128,21 @@ def test_a_partition_costs_no_request(engine: Engine, tiny: Tiny) -> None:
         engine.host.plug_in()
         for name in ("expert 1", "attention 1"):
             engine.services["scheduler"].wait_for(f"{name} has loaded", after=seen)
+        load.wait_for(4 * NUM_STREAMS)
+    assert load.wrong == []
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_another_scheduler_costs_no_request(engine: Engine, tiny: Tiny, number: int) -> None:
+    """Whether it is lost or ends in order, which ends the nodes too."""
+    scheduler = engine.services["scheduler"]
+    with Load(engine.urls, tiny) as load:
+        load.wait_for(NUM_STREAMS)
+        seen = len(scheduler.output)
+        scheduler.kill(number)
+        scheduler.wait_for("scheduler: ready", after=seen)
         load.wait_for(4 * NUM_STREAMS)
     assert load.wrong == []
 

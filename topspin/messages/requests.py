@@ -73,7 +73,9 @@ def choice_of(request_id: str) -> str:
 class AddRequest(Message, frozen=True, kw_only=True):
     """One choice of one request. `prompt` is packed ints; `cache_salt` separates tenants.
 
-    Requests of lower `priority` are served first; of equal ones, the first to come.
+    Requests of lower `priority` are served first; of equal ones, the first to come. A request that
+    another scheduler has begun comes with the `output` that was delivered (packed ints), and with
+    how many of its prompt's log-probabilities were; it goes on from there.
     """
 
     request_id: str
@@ -81,6 +83,8 @@ class AddRequest(Message, frozen=True, kw_only=True):
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    output: bytes = b""
+    num_scored: int = 0
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):

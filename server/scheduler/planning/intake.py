@@ -51,10 +51,14 @@ class Intake:
     def request(self, message: AddRequest, *, peer: bytes, arrival: int) -> Request:
         """Return the request; raises InvalidRequest naming the invalid parameter."""
         prompt = self._prompt(message, has_output=message.sampling.max_tokens > 0)
+        output = self._tokens("output", message.output)
         sampling = message.sampling
         _check_sampling(sampling, vocab_size=self._vocab_size)
         self._check_retrieval(sampling.kv_retrieval_tokens)
         max_length = min(len(prompt) + sampling.max_tokens, self._max_model_len)
+        if output and len(prompt) + len(output) >= max_length:
+            raise InvalidRequest(f"output: all of its {len(output)} tokens are there already")
+        _check_range("num_scored", message.num_scored, 0, len(prompt) - 1)
         # The last token is returned, not fed: it needs no place in the cache.
         position_limit = max_length - 1 if sampling.max_tokens else max_length
         if max_length > self._max_request_tokens:
@@ -68,7 +72,7 @@ class Intake:
             peer=peer,
             arrival=arrival,
             sampling=sampling,
-            tokens=prompt,
+            tokens=prompt + output,
             num_prompt_tokens=len(prompt),
             max_length=max_length,
             position_limit=position_limit,
@@ -77,6 +81,7 @@ class Intake:
             hashes=HashChain(message.cache_salt, self._block_size),
             cache_salt=message.cache_salt,
             priority=message.priority,
+            num_scored=message.num_scored,
         )
 
     def _check_retrieval(self, asked: int | None) -> None:
@@ -91,16 +96,9 @@ class Intake:
             raise InvalidRequest(f"kv_retrieval: {error}", param="kv_retrieval") from error
 
     def _prompt(self, message: AddRequest, *, has_output: bool) -> array[int]:
-        try:
-            prompt = array("i", unpack_ints(message.prompt))
-        except ProtocolError as error:
-            raise InvalidRequest(f"prompt: {error}", param="prompt") from error
+        prompt = self._tokens("prompt", message.prompt)
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise InvalidRequest(
-                f"the prompt has token ids outside 0..{self._vocab_size - 1}", param="prompt"
-            )
         if len(prompt) + has_output > self._max_model_len:
             raise InvalidRequest(
                 f"the prompt has {len(prompt)} tokens; the context of {self._max_model_len} "
@@ -108,6 +106,17 @@ class Intake:
                 param="prompt",
             )
         return prompt
+
+    def _tokens(self, param: str, packed: bytes) -> array[int]:
+        try:
+            tokens = array("i", unpack_ints(packed))
+        except ProtocolError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from error
+        if tokens and (min(tokens) < 0 or max(tokens) >= self._vocab_size):
+            raise InvalidRequest(
+                f"the {param} has token ids outside 0..{self._vocab_size - 1}", param=param
+            )
+        return tokens
 
 
 def _check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from server.gateway.engine_client import Arrival, Call, ClientGone, EngineClient
+from server.gateway.engine_client import MAX_REPLAYS, Arrival, Call, ClientGone, EngineClient
 from tests.server.gateway.fakes import FakeEngine, output
 from topspin.errors import (
     EngineError,
@@ -31,6 +31,8 @@ from topspin.messages import (
     RequestFailed,
     SamplingParams,
     Stop,
+    TokenLogprobs,
+    unpack_ints,
 )
 
 
@@ -51,9 +53,9 @@ class Connected(NamedTuple):
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[Connected]:
+async def connected(replay_deadline_s: float | None = None) -> AsyncIterator[Connected]:
     fake = FakeEngine()
-    engine = EngineClient(fake)
+    engine = EngineClient(fake, replay_deadline_s)
     reader = asyncio.create_task(engine.run())
     fake.become_ready()
     while engine.state.state != "ready":
@@ -266,5 +268,135 @@ def test_nothing_is_accepted_before_the_engine_is_ready_or_while_draining() -> N
             assert ready.condition == "stopping"
             with pytest.raises(EngineUnavailable, match="shutting down"):
                 ready.submit([request("a-0")])
+
+    run(test())
+
+
+# Other schedulers.
+
+
+@asynccontextmanager
+async def reconnected(engine: EngineClient) -> AsyncIterator[FakeEngine]:
+    """Have the gateway read from another scheduler, which has not said anything yet."""
+    engine.connection = fake = FakeEngine()
+    reader = asyncio.create_task(engine.run())
+    try:
+        yield fake
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+def lose(fake: FakeEngine, calls: list[str], *, in_order: bool) -> None:
+    """Have a scheduler vanish, or end in order: it then fails its requests first."""
+    if in_order:
+        fake.say(EngineState(state="stopping", detail="SIGTERM"))
+        for each in calls:
+            fake.say(
+                RequestFailed(request_id=each, code="engine_unavailable", status=503, message="")
+            )
+    fake.say(PeerLost("closed"))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_next_scheduler_gets_what_is_left_of_each_request(in_order: bool) -> None:
+    async def test() -> None:
+        async with connected(replay_deadline_s=60.0) as (old, engine, reader):
+            begun, waits = engine.submit([request("a-0")]), engine.submit([request("b-0")])
+            scores = (TokenLogprobs(logprob=-1.0), TokenLogprobs(logprob=-2.0))
+            old.emit(output("a-0", [], prompt_logprobs=scores))
+            old.emit(output("a-0", [5, 6]))
+            lose(old, ["a-0", "b-0"], in_order=in_order)
+            await reader
+            assert engine.condition == "recovering"
+            late = engine.submit([request("c-0"), request("c-1")])
+            late.stop_choice(1)
+            assert len(old.added) == 2
+            with pytest.raises(EngineUnavailable, match="waiting for another scheduler"):
+                await engine.stats(1.0)
+            async with reconnected(engine) as new:
+                new.say(EngineState(state="starting", detail="loading: expert 0"))
+                await new.settle()
+                assert (engine.condition, engine.state.detail) == (
+                    "recovering",
+                    "loading: expert 0",
+                )
+                assert new.added == []
+                new.become_ready()
+                await new.settle()
+                assert [
+                    (each.request_id, list(unpack_ints(each.output))) for each in new.added
+                ] == [
+                    ("a-0", [5, 6]),
+                    ("b-0", []),
+                    ("c-0", []),
+                ]
+                assert [each.num_scored for each in new.added] == [2, 0, 0]
+                assert new.aborted == []
+                new.emit(output("a-0", [7], index=2, finish_reason="length"))
+                new.emit(output("b-0", [8], finish_reason="length"))
+                await new.settle()
+                arrived = [item.output.token_ids for item in await begun.next()]
+                assert arrived == [(), (5, 6), (7,)]
+                assert [item.output.token_ids for item in await waits.next()] == [(8,)]
+                assert (await engine.stats(5.0)).num_blocks == 8
+
+    run(test())
+
+
+def test_requests_do_not_wait_for_ever() -> None:
+    async def test() -> None:
+        async with connected(replay_deadline_s=0.01) as (fake, engine, reader):
+            call = engine.submit([request("a-0")])
+            fake.say(PeerLost("closed"))
+            await reader
+            error = await outcome(call)
+            assert isinstance(error, NodeLost)
+            assert "no scheduler came back within 0.01 s" in str(error)
+            with pytest.raises(EngineUnavailable, match=r"not ready \(failed\)"):
+                engine.submit([request("b-0")])
+            async with reconnected(engine) as new:
+                new.become_ready()
+                await new.settle()
+                assert new.added == []
+                engine.submit([request("b-0")])
+                assert len(new.added) == 1
+
+    run(test())
+
+
+def test_a_gateway_that_ends_waits_for_no_scheduler() -> None:
+    async def test() -> None:
+        for drains_first in (True, False):
+            async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
+                call = engine.submit([request("a-0")])
+                if drains_first:
+                    engine.drain()
+                fake.say(PeerLost("closed"))
+                await reader
+                engine.drain()
+                assert isinstance(await outcome(call), NodeLost | EngineUnavailable)
+                assert engine.num_in_flight == 0
+
+    run(test())
+
+
+def test_a_request_that_ends_one_scheduler_after_the_other_fails() -> None:
+    async def test() -> None:
+        async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
+            call = engine.submit([request("poison-0")])
+            fake.say(PeerLost("closed"))
+            await reader
+            for _ in range(MAX_REPLAYS):
+                async with reconnected(engine) as new:
+                    new.become_ready()
+                    await new.settle()
+                    assert [each.request_id for each in new.added] == ["poison-0"]
+                    new.say(PeerLost("closed"))
+                    await new.settle()
+            async with reconnected(engine) as last:
+                last.become_ready()
+                assert isinstance(await outcome(call), NodeLost)
+                assert last.added == []
 
     run(test())

@@ -212,9 +212,8 @@ class Engine:
     ) -> None:
         """`step_s`: how long a decode step of so many rows takes before it is answered."""
         self.config = config
-        self.formation = Formation(TABLE)
-        self.policy = make_policy(
-            config, num_blocks, self.formation, draft_tokens, controller, num_frames, note
+        self._new_policy = lambda formation: make_policy(
+            config, num_blocks, formation, draft_tokens, controller, num_frames, note
         )
         self.clients: dict[str, Received] = {}
         self.now = 0.0
@@ -223,7 +222,13 @@ class Engine:
         self._offers = offers
         self._accepts = accepts
         self._step_s = step_s
-        self.nodes = [self._new_node(index) for index in range(len(config.attention))]
+        self.steps: list[Step] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.formation = Formation(TABLE)
+        self.policy = self._new_policy(self.formation)
+        self.nodes = [self._new_node(index) for index in range(len(self.config.attention))]
         self.present = set(range(len(self.nodes)))
         # Results of abandoned generations, which may still come.
         self.late: list[StepResult] = []
@@ -231,7 +236,18 @@ class Engine:
         self.results: list[deque[StepResult]] = [deque() for _ in self.nodes]
         # Per node: the block tables of the sequences in each step without a result.
         self._touched: list[deque[dict[int, set[int]]]] = [deque() for _ in self.nodes]
-        self.steps: list[Step] = []
+
+    def replace_scheduler(self) -> None:
+        """Lose the scheduler and all caches; another one gets the rest of every request."""
+        self._begin()
+        for client in self.clients.values():
+            if not client.ended:
+                rest = msgspec.structs.replace(
+                    client.message,
+                    output=pack_ints(client.tokens),
+                    num_scored=len(client.scores),
+                )
+                assert self.policy.add(rest, peer=GATEWAY, now=self.now) is None
 
     def _new_node(self, index: int) -> FakeNode:
         return FakeNode(

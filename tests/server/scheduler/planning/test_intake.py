@@ -99,6 +99,31 @@ def test_a_prompt_without_output_may_fill_the_context() -> None:
         intake.request(with_output, peer=b"gateway", arrival=0)
 
 
+def test_what_another_scheduler_delivered_is_no_prompt_and_has_its_limits() -> None:
+    sampling = SamplingParams(max_tokens=4, seed=0, prompt_logprobs=0)
+    begun = AddRequest(
+        request_id="r",
+        prompt=pack_ints([1, 2, 3]),
+        sampling=sampling,
+        output=pack_ints([4, 5]),
+        num_scored=2,
+    )
+    intake = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
+    taken = intake.request(begun, peer=b"gateway", arrival=0)
+    assert list(taken.tokens) == [1, 2, 3, 4, 5]
+    assert (taken.num_prompt_tokens, taken.num_output_tokens, taken.num_scored) == (3, 2, 2)
+    assert taken.max_length == 7
+    for changes, param in (
+        ({"output": pack_ints([4, VOCAB])}, "output"),
+        ({"output": b"123"}, "output"),
+        ({"output": pack_ints([4] * 4)}, "output"),
+        ({"num_scored": 3}, "num_scored"),
+        ({"num_scored": -1}, "num_scored"),
+    ):
+        with pytest.raises(InvalidRequest, match=param):
+            intake.request(msgspec.structs.replace(begun, **changes), peer=b"", arrival=0)
+
+
 ADDED = [
     encode(
         AddRequest(
@@ -116,6 +141,7 @@ ADDED = [
                 bad_words=((1, 2),),
             ),
             cache_salt="t",
+            output=pack_ints([7]),
         )
     )
     for grammar in ("", "start: /a/")

@@ -15,7 +15,7 @@ from tests.server.scheduler.planning.test_policy_random import random_drafts, ra
     "seed", [*range(24), *(pytest.param(each, marks=pytest.mark.slow) for each in range(24, 80))]
 )
 def test_outputs_survive_any_losses(seed: int) -> None:
-    """Random work, random answers, random losses and returns, with late results in between."""
+    """Random work, answers, losses and returns, late results, and other schedulers in between."""
     rng = random.Random(seed)
     num_nodes = rng.choice((1, 2, 3))
     config = make_config(
@@ -30,12 +30,16 @@ def test_outputs_survive_any_losses(seed: int) -> None:
     )
     num_blocks = -(-40 // config.kv_cache.block_size) + rng.choice((0, 3, 100))
     engine = Engine(config, num_blocks=num_blocks, **random_drafts(rng))
-    number = num_losses = 0
+    number = num_losses = num_schedulers = 0
     is_halted = False
     for _ in range(500):
         action = rng.choice(
             ("add", "schedule", "schedule", "answer", "answer", "answer", "abort", "lose", "late")
         )
+        if rng.random() < 0.02:
+            engine.replace_scheduler()
+            num_schedulers += 1
+            is_halted = False
         if action == "add" and number < 25:
             assert engine.add(random_request(rng, number, max_total=40)) is None
             number += 1
@@ -67,6 +71,7 @@ def test_outputs_survive_any_losses(seed: int) -> None:
     while engine.late:
         engine.answer_late()
     assert num_losses > 0
+    assert num_schedulers > 0
     failures = [client.failure for client in engine.clients.values() if client.failure]
     assert all(failure.code == "node_lost" for failure in failures)
 
