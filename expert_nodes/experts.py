@@ -216,6 +216,10 @@ class Experts:
         ]
         return lacking(self.runtime, moved, ops=self._ops, model=self._config, dtype=self._dtype)
 
+    def holds(self, held: Held) -> bool:
+        """Say whether a version that is held has these experts."""
+        return self._versions.holds(held)
+
     def rename(self, version: int, held: Held) -> None:
         """Assign a new version to the loaded experts `held`, and drop all others.
 

@@ -124,6 +124,10 @@ class Versions:
             kept = {known: each for known, each in self._versions.items() if known < number}
             self._versions = kept or self._versions
 
+    def holds(self, held: Held) -> bool:
+        """Say whether a version has these experts."""
+        return any(each.held == held for each in self._versions.values())
+
     def rename(self, number: int, held: Held) -> None:
         """Keep only the version with the experts `held`, under `number`.
 

@@ -27,7 +27,7 @@ from models.config import ModelConfig, load_model_config
 from models.weights import stream_expert_weights
 from topspin.channel import ControlClient
 from topspin.devices import CPU, TRITON
-from topspin.errors import ConfigError, ProtocolError
+from topspin.errors import ConfigError, EngineError, ProtocolError
 from topspin.expert_table import ExpertTable
 from topspin.messages import AnyMessage, ExpertCounts, PrepareTable, StepTicket, Welcome
 from topspin.node_life import CacheSize, NodeLife
@@ -250,9 +250,21 @@ class ExpertWorker:
 
     def form(self, welcome: Welcome) -> None:
         table = welcome.table
-        self.experts.rename(table.version, tuple(table.experts_of(self._index)))
+        held = tuple(table.experts_of(self._index))
+        if not self.experts.holds(held):
+            self._read(table)
+        self.experts.rename(table.version, held)
         self._net = self._open_net(welcome, self.experts, self._life)
         self._busy_sent_s = 0.0
+
+    def _read(self, table: ExpertTable) -> None:
+        """Read the experts of another scheduler's table that this node does not hold."""
+        self.change.start(table)
+        while (answer := self.change.work()) is None:
+            self._life.check()
+        if answer.refusal:
+            raise EngineError(f"expert {self._index} has no room for its table: {answer.refusal}")
+        self._logger.info("expert %d: has read the experts of its new table", self._index)
 
     def disband(self) -> None:
         net, self._net = self._net, None

@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from topspin.errors import ConfigError, PeerLost, ProtocolError
+from topspin.errors import ConfigError, PeerLost, ProtocolError, SchedulerLost
 from topspin.messages import AnyMessage, Message, Refused, decode, encode
 from topspin.secure_channel import Gatekeeper, check_protected, secure_client
 
@@ -255,7 +255,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """A node's end: one connection to the scheduler, for the whole life of the process.
+    """A node's end: one connection to the scheduler, until it is lost and reconnect() is called.
 
     Belongs to one thread, but for wake().
     """
@@ -273,18 +273,28 @@ class ControlClient:
         Raises ConfigError for an address that others can reach without keys.
         """
         check_protected(address, keys)
+        self._address, self._heartbeat, self._keys, self._server = address, heartbeat, keys, server
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, heartbeat)
-        if keys is not None:
-            secure_client(self._socket, keys.read(), server)
-        self._monitor = self._socket.get_monitor_socket(_CLOSED | _REFUSED)
-        self._socket.connect(address)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._connect()
+
+    def _connect(self) -> None:
+        self._loss = ""
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket, self._heartbeat)
+        if self._keys is not None:
+            secure_client(self._socket, self._keys.read(), self._server)
+        self._monitor = self._socket.get_monitor_socket(_CLOSED | _REFUSED)
+        self._socket.connect(self._address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
+
+    def reconnect(self) -> None:
+        """Connect anew, to whichever scheduler listens now; what was queued is dropped."""
+        self._release(linger=0)
+        self._connect()
 
     def wake(self) -> None:
         """Have a recv() that waits, or the next one that would, return None at once.
@@ -296,10 +306,12 @@ class ControlClient:
     def recv(self, timeout_s: float | None = None) -> AnyMessage | None:
         """Return the next message, or None if none came within `timeout_s` (None: wait).
 
-        Also None after wake(). Raises PeerLost once the connection has closed and all earlier
-        messages are read, ProtocolError for a malformed message.
+        Also None after wake(). Raises SchedulerLost once the connection has closed and all earlier
+        messages are read, and from then on; ProtocolError for a malformed message.
         """
         while True:
+            if self._loss:
+                raise SchedulerLost(self._loss)
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -311,10 +323,15 @@ class ControlClient:
                     os.eventfd_read(self._wake_fd)
                     return None
                 if self._socket not in ready:
-                    raise PeerLost(_loss(self._monitor.recv_multipart())) from None
+                    self._loss = _loss(self._monitor.recv_multipart())
                 continue
-            if data:  # an empty frame is the scheduler's probe
-                return decode(data)
+            if not data:  # an empty frame is the scheduler's probe
+                continue
+            message = decode(data)
+            # libzmq connects again by itself, without a Hello; a refusal may be the answer to that.
+            if isinstance(message, Refused) and self._monitor.poll(0):
+                continue
+            return message
 
     def send(self, message: Message) -> None:
         """Queue `message` for the scheduler."""
@@ -322,11 +339,14 @@ class ControlClient:
 
     def close(self) -> None:
         """Send queued messages (for at most a second) and release the sockets."""
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
+        self._release()
         self._context.term()
         os.close(self._wake_fd)
+
+    def _release(self, linger: int | None = None) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger)
 
 
 class AsyncControlClient:

@@ -117,6 +117,10 @@ class PeerLost(TransportError):
     code = "peer_lost"
 
 
+class SchedulerLost(PeerLost):
+    """The control connection has closed: the engine has no scheduler, or counts this node lost."""
+
+
 class DeadlineExceeded(TransportError):
     """A frame or an answer did not come in time."""
 

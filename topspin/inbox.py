@@ -48,6 +48,10 @@ class Inbox:
             raise ProtocolError(f"the scheduler has refused this node: {message.reason}")
         return message
 
+    def clear(self) -> None:
+        """Forget the messages of a scheduler that is gone."""
+        self._queue.clear()
+
     def check(self) -> None:
         """Raise Interrupted if the step under way is not wanted any more; never waits.
 

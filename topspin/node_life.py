@@ -5,6 +5,9 @@ Knows no tensors and no step: a Worker loads, connects and serves. Nodes that sh
 (`--transport local`) have the same life cycle in threads. The scheduler's side is
 server.scheduler.nodes.roster and failover.
 
+A node of an engine that goes on without lost processes keeps its weights when the scheduler is
+gone, and says Hello to the next one.
+
 On SIGTERM an attention or expert node that has loaded asks the scheduler to do without it, and goes
 on until it is told to stop, if the engine goes on without lost nodes; others end at once.
 """
@@ -30,6 +33,7 @@ from topspin.errors import (
     Interrupted,
     PeerLost,
     ProtocolError,
+    SchedulerLost,
     TopspinError,
     TransportError,
     VersionMismatch,
@@ -62,6 +66,8 @@ if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package 
 
 # How long a Stop may come after the peers' one. A scheduler that fails sends none and is gone.
 STOP_NOTICE_S = 2.0
+# The pause after a scheduler was lost before it sent Welcome.
+RETRY_S = 0.2
 
 
 class CacheSize(NamedTuple):
@@ -112,21 +118,28 @@ class NodeLife:
         self._restarts = False
         self._is_asked_to_leave = False
         self._has_said_so = False
+        self._fingerprint = self._data_address = ""
+        self._generation = 0
         self._word = ProgressWord.of_process()
         self.progress.on_beat = self._word.touch
         self._logger = logging.getLogger(role)
 
     def introduce(self, fingerprint: str, data_address: str = "") -> None:
         """Say Hello, with the checkpoint's fingerprint."""
+        self._fingerprint, self._data_address = fingerprint, data_address
+        self._say_hello()
+
+    def _say_hello(self) -> None:
         self.send(
             Hello(
                 role=self._role,
                 index=self._index,
                 incarnation=self.incarnation,
                 revision=__version__,
-                fingerprint=fingerprint,
-                data_address=data_address,
+                fingerprint=self._fingerprint,
+                data_address=self._data_address,
                 pid=os.getpid(),
+                generation=self._generation,
             )
         )
 
@@ -174,7 +187,7 @@ class NodeLife:
 
     def serve(self, worker: Worker) -> None:
         """After introduce(): join, then serve until told to stop; raises Stopped or an error."""
-        welcome = await_welcome(self._control)
+        welcome = self._await_welcome()
         self._restarts = welcome.config.restart
         started_s = time.monotonic()
         self._word.set("loading")
@@ -188,14 +201,58 @@ class NodeLife:
             load_s=load_s,
         )
         with self._leaving_on_sigterm(welcome.config.leave_deadline_s):
+            while True:
+                try:
+                    self._take_part(worker, welcome, ready)
+                except SchedulerLost as error:
+                    if self._is_asked_to_leave:
+                        raise Stopped("it was asked to leave, and the scheduler is gone") from None
+                    if not (self._restarts and self._can_reform):
+                        raise
+                    self._logger.warning("%s %d: %s", self._role, self._index, error)
+                finally:
+                    worker.disband()
+                welcome = self._rejoin(welcome)
+                ready = msgspec.structs.replace(ready, load_s=0.0)
+
+    def _await_welcome(self) -> Welcome:
+        """Return the answer to Hello, which comes once the engine is complete.
+
+        Raises VersionMismatch with the scheduler's reason if it refuses, Stopped if the engine
+        stops first or this node is asked to leave, SchedulerLost if the scheduler goes.
+        """
+        while (answer := self._control.recv()) is None:
+            if self._is_asked_to_leave:
+                raise Stopped("it was asked to leave, and takes part in nothing")
+        if isinstance(answer, Refused):
+            raise VersionMismatch(answer.reason)
+        if isinstance(answer, Stop):
+            raise Stopped(answer.reason)
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(f"expected Welcome, got {type(answer).__name__}")
+        return answer
+
+    def _rejoin(self, before: Welcome) -> Welcome:
+        """Say Hello to the next scheduler, as another incarnation, and return its Welcome.
+
+        Raises ProtocolError if it serves another plan: then this node has to load anew.
+        """
+        self._word.set("starting")
+        self._logger.info("%s %d waits for another scheduler", self._role, self._index)
+        while True:
+            self._control.reconnect()
+            self.inbox.clear()
+            self.progress.forget()
+            self.incarnation = new_incarnation()
+            self._say_hello()
             try:
-                self._take_part(worker, welcome, ready)
-            except PeerLost:
-                if self._is_asked_to_leave:
-                    raise Stopped("it was asked to leave, and the scheduler is gone") from None
-                raise
-            finally:
-                worker.disband()
+                welcome = self._await_welcome()
+            except SchedulerLost:
+                time.sleep(RETRY_S)
+                continue
+            if welcome.config != before.config:
+                raise ProtocolError("another scheduler has come, with another plan")
+            return welcome
 
     def _take_part(self, worker: Worker, welcome: Welcome, ready: Ready) -> NoReturn:
         if welcome.joins_late:
@@ -230,8 +287,8 @@ class NodeLife:
                 worker.handle(message)
 
     def _form(self, worker: Worker, welcome: Welcome, ready: Ready) -> None:
+        self._generation = generation = welcome.topology.generation
         worker.form(welcome)
-        generation = welcome.topology.generation
         self.send(msgspec.structs.replace(ready, generation=generation))
         self._logger.info(
             "%s %d ready (generation %d, %.1f s)",
@@ -248,6 +305,8 @@ class NodeLife:
             self._form(worker, welcome, ready)
         except Interrupted:
             worker.disband()
+        except SchedulerLost:
+            raise
         except TransportError as error:
             worker.disband()
             self.send(self._failure(0, welcome.topology.generation, error))
@@ -257,6 +316,8 @@ class NodeLife:
 
         Raises `error` unless the engine reforms, Stopped if the net failed because it stops.
         """
+        if isinstance(error, SchedulerLost):
+            raise error
         self.send(self._failure(ticket.step, ticket.generation, error))
         if not isinstance(error, TransportError):
             raise error
@@ -284,22 +345,6 @@ class NodeLife:
             code=error.code if isinstance(error, TopspinError) else "internal_error",
             message=str(error) or type(error).__name__,
         )
-
-
-def await_welcome(control: ControlClient) -> Welcome:
-    """Return the answer to Hello, which comes once the engine is complete.
-
-    Raises VersionMismatch with the scheduler's reason if it refuses, Stopped if the engine
-    stops first, PeerLost if the scheduler goes.
-    """
-    answer = control.recv()
-    if isinstance(answer, Refused):
-        raise VersionMismatch(answer.reason)
-    if isinstance(answer, Stop):
-        raise Stopped(answer.reason)
-    if not isinstance(answer, Welcome):
-        raise ProtocolError(f"expected Welcome, got {type(answer).__name__}")
-    return answer
 
 
 def run_node(

@@ -72,6 +72,10 @@ class StepProgress:
         self._is_done = True
         self._moved_s = time.monotonic()
 
+    def forget(self) -> None:
+        """There is another scheduler, which knows of no step."""
+        self._ticket = None
+
     @property
     def owes_end(self) -> bool:
         """Say whether the last end is unreported, so that idle() should be called.

@@ -332,7 +332,8 @@ class EngineClient:
     def _state_changed(self, message: EngineState) -> None:
         if message.state == "stopping" and self._can_wait:
             self._scheduler_lost()
-        elif self._deadline is not None and message.state in ("starting", "stopping"):
+        elif self._deadline is not None and message.state not in ("ready", "recovering"):
+            # One that fails at its start is restarted, too.
             self.state = msgspec.structs.replace(self.state, detail=message.detail)
         else:
             was_waiting = self._stop_waiting()

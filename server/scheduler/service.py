@@ -351,6 +351,7 @@ class Service:
                 raise  # the engine cannot start as configured
             return
         self._log.info("%s %d joined (pid %d)", hello.role, hello.index, hello.pid)
+        self.formation.saw(hello.generation)
         if hello.role == "gateway":
             self._gateways.joined(peer)
         elif hello.role == "draft":
@@ -369,6 +370,7 @@ class Service:
     def _welcome(self) -> None:
         """Send Welcome to every node, now that all have joined; they then load."""
         roster, formation = self._nodes.roster, self.formation
+        formation.begin()
         nodes = roster.members
         topology = roster.topology(nodes, formation.table, generation=formation.generation)
         for member in nodes:
@@ -557,7 +559,11 @@ class Service:
         self._refuse_rest()
 
     def _stop(self, reason: str) -> None:
-        """End every request, stop the nodes, and refuse requests that arrive meanwhile."""
+        """End every request, stop the nodes, and refuse requests that arrive meanwhile.
+
+        Nodes of several hosts, whose engine goes on without lost processes, wait for another
+        scheduler: each is asked by its own supervisor to end.
+        """
         self._gateways.set_state("stopping", reason)
         if self._policy is not None:
             self._gateways.deliver(
@@ -566,6 +572,8 @@ class Service:
         stop = Stop(reason=reason)
         peers = {peer: str(member) for member, peer in self._nodes.peers.items()}
         peers |= {peer: f"{hello.role} {hello.index}" for peer, hello in self._early.items()}
+        if self._plan.network is not None and self._plan.failover.restart:
+            peers = {}
         leaving = {peer: name for peer, name in peers.items() if self._channel.send(peer, stop)}
         deadline_s = self._clock() + STOP_WAIT_S
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from expert_nodes import tables
 from expert_nodes.experts import Experts
 from expert_nodes.tables import TableChange
+from expert_nodes.versions import Held
+from expert_nodes.worker import ExpertWorker, InlineNet
 from kernels.dispatch import select_ops
 from models import expert_reader
 from models.checkpoint import Checkpoint
@@ -25,7 +28,7 @@ from tests.server.scheduler.engine import make_config
 from tests.structs import changed
 from topspin.errors import ProtocolError
 from topspin.expert_table import ExpertTable
-from topspin.messages import TablePrepared
+from topspin.messages import Message, TablePrepared, Topology, Welcome
 from topspin.plan import NodeConfig
 
 FIRST = ((0, 1, 2), (5, 6, 7))
@@ -177,3 +180,43 @@ def test_a_change_does_a_little_at_a_time_and_answers_at_the_end(
     change.cancel()
     assert not change.is_busy
     assert experts.versions == [1, 3]
+
+
+def test_another_schedulers_table_is_read_where_this_node_has_other_experts(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    experts = load(path, FIRST, torch.float32)
+    kept = weakref.ref(experts._versions.newest.layers[1])
+    control: Any = Silent()
+    worker = ExpertWorker(
+        control,
+        index=0,
+        model_path=path,
+        open_net=lambda welcome, experts, life: InlineNet(lambda table: None),
+        load=lambda welcome: experts,
+    )
+    rest = ((1, 3, 5, 6, 7), (0, 1, 2, 3, 4))
+
+    def welcome(version: int, held: Held) -> Welcome:
+        slots = tuple(zip(held, rest, strict=True))
+        table = ExpertTable(version=version, num_experts=8, slots=slots)
+        topology = Topology(table=table, experts=(), attention_incarnations=(1,))
+        return Welcome(config=node_config(path), topology=topology)
+
+    worker.load(welcome(1, FIRST))
+    for version, held in ((1, FIRST), (1, SECOND), (1, FIRST), (7, SECOND), (3, FIRST)):
+        worker.form(welcome(version, held))
+        assert experts.versions == [version]
+        assert experts._versions.newest.layers[1] is kept()  # of its second layer nothing was read
+        fresh = outputs(load(path, held, torch.float32), held, 1, torch.float32)
+        assert all(map(torch.equal, outputs(experts, held, version, torch.float32), fresh))
+        worker.disband()
+
+
+class Silent:
+    """A control connection on which nothing comes."""
+
+    def recv(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def send(self, message: Message) -> None:
+        pass

@@ -219,9 +219,7 @@ def replace_gateway(cluster: Cluster, workload: Object, old: Pod, urls: list[str
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_a_rolling_restart_of_gateways_and_nodes_fails_no_request(
-    tiny: Tiny, tmp_path: Path, transport: str
-) -> None:
+def test_a_rolling_restart_fails_no_request(tiny: Tiny, tmp_path: Path, transport: str) -> None:
     engines = Engines(tiny, tmp_path)
     objects = engines.render(plan_for(tiny, transport=transport, counts=(2, 2)), gateways=2)
     (deployment,) = (each for each in objects if each["kind"] == "Deployment")
@@ -232,8 +230,14 @@ def test_a_rolling_restart_of_gateways_and_nodes_fails_no_request(
         gateways = [pod for pod in pods if "gateway" in pod.name]
         nodes = [pod for pod in pods if pod not in gateways and "scheduler" not in pod.name]
         assert len(nodes) == (4 if transport == "tcp" else 1)
+        (scheduler,) = (pod for pod in pods if "scheduler" in pod.name)
         urls = [pod.url for pod in gateways]
         with Load(urls, tiny, headers=HEADERS) as load:
+            load.wait_for(NUM_STREAMS)
+            scheduler.replace()
+            scheduler.wait_until_ready()
+            load.wait_for(NUM_STREAMS)
+            assert {each.num_starts for pod in nodes for each in pod.containers.values()} == {1}
             for pod in nodes:
                 load.wait_for(NUM_STREAMS)
                 pod.replace()

@@ -27,7 +27,7 @@ from topspin.channel import (
     PeerGone,
     Received,
 )
-from topspin.errors import PeerLost
+from topspin.errors import PeerLost, SchedulerLost
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -72,19 +72,46 @@ def test_messages_travel_both_ways(server: ControlServer, address: str) -> None:
     client.close()
 
 
-def test_a_refusal_after_a_loss_is_a_loss(address: str) -> None:
-    """libzmq reconnects by itself and sends queued messages, without a Hello."""
+def lost_and_refused(client: ControlClient | AsyncControlClient, address: str) -> ControlServer:
+    """Have a client lose its server, and be refused by the next one, which is returned.
 
+    libzmq reconnects by itself and sends queued messages, without a Hello.
+    """
+    server = ControlServer(address)
+    client.send(StatsQuery(query_id=1))
+    wait_for(server, 1)
+    server.close()
+    client.send(StatsQuery(query_id=2))
+    server = ControlServer(address)
+    (event,) = wait_for(server, 1)
+    assert server.send(event.peer, Refused(reason="StatsQuery before Hello"))
+    return server
+
+
+def test_a_client_that_has_lost_its_server_connects_anew(address: str) -> None:
+    client = ControlClient(address)
+    server = lost_and_refused(client, address)
+    try:
+        for _ in range(2):  # it stays lost
+            with pytest.raises(SchedulerLost, match="closed the control connection"):
+                client.recv(10.0)
+        client.reconnect()
+        client.send(StatsQuery(query_id=3))
+        received: list[Received] = []
+        while not received:
+            received = [each for each in server.poll(10.0) if isinstance(each, Received)]
+        assert [each.message for each in received] == [StatsQuery(query_id=3)]
+        assert server.send(received[0].peer, Stop(reason="test"))
+        assert client.recv(10.0) == Stop(reason="test")
+    finally:
+        client.close()
+        server.close()
+
+
+def test_a_refusal_after_a_loss_is_a_loss(address: str) -> None:
     async def test() -> None:
         client = AsyncControlClient(address)
-        server = ControlServer(address)
-        client.send(StatsQuery(query_id=1))
-        wait_for(server, 1)
-        server.close()
-        client.send(StatsQuery(query_id=2))
-        server = ControlServer(address)
-        (event,) = wait_for(server, 1)
-        assert server.send(event.peer, Refused(reason="StatsQuery before Hello"))
+        server = lost_and_refused(client, address)
         assert await client._socket.poll(10_000)
         try:
             with pytest.raises(PeerLost):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.topspin.plans import plan
@@ -24,6 +25,8 @@ from topspin.errors import (
     FrameError,
     Interrupted,
     PeerLost,
+    ProtocolError,
+    SchedulerLost,
     TransportError,
 )
 from topspin.expert_table import uniform_table
@@ -116,15 +119,15 @@ def topology(generation: int) -> Topology:
     return Topology(table=table, experts=(), attention_incarnations=(1,), generation=generation)
 
 
-def welcome(*, restart: bool = True, joins_late: bool = False) -> Welcome:
+def welcome(*, restart: bool = True, joins_late: bool = False, generation: int = 1) -> Welcome:
     config = plan(failover=FailoverSection(restart=restart)).for_node()
-    return Welcome(config=config, topology=topology(1), joins_late=joins_late)
+    return Welcome(config=config, topology=topology(generation), joins_late=joins_late)
 
 
 class Node:
     """A worker without work, and the scheduler's end of its connection: a list of messages."""
 
-    def __init__(self, *messages: Message, can_reform: bool = True) -> None:
+    def __init__(self, *messages: Message | Exception, can_reform: bool = True) -> None:
         self._messages = deque(messages)
         self.sent: list[Any] = []
         self.done: list[str] = []
@@ -136,7 +139,13 @@ class Node:
     def recv(self, timeout_s: float | None = None) -> Message | None:
         if timeout_s == 0 or not self._messages:
             return None
-        return self._messages.popleft()
+        message = self._messages.popleft()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def reconnect(self) -> None:
+        self.done.append("reconnect")
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -256,6 +265,70 @@ def test_a_node_that_cannot_reform_knows_no_halt() -> None:
     assert node.done == ["load", "form 1", "Halt", "disband"]
 
 
+# Other schedulers.
+
+GONE = SchedulerLost("the scheduler is gone")
+
+
+def test_weights_outlive_the_scheduler() -> None:
+    node = Node(welcome(), TICKET, GONE, welcome(generation=5), Stop(reason="over"))
+    with pytest.raises(Stopped, match="over"):
+        node.serve()
+    first, _, _, second, ready = node.sent
+    assert (second.fingerprint, second.data_address) == ("print", "unix:@x")
+    assert second.incarnation != first.incarnation
+    assert (first.generation, second.generation) == (0, 1)
+    assert ready == Ready(role="expert", index=3, num_blocks=5, num_frames=5, generation=5)
+    begun = ["load", "form 1", "StepTicket", "disband", "disband"]
+    assert node.done == [*begun, "reconnect", "form 5", "disband"]
+
+
+def test_a_node_that_rejoins_may_come_late_or_lose_that_scheduler_too() -> None:
+    node = Node(welcome(), GONE, GONE, welcome(joins_late=True), Reform(topology=topology(3)))
+    with pytest.raises(Stopped):
+        node.serve()
+    assert [type(each) for each in node.sent] == [Hello, Ready, Hello, Hello, Loaded, Ready]
+    assert node.done.count("load") == 1
+    assert node.done.count("reconnect") == 2
+
+
+def test_the_loss_of_a_scheduler_is_no_failed_step() -> None:
+    node = Node(welcome(), TICKET, welcome(generation=2))
+    node.step_fault = GONE
+    with pytest.raises(Stopped):
+        node.serve()
+    assert not any(isinstance(each, StepFailed) for each in node.sent)
+    assert node.done[-3:] == ["reconnect", "form 2", "disband"]
+
+
+def test_another_plan_needs_other_weights() -> None:
+    other = welcome()
+    config = msgspec.structs.replace(other.config, leave_deadline_s=77.0)
+    node = Node(welcome(), GONE, msgspec.structs.replace(other, config=config))
+    with pytest.raises(ProtocolError, match="another plan"):
+        node.serve()
+
+
+@pytest.mark.parametrize(("restart", "can_reform"), [(False, True), (True, False)])
+def test_other_nodes_end_with_their_scheduler(restart: bool, can_reform: bool) -> None:
+    node = Node(welcome(restart=restart), GONE, can_reform=can_reform)
+    with pytest.raises(SchedulerLost):
+        node.serve()
+
+
+def test_a_node_without_a_scheduler_ends_when_asked() -> None:
+    node = Node(welcome(), GONE)
+    reconnect = node.reconnect
+
+    def ask() -> None:
+        reconnect()
+        node.life.ask_to_leave()
+
+    node.reconnect = ask  # type: ignore[method-assign]
+    with pytest.raises(Stopped, match="takes part in nothing"):
+        node.serve()
+
+
 # SIGTERM, which the node below gets with each PrepareTable.
 
 SIGTERM = PrepareTable(table=uniform_table(num_layers=1, num_experts=2, num_nodes=1))
@@ -283,14 +356,9 @@ def test_a_node_in_a_long_wait_asks_too() -> None:
 
 
 def test_a_node_that_is_to_leave_ends_in_order_if_the_scheduler_is_gone() -> None:
-    def idle() -> None:
-        raise PeerLost("the scheduler is gone")
-
-    for messages, error in (((welcome(),), PeerLost), ((welcome(), SIGTERM), Stopped)):
-        node = Node(*messages)
-        node.idle = idle  # type: ignore[method-assign]
-        with pytest.raises(error, match="scheduler is gone"):
-            node.serve()
+    node = Node(welcome(), SIGTERM, GONE)
+    with pytest.raises(Stopped, match="scheduler is gone"):
+        node.serve()
 
 
 LONELY = """

@@ -17,7 +17,8 @@ class Hello(Message, frozen=True, kw_only=True):
 
     `fingerprint` names the checkpoint (empty for gateways), `data_address` the address at which an
     expert node or a stage accepts attention nodes ("unix:@NAME", "tcp:HOST:PORT", either of them
-    behind "nixl:", "local"; empty otherwise). `incarnation` is unique to this run of the process.
+    behind "nixl:", "local"; empty otherwise). `incarnation` is unique to this connection of this
+    process. `generation` is the last one in which the node took part, with another scheduler.
     """
 
     role: Role
@@ -27,6 +28,7 @@ class Hello(Message, frozen=True, kw_only=True):
     fingerprint: str = ""
     data_address: str = ""
     pid: int = 0
+    generation: int = 0
     protocol: int = PROTOCOL_VERSION
 
 

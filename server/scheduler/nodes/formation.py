@@ -24,6 +24,7 @@ class Formation:
 
     def __init__(self, table: ExpertTable) -> None:
         self._generation = 1
+        self._seen_generation = 0
         self._table = table
         self._full_table = table
         self._recent = {table.version: table}
@@ -43,9 +44,20 @@ class Formation:
         """Return the table of all places."""
         return self._full_table
 
+    def saw(self, generation: int) -> None:
+        """Note a generation of an earlier scheduler, in which a node was.
+
+        Later ones come after it: nodes that kept their weights hold sequences of that time.
+        """
+        self._seen_generation = max(self._seen_generation, generation)
+
+    def begin(self) -> None:
+        """Begin the first generation."""
+        self._generation = self._seen_generation + 1
+
     def begin_generation(self) -> None:
         """Begin the next generation; late messages of earlier ones are ignored."""
-        self._generation += 1
+        self._generation = max(self._generation, self._seen_generation) + 1
 
     def use(self, table: ExpertTable) -> None:
         """Use a table from the next step on; a node without experts in it keeps its share."""

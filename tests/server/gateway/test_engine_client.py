@@ -315,6 +315,7 @@ def test_the_next_scheduler_gets_what_is_left_of_each_request(in_order: bool) ->
             with pytest.raises(EngineUnavailable, match="waiting for another scheduler"):
                 await engine.stats(1.0)
             async with reconnected(engine) as new:
+                new.say(EngineState(state="failed", detail="a node was lost at its start"))
                 new.say(EngineState(state="starting", detail="loading: expert 0"))
                 await new.settle()
                 assert (engine.condition, engine.state.detail) == (

@@ -6,7 +6,9 @@ import pytest
 
 from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.scripted_world import GATEWAY, World
+from tests.structs import changed
 from topspin.channel import Event, Malformed, PeerGone, Received
+from topspin.config import FailoverSection
 from topspin.messages import (
     AddRequest,
     EngineState,
@@ -17,8 +19,12 @@ from topspin.messages import (
     StatsQuery,
     StepFailed,
     StepPlan,
+    Stop,
+    Welcome,
     unpack_ints,
 )
+from topspin.network import NetworkSpec
+from topspin.plan import EnginePlan
 
 
 def run_with_two_requests(world: World, *last: Event) -> int:
@@ -252,6 +258,30 @@ def test_an_error_after_the_request_to_stop_is_no_failure() -> None:
     assert world.service.run() == 0
     assert world.states() == ["starting", "ready", "stopping"]
     assert world.failure("r").code == "engine_unavailable"
+
+
+def test_nodes_of_several_hosts_wait_for_another_scheduler() -> None:
+    def on_hosts(plan: EnginePlan) -> EnginePlan:
+        network = NetworkSpec(control="tcp://10.0.0.1:7000")
+        return changed(plan, {"network": network, "failover": FailoverSection(restart=True)})
+
+    world = World(change=on_hosts)
+    world.start()
+    assert world.service.run() == 0
+    assert world.states() == ["starting", "ready", "stopping"]
+    assert not any(isinstance(message, Stop) for _, message in world.channel.sent)
+
+
+def test_the_first_generation_comes_after_those_of_earlier_schedulers() -> None:
+    """Nodes that kept their weights were in them, and hold sequences of that time."""
+    world = World()
+    for index, (expert, attention) in enumerate(((6, 0), (0, 4))):
+        world.hello("expert", index, generation=expert)
+        world.hello("attention", index, generation=attention)
+    world.poll()
+    assert world.service.run() == 0
+    welcomes = [each for _, each in world.channel.sent if isinstance(each, Welcome)]
+    assert [each.topology.generation for each in welcomes] == [7] * 4
 
 
 def test_stop_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:

@@ -75,6 +75,19 @@ def test_a_lost_attention_node_leaves_the_others_serving() -> None:
     assert recovery.absent == [A0]
 
 
+def test_a_generation_comes_after_all_that_any_node_has_been_in() -> None:
+    """One that joins late may have been in those of an earlier scheduler."""
+    recovery, formation = make()
+    formation.saw(6)
+    formation.begin()
+    assert formation.generation == 7
+    formation.saw(20)
+    assert formation.generation == 7, "steps of it are in flight"
+    recovery.halt(1.0)
+    recovery.halt(2.0)
+    assert formation.generation == 22
+
+
 def test_without_replicas_an_expert_node_is_waited_for() -> None:
     recovery, formation = world = make()
     recovery.lose(E1)
