@@ -494,7 +494,7 @@ class FailoverSection(Section, frozen=True, kw_only=True):
     restart_deadline_s: Annotated[
         float,
         Setting(
-            "how long requests wait for a lost node before they get 503",
+            "how long requests wait for a lost node or scheduler before they get 503",
             flag="--restart-deadline SECONDS",
             above=0,
         ),

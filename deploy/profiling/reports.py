@@ -14,6 +14,7 @@ from deploy.placement.shapes import Kernels, ModelShape
 from deploy.profiling.hops import lower_quartile
 from deploy.profiling.rally import Sample
 from deploy.profiling.worker import RallyReport
+from topspin.errors import EngineError
 from topspin.pipeline import HopTimes
 from topspin.precision import UNQUANTISED, Format
 
@@ -107,12 +108,20 @@ def links_of(reports: Sequence[RallyReport], shape: ModelShape) -> tuple[Link, .
 def rallies_of(
     reports: Sequence[RallyReport], device: DeviceProfile, shape: ModelShape
 ) -> tuple[Rally, ...]:
-    """Return how both sides and the step differ from what they take alone and what that adds to."""
+    """Return how both sides and the step differ from what they take alone and what that adds to.
+
+    Raises EngineError if the trips of messages could not be measured.
+    """
     found = []
     for report in reports:
         if report.transport != "shm":
             continue
         links = links_of([report], shape)
+        if not links:
+            raise EngineError(
+                f"{report.transport}: in no step did both sides wait for a message, so that the "
+                "time of its trip is unknown: other processes use these cores; measure again"
+            )
         for m in sorted({sample.load.micro_batches for sample in report.samples}):
             mine = sorted(
                 (each for each in report.samples if each.load.micro_batches == m),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,15 @@ from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step
 from deploy.placement.devices import load_profile
 from deploy.placement.shapes import ModelShape, precision_by
 from deploy.profiling import command
+from deploy.profiling.rally import Sample
+from deploy.profiling.reports import rallies_of
 from deploy.profiling.solo import Grid
+from deploy.profiling.steps import Load
+from deploy.profiling.worker import RallyReport
 from models.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from topspin.cli.main import main as topspin
-from topspin.errors import ConfigError
+from topspin.errors import ConfigError, EngineError
 from topspin.precision import PrecisionRule
 
 TINY = Grid(
@@ -72,3 +77,19 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         command.main(["-o", output, "--formats", "fp8"])
     with pytest.raises(ConfigError, match="--threads 100000"):
         command.main(["-o", output, "--threads", "100000"])
+
+
+def test_a_link_that_could_not_be_measured_is_said() -> None:
+    sample = Sample(
+        load=Load(rows=2, context=8),
+        attention_s=1e-4,
+        experts_s=1e-4,
+        link_s=None,
+        fixed_s=1e-4,
+        steps_s=[1e-3],
+        num_layers=2,
+    )
+    report = RallyReport(transport="shm", shares_cores=True, samples=[sample])
+    unused: Any = None
+    with pytest.raises(EngineError, match=r"shm: .* other processes use these cores"):
+        rallies_of([report], unused, unused)
