@@ -216,6 +216,10 @@ class Experts:
         ]
         return lacking(self.runtime, moved, ops=self._ops, model=self._config, dtype=self._dtype)
 
+    def keep_newest(self) -> None:
+        """Drop all versions but the newest: no step will name them."""
+        self._versions.use(self._versions.newest.number)
+
     def holds(self, held: Held) -> bool:
         """Say whether a version that is held has these experts."""
         return self._versions.holds(held)

@@ -259,6 +259,7 @@ class ExpertWorker:
 
     def _read(self, table: ExpertTable) -> None:
         """Read the experts of another scheduler's table that this node does not hold."""
+        self.experts.keep_newest()
         self.change.start(table)
         while (answer := self.change.work()) is None:
             self._life.check()
@@ -273,6 +274,8 @@ class ExpertWorker:
             self._graphs.clear()
         if net is not None:
             net.close()
+        # Another scheduler would not know the table by which they were counted.
+        self._report_counts()
 
     def wait_s(self) -> float | None:
         if self.change.is_busy:

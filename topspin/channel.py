@@ -180,7 +180,12 @@ class ControlServer:
         for peer in gone:
             self._fd_of_peer.pop(peer.peer, None)
             self._group_of.pop(peer.peer, None)
-        return events + gone
+        if gone:
+            # Those that are back have a new connection, and take the place of the old one.
+            lost = {peer.peer for peer in gone}
+            ended = [event for event in events if event.peer in lost]
+            return [*ended, *gone, *(event for event in events if event.peer not in lost)]
+        return events
 
     def may_be(self, peer: bytes, group: str) -> bool:
         """Say whether `peer` has a key of `group`; without keys all peers may be anything."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from topspin.channel import ControlClient
-from topspin.errors import Interrupted, ProtocolError
+from topspin.errors import Interrupted, ProtocolError, SchedulerLost
 from topspin.messages import AnyMessage, Halt, Refused, Stop
 from topspin.trace import Ring
 from topspin.trace_node import answer_trace
@@ -62,8 +62,13 @@ class Inbox:
             raise Interrupted(f"the scheduler has sent {type(self._queue[0]).__name__}")
 
     def _read(self) -> None:
-        while (message := self._control.recv(0)) is not None:
-            self._take(message)
+        try:
+            while (message := self._control.recv(0)) is not None:
+                self._take(message)
+        except SchedulerLost:
+            # It may have said how this ends before it went.
+            if not (self._queue and isinstance(self._queue[0], Stop | Refused)):
+                raise
 
     def _take(self, message: AnyMessage) -> None:
         if answer_trace(self._control, message, self.trace):

@@ -201,9 +201,10 @@ class NodeLife:
             load_s=load_s,
         )
         with self._leaving_on_sigterm(welcome.config.leave_deadline_s):
+            has_served = False
             while True:
                 try:
-                    self._take_part(worker, welcome, ready)
+                    self._take_part(worker, welcome, ready, has_served=has_served)
                 except SchedulerLost as error:
                     if self._is_asked_to_leave:
                         raise Stopped("it was asked to leave, and the scheduler is gone") from None
@@ -214,6 +215,7 @@ class NodeLife:
                     worker.disband()
                 welcome = self._rejoin(welcome)
                 ready = msgspec.structs.replace(ready, load_s=0.0)
+                has_served = True
 
     def _await_welcome(self) -> Welcome:
         """Return the answer to Hello, which comes once the engine is complete.
@@ -239,6 +241,7 @@ class NodeLife:
         """
         self._word.set("starting")
         self._logger.info("%s %d waits for another scheduler", self._role, self._index)
+        said = ""
         while True:
             self._control.reconnect()
             self.inbox.clear()
@@ -247,14 +250,19 @@ class NodeLife:
             self._say_hello()
             try:
                 welcome = self._await_welcome()
-            except SchedulerLost:
+            except SchedulerLost as error:
+                if str(error) != said:  # not each time
+                    said = str(error)
+                    self._logger.warning("%s %d: %s", self._role, self._index, said)
                 time.sleep(RETRY_S)
                 continue
             if welcome.config != before.config:
                 raise ProtocolError("another scheduler has come, with another plan")
             return welcome
 
-    def _take_part(self, worker: Worker, welcome: Welcome, ready: Ready) -> NoReturn:
+    def _take_part(
+        self, worker: Worker, welcome: Welcome, ready: Ready, *, has_served: bool
+    ) -> NoReturn:
         if welcome.joins_late:
             self.send(
                 Loaded(
@@ -265,6 +273,8 @@ class NodeLife:
                     load_s=ready.load_s,
                 )
             )
+        elif has_served:
+            self._reform(worker, welcome, ready)  # a scheduler that ends must not end this node
         else:
             self._form(worker, welcome, ready)
         ready = msgspec.structs.replace(ready, load_s=0.0)  # it loads once

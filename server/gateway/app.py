@@ -195,6 +195,8 @@ def _operation_routes(
         """Return 200 if the engine is ready or recovering, answers, and has not stalled."""
         try:
             engine.check_ready()
+            if engine.is_waiting:
+                return _json({"state": engine.condition})
             stats = await engine.stats(STATS_DEADLINE_S)
             engine.check_ready()  # the state may have changed before the answer came
         except EngineError as error:

@@ -129,11 +129,15 @@ class Call:
 
 @dataclass(slots=True)
 class _InFlight:
-    """One request in flight, and the output that has come."""
+    """One request in flight, and the output that has come.
+
+    `is_taken`: a scheduler got it, be it one that is gone.
+    """
 
     call: Call
     choice_idx: int
     request: AddRequest
+    is_taken: bool
     output: array[int] = field(default_factory=lambda: array("i"))
     num_scored: int = 0
     num_replays: int = 0
@@ -141,7 +145,10 @@ class _InFlight:
     def rest(self) -> AddRequest:
         """Return the request for what has not come yet."""
         return msgspec.structs.replace(
-            self.request, output=pack_ints(self.output), num_scored=self.num_scored
+            self.request,
+            replayed=self.is_taken,
+            output=pack_ints(self.output),
+            num_scored=self.num_scored,
         )
 
 
@@ -150,11 +157,12 @@ class EngineClient:
     """All requests of this gateway; `run` must be running for anything to arrive.
 
     `replay_deadline_s`: how long requests wait for another scheduler when theirs is lost; None:
-    they end with it.
+    they end with it. Then new ones wait, too, while there are less than `max_waiting`.
     """
 
     connection: ControlConnection
     replay_deadline_s: float | None = None
+    max_waiting: int = 1024
     state: EngineState = field(default_factory=lambda: EngineState(state="starting"))
     _requests: dict[str, _InFlight] = field(default_factory=dict)
     _queries: dict[int, asyncio.Future[Stats | Trace]] = field(default_factory=dict)
@@ -174,6 +182,11 @@ class EngineClient:
         return len(self._requests)
 
     @property
+    def is_waiting(self) -> bool:
+        """Say whether requests wait for another scheduler."""
+        return self._deadline is not None
+
+    @property
     def condition(self) -> str:
         """The engine's state, or `stopping` while this gateway drains."""
         return "stopping" if self._draining else self.state.state
@@ -191,12 +204,16 @@ class EngineClient:
     def submit(self, requests: Sequence[AddRequest]) -> Call:
         """Send `requests`, the choices of one call in order; raises EngineUnavailable."""
         self.check_ready()
+        if self.is_waiting and self.num_in_flight >= self.max_waiting:
+            raise EngineUnavailable(f"{self.num_in_flight} requests wait for another scheduler")
         call = Call(self._release, self._abort)
         for choice_idx, request in enumerate(requests):
             assert request.request_id not in self._requests, "request ids are unique"
             call.request_ids.append(request.request_id)
-            self._requests[request.request_id] = _InFlight(call, choice_idx, request)
-        if self._deadline is None:
+            self._requests[request.request_id] = _InFlight(
+                call, choice_idx, request, is_taken=not self.is_waiting
+            )
+        if not self.is_waiting:
             for request in requests:
                 self.connection.send(request)
         return call
@@ -217,7 +234,7 @@ class EngineClient:
     async def _ask(self, query: StatsQuery | TraceRequest, deadline_s: float) -> Stats | Trace:
         if self.state.state == "failed":
             raise EngineUnavailable("the engine has failed")
-        if self._deadline is not None:
+        if self.is_waiting:
             raise EngineUnavailable(self.state.detail)
         query_id = query.query_id
         answer: asyncio.Future[Stats | Trace] = asyncio.get_running_loop().create_future()
@@ -234,10 +251,8 @@ class EngineClient:
             del self._queries[query_id]
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those in flight continue, if they have a scheduler."""
+        """Refuse new requests from now on; those in flight continue."""
         self._draining = True
-        if self._stop_waiting():
-            self.fail_all(EngineUnavailable("the server is shutting down"))
 
     def fail_all(self, error: TopspinError) -> None:
         """End every call and query in flight with `error`; aborts their requests in the engine."""
@@ -287,7 +302,7 @@ class EngineClient:
                 self._deliver(output, now_s)
         elif isinstance(message, RequestFailed):
             # A scheduler that stops fails all requests; the next one gets them.
-            if self._deadline is None:
+            if not self.is_waiting:
                 in_flight = self._requests.pop(message.request_id, None)
                 if in_flight is not None:
                     in_flight.call.fail(_typed_error(message))
@@ -320,7 +335,7 @@ class EngineClient:
 
     def _abort(self, request_id: str) -> None:
         was_there = self._requests.pop(request_id, None) is not None
-        if was_there and self.state.state != "failed" and self._deadline is None:
+        if was_there and self.state.state != "failed" and not self.is_waiting:
             self.connection.send(AbortRequest(request_id=request_id))
 
     def _release(self, call: Call) -> None:
@@ -332,7 +347,7 @@ class EngineClient:
     def _state_changed(self, message: EngineState) -> None:
         if message.state == "stopping" and self._can_wait:
             self._scheduler_lost()
-        elif self._deadline is not None and message.state not in ("ready", "recovering"):
+        elif self.is_waiting and message.state not in ("ready", "recovering"):
             # One that fails at its start is restarted, too.
             self.state = msgspec.structs.replace(self.state, detail=message.detail)
         else:
@@ -347,12 +362,12 @@ class EngineClient:
     @property
     def _can_wait(self) -> bool:
         serves = self.state.state in ("ready", "recovering")
-        return self.replay_deadline_s is not None and serves and not self._draining
+        return self.replay_deadline_s is not None and serves
 
     def _scheduler_lost(self) -> None:
         """Have calls wait for another scheduler, or end them."""
         error = NodeLost("the connection to the scheduler was lost")
-        if self._deadline is not None:
+        if self.is_waiting:
             return
         if not self._can_wait:
             if self.state.state != "failed":  # else it has been said
@@ -386,9 +401,10 @@ class EngineClient:
             in_flight.num_replays += 1
             if in_flight.num_replays > MAX_REPLAYS:
                 error = NodeLost(f"{in_flight.num_replays} schedulers were lost")
-                in_flight.call.fail(error)
-            else:
-                self.connection.send(in_flight.rest())
+                in_flight.call.fail(error)  # and with it the call's other requests
+        for in_flight in self._requests.values():
+            self.connection.send(in_flight.rest())
+            in_flight.is_taken = True
 
     def _engine_failed(self, error: TopspinError) -> None:
         self._stop_waiting()

@@ -103,10 +103,13 @@ async def serve(
         span_sender(config.gateway.otlp_traces_endpoint) as spans,
         contextlib.closing(bind(config.gateway)) as listener,
     ):
-        failover = config.plan.failover
+        plan = config.plan
+        # On one host the engine ends with its scheduler.
+        may_return = plan.network is not None and plan.failover.restart
         engine = EngineClient(
             connect(),
-            replay_deadline_s=failover.restart_deadline_s if failover.restart else None,
+            replay_deadline_s=plan.failover.restart_deadline_s if may_return else None,
+            max_waiting=plan.scheduling.max_queued_requests,
         )
         try:
             app = build_app(config, engine, spans)

@@ -351,12 +351,14 @@ class Service:
                 raise  # the engine cannot start as configured
             return
         self._log.info("%s %d joined (pid %d)", hello.role, hello.index, hello.pid)
-        self.formation.saw(hello.generation)
         if hello.role == "gateway":
             self._gateways.joined(peer)
-        elif hello.role == "draft":
+            return
+        if hello.role == "draft":
             self._welcome_draft(peer, hello.index)
-        elif self._policy is not None:
+            return
+        self.formation.saw(hello.generation)
+        if self._policy is not None:
             self._faults.joined(Member(hello.role, hello.index))
         else:
             if roster.is_complete:

@@ -28,7 +28,7 @@ from tests.server.scheduler.engine import make_config
 from tests.structs import changed
 from topspin.errors import ProtocolError
 from topspin.expert_table import ExpertTable
-from topspin.messages import Message, TablePrepared, Topology, Welcome
+from topspin.messages import ExpertCounts, Message, TablePrepared, Topology, Welcome
 from topspin.plan import NodeConfig
 
 FIRST = ((0, 1, 2), (5, 6, 7))
@@ -210,13 +210,19 @@ def test_another_schedulers_table_is_read_where_this_node_has_other_experts(tmp_
         fresh = outputs(load(path, held, torch.float32), held, 1, torch.float32)
         assert all(map(torch.equal, outputs(experts, held, version, torch.float32), fresh))
         worker.disband()
+        assert not experts.has_counts, "the next scheduler would not know their table"
+    counted = [each.table_version for each in control.sent if isinstance(each, ExpertCounts)]
+    assert counted == [1, 1, 1, 7, 3]
 
 
 class Silent:
     """A control connection on which nothing comes."""
 
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
     def recv(self, timeout_s: float | None = None) -> None:
         return None
 
     def send(self, message: Message) -> None:
-        pass
+        self.sent.append(message)

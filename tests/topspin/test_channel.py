@@ -207,6 +207,21 @@ def test_descriptor_reuse_does_not_end_the_new_peer(server: ControlServer, addre
         assert events[0].peer == events[1].peer
 
 
+def test_a_peer_that_is_back_comes_after_its_loss(server: ControlServer, address: str) -> None:
+    """Else it would find its place taken; its last messages are read all the same."""
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=1))
+    wait_for(server, 1)
+    client.send(StatsQuery(query_id=2))
+    client.close()
+    again = ControlClient(address)
+    again.send(StatsQuery(query_id=3))
+    events = wait_for(server, 3)
+    again.close()
+    assert [type(event) for event in events] == [Received, PeerGone, Received]
+    assert events[0].peer == events[1].peer != events[2].peer
+
+
 def test_a_killed_process_is_noticed_by_its_closed_connection(
     server: ControlServer, address: str
 ) -> None:

@@ -344,6 +344,7 @@ def test_golden_bytes_of_a_request() -> None:
             },
             "cache_salt": "",
             "priority": 0,
+            "replayed": False,
             "output": b"",
             "num_scored": 0,
         }
@@ -364,6 +365,14 @@ def test_a_wrong_field_is_a_protocol_error() -> None:
         fields = msgpack.unpackb(encode(TICKET)) | change
         with pytest.raises(ProtocolError, match=reason):
             decode(msgpack.packb(fields))
+
+
+def test_a_generation_has_room_for_the_next_ones() -> None:
+    hello = Hello(role="expert", index=0, incarnation=1, revision="1", generation=2**53)
+    assert decode(encode(hello)) == hello
+    for outside in (-1, 2**53 + 1, 2**64 - 1):
+        with pytest.raises(ProtocolError, match="generation"):
+            decode(encode(msgspec.structs.replace(hello, generation=outside)))
 
 
 def test_a_missing_field_is_a_protocol_error() -> None:

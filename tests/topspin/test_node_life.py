@@ -280,7 +280,7 @@ def test_weights_outlive_the_scheduler() -> None:
     assert (first.generation, second.generation) == (0, 1)
     assert ready == Ready(role="expert", index=3, num_blocks=5, num_frames=5, generation=5)
     begun = ["load", "form 1", "StepTicket", "disband", "disband"]
-    assert node.done == [*begun, "reconnect", "form 5", "disband"]
+    assert node.done == [*begun, "reconnect", "disband", "form 5", "disband"]
 
 
 def test_a_node_that_rejoins_may_come_late_or_lose_that_scheduler_too() -> None:
@@ -298,7 +298,33 @@ def test_the_loss_of_a_scheduler_is_no_failed_step() -> None:
     with pytest.raises(Stopped):
         node.serve()
     assert not any(isinstance(each, StepFailed) for each in node.sent)
-    assert node.done[-3:] == ["reconnect", "form 2", "disband"]
+    assert node.done[-4:] == ["reconnect", "disband", "form 2", "disband"]
+
+
+def test_weights_outlive_a_scheduler_whose_engine_cannot_form() -> None:
+    node = Node(welcome(), GONE, welcome(generation=2), GONE, welcome(generation=3))
+    node.faults[2] = PeerLost("expert 0 closed its connection")
+    with pytest.raises(Stopped):
+        node.serve()
+    assert [type(each) for each in node.sent] == [Hello, Ready, Hello, StepFailed, Hello, Ready]
+    assert node.done.count("load") == 1
+
+
+def test_who_was_told_to_stop_waits_for_no_other_scheduler() -> None:
+    class Ended(Node):
+        """Its scheduler has sent Stop and is gone, which a step notices."""
+
+        def recv(self, timeout_s: float | None = None) -> Message | None:
+            if not self._messages:
+                raise GONE
+            return super().recv()
+
+        def handle(self, message: AnyMessage) -> None:
+            with pytest.raises(Interrupted):
+                self.life.check()
+
+    with pytest.raises(Stopped, match="over"):
+        Ended(welcome(), TICKET, Stop(reason="over")).serve()
 
 
 def test_another_plan_needs_other_weights() -> None:

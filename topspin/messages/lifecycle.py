@@ -5,6 +5,8 @@ Sent by every node and gateway and by the scheduler; see topspin.messages.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from topspin.expert_table import ExpertTable
@@ -28,7 +30,7 @@ class Hello(Message, frozen=True, kw_only=True):
     fingerprint: str = ""
     data_address: str = ""
     pid: int = 0
-    generation: int = 0
+    generation: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
     protocol: int = PROTOCOL_VERSION
 
 

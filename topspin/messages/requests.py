@@ -73,9 +73,9 @@ def choice_of(request_id: str) -> str:
 class AddRequest(Message, frozen=True, kw_only=True):
     """One choice of one request. `prompt` is packed ints; `cache_salt` separates tenants.
 
-    Requests of lower `priority` are served first; of equal ones, the first to come. A request that
-    another scheduler has begun comes with the `output` that was delivered (packed ints), and with
-    how many of its prompt's log-probabilities were; it goes on from there.
+    Requests of lower `priority` are served first; of equal ones, the first to come. One that is
+    `replayed` had been taken by a scheduler that is gone: it goes on behind the `output` (packed
+    ints) and the log-probabilities of its prompt's tokens, `num_scored`, that were delivered.
     """
 
     request_id: str
@@ -83,6 +83,7 @@ class AddRequest(Message, frozen=True, kw_only=True):
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    replayed: bool = False
     output: bytes = b""
     num_scored: int = 0
 

@@ -33,10 +33,11 @@ class Compilations:
         self._known: OrderedDict[str, None] = OrderedDict()
         self._unsent: list[CompileGrammar] = []
 
-    def ask(self, grammar: str, nodes: Collection[int]) -> str:
+    def ask(self, grammar: str, nodes: Collection[int], *, may_refuse: bool = True) -> str:
         """Have `nodes` compile a grammar unless they have, or are about to; returns its key.
 
-        Raises EngineUnavailable if too many are under way.
+        If too many are under way it raises EngineUnavailable, or if it may not refuse, leaves it to
+        the node that gets the sequence.
         """
         key = grammar_key(grammar)
         if key in self._known or key in self._awaited:
@@ -44,9 +45,10 @@ class Compilations:
             if key in self._known:
                 self._known.move_to_end(key)
             return key
-        if len(self._awaited) >= MAX_UNDER_WAY:
+        is_full = len(self._awaited) >= MAX_UNDER_WAY
+        if is_full and may_refuse:
             raise EngineUnavailable(f"{MAX_UNDER_WAY} grammars are being compiled")
-        if nodes:
+        if nodes and not is_full:
             self.num_asked += 1
             self._awaited[key] = set(nodes)
             self._unsent.append(CompileGrammar(key=key, grammar=grammar))

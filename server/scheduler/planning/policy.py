@@ -183,11 +183,13 @@ class Policy:
         try:
             if (peer, message.request_id) in self._requests:
                 raise InvalidRequest(f"request id {message.request_id!r} is in use")
-            self._check_queue()
+            self._check_queue(is_replay=message.replayed)
             request = self._intake.request(message, peer=peer, arrival=self._num_arrivals)
             if grammar := message.sampling.grammar:
                 nodes = [replica.index for replica in self._replicas if replica.is_present]
-                request.grammar_key = self.compilations.ask(grammar, nodes)
+                request.grammar_key = self.compilations.ask(
+                    grammar, nodes, may_refuse=not message.replayed
+                )
             request.added_at = now
         except TopspinError as error:
             return failure(message.request_id, error)
@@ -197,11 +199,14 @@ class Policy:
         self._waiting.push(request)
         return None
 
-    def _check_queue(self) -> None:
-        """Raise EngineUnavailable if the queue is full; seats on nodes are not part of it."""
+    def _check_queue(self, *, is_replay: bool) -> None:
+        """Raise EngineUnavailable if the queue is full; seats on nodes are not part of it.
+
+        Replays have as much room again: all of another scheduler's come at once, new ones between.
+        """
         limits = self._plan.scheduling
         seats = sum(replica.node.max_num_seqs for replica in self._replicas)
-        if len(self._requests) >= limits.max_queued_requests + seats:
+        if len(self._requests) >= (limits.max_queued_requests + seats) * (1 + is_replay):
             raise EngineUnavailable(
                 f"the queue is full ({limits.max_queued_requests} requests are waiting)"
             )

@@ -251,13 +251,14 @@ async def gateway(
     *,
     ready: bool = True,
     max_request_tokens: int = MAX_REQUEST_TOKENS,
+    replay_deadline_s: float | None = None,
     **options: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Run the application in this loop, without a network; yields a client for it.
 
     `options` are those of make_app.
     """
-    engine = EngineClient(fake)
+    engine = EngineClient(fake, replay_deadline_s)
     reader = asyncio.create_task(engine.run())
     if ready:
         fake.become_ready(max_request_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,6 +163,20 @@ def test_health_fails_when_the_scheduler_is_lost_or_hangs(monkeypatch: pytest.Mo
             fake.say(PeerLost("closed"))
             lost = await client.get("/health")
             assert (lost.status_code, lost.json()["state"]) == (503, "failed")
+
+    asyncio.run(test())
+
+
+def test_health_is_well_while_requests_wait_for_another_scheduler() -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with gateway(fake, replay_deadline_s=60.0) as client:
+            fake.say(PeerLost("closed"))
+            await fake.settle()
+            waiting = await client.get("/health")
+            assert (waiting.status_code, waiting.json()) == (200, {"state": "recovering"})
+            metrics = (await client.get("/metrics")).text
+            assert re.search(r"topspin_engine_up\S* 0\.0", metrics)
 
     asyncio.run(test())
 

@@ -326,11 +326,12 @@ def test_the_next_scheduler_gets_what_is_left_of_each_request(in_order: bool) ->
                 new.become_ready()
                 await new.settle()
                 assert [
-                    (each.request_id, list(unpack_ints(each.output))) for each in new.added
+                    (each.request_id, each.replayed, list(unpack_ints(each.output)))
+                    for each in new.added
                 ] == [
-                    ("a-0", [5, 6]),
-                    ("b-0", []),
-                    ("c-0", []),
+                    ("a-0", True, [5, 6]),
+                    ("b-0", True, []),
+                    ("c-0", False, []),
                 ]
                 assert [each.num_scored for each in new.added] == [2, 0, 0]
                 assert new.aborted == []
@@ -366,18 +367,37 @@ def test_requests_do_not_wait_for_ever() -> None:
     run(test())
 
 
-def test_a_gateway_that_ends_waits_for_no_scheduler() -> None:
+def test_a_gateway_that_ends_waits_too() -> None:
+    """Its own deadline then ends what is left."""
+
     async def test() -> None:
         for drains_first in (True, False):
             async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
-                call = engine.submit([request("a-0")])
+                engine.submit([request("a-0")])
                 if drains_first:
                     engine.drain()
                 fake.say(PeerLost("closed"))
                 await reader
                 engine.drain()
-                assert isinstance(await outcome(call), NodeLost | EngineUnavailable)
-                assert engine.num_in_flight == 0
+                assert engine.condition == "stopping"
+                async with reconnected(engine) as new:
+                    new.become_ready()
+                    await new.settle()
+                    assert [each.request_id for each in new.added] == ["a-0"]
+
+    run(test())
+
+
+def test_only_so_many_requests_wait() -> None:
+    async def test() -> None:
+        async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
+            engine.max_waiting = 3
+            engine.submit([request("a-0"), request("a-1")])
+            fake.say(PeerLost("closed"))
+            await reader
+            engine.submit([request("b-0")])
+            with pytest.raises(EngineUnavailable, match="3 requests wait for another scheduler"):
+                engine.submit([request("c-0")])
 
     run(test())
 
@@ -385,18 +405,21 @@ def test_a_gateway_that_ends_waits_for_no_scheduler() -> None:
 def test_a_request_that_ends_one_scheduler_after_the_other_fails() -> None:
     async def test() -> None:
         async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
-            call = engine.submit([request("poison-0")])
+            call = engine.submit([request("poison-0"), request("poison-1")])
             fake.say(PeerLost("closed"))
             await reader
-            for _ in range(MAX_REPLAYS):
+            for index in range(MAX_REPLAYS):
                 async with reconnected(engine) as new:
                     new.become_ready()
                     await new.settle()
-                    assert [each.request_id for each in new.added] == ["poison-0"]
+                    assert [each.request_id for each in new.added] == ["poison-0", "poison-1"]
+                    new.emit(output("poison-1", [9], index=index))
                     new.say(PeerLost("closed"))
                     await new.settle()
             async with reconnected(engine) as last:
                 last.become_ready()
+                await last.settle()
+                assert len(await call.next()) == MAX_REPLAYS
                 assert isinstance(await outcome(call), NodeLost)
                 assert last.added == []
 

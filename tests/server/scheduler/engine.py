@@ -244,6 +244,7 @@ class Engine:
             if not client.ended:
                 rest = msgspec.structs.replace(
                     client.message,
+                    replayed=True,
                     output=pack_ints(client.tokens),
                     num_scored=len(client.scores),
                 )

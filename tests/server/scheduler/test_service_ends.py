@@ -275,6 +275,7 @@ def test_nodes_of_several_hosts_wait_for_another_scheduler() -> None:
 def test_the_first_generation_comes_after_those_of_earlier_schedulers() -> None:
     """Nodes that kept their weights were in them, and hold sequences of that time."""
     world = World()
+    world.hello("gateway", 0, generation=2**53)  # it is believed in nothing
     for index, (expert, attention) in enumerate(((6, 0), (0, 4))):
         world.hello("expert", index, generation=expert)
         world.hello("attention", index, generation=attention)

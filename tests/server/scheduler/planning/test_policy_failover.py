@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from server.scheduler.planning.policy import MAX_REPLAYS
@@ -74,6 +75,17 @@ def test_outputs_survive_any_losses(seed: int) -> None:
     assert num_schedulers > 0
     failures = [client.failure for client in engine.clients.values() if client.failure]
     assert all(failure.code == "node_lost" for failure in failures)
+
+
+def test_replays_find_room_in_a_queue_that_new_requests_have_filled() -> None:
+    engine = Engine(make_config(max_queued_requests=2, max_num_seqs=1))
+    for number in range(3):
+        assert engine.add(make_request(f"new{number}", [number], seed=number)) is None
+    for number in range(4):
+        request = make_request(f"old{number}", [number], seed=10 + number)
+        refusal = engine.add(msgspec.structs.replace(request, replayed=True))
+        assert (refusal is None) == (number < 3)
+    engine.finish()
 
 
 def run_until_tokens(engine: Engine, request_id: str, count: int) -> None:

@@ -105,6 +105,9 @@ def test_only_so_many_are_compiled_and_remembered() -> None:
     asked = [compilations.ask(f"start: /{i}/", [0]) for i in range(MAX_UNDER_WAY)]
     with pytest.raises(EngineUnavailable, match=str(MAX_UNDER_WAY)):
         compilations.ask("start: /x/", [0])
+    replayed = compilations.ask("start: /x/", [0], may_refuse=False)
+    assert not compilations.is_under_way(replayed)
+    assert len(compilations.take_unsent()) == MAX_UNDER_WAY
     assert compilations.ask("start: /0/", [0]) == asked[0]
     compilations.answered(0, asked[0], is_refused=False)
     for i in range(MAX_KNOWN):
