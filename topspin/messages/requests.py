@@ -193,8 +193,8 @@ class StatsQuery(Message, frozen=True, kw_only=True):
 class Stats(Message, frozen=True, kw_only=True):
     """The scheduler's counters and gauges, for /metrics.
 
-    `num_replays` counts requests that were queued again after the loss of a node or step,
-    `num_grammars_compiled` those whose grammar the nodes were asked to compile, and
+    `num_replays` counts requests that were queued again after the loss of a node, a step or a
+    scheduler, `num_grammars_compiled` those whose grammar the nodes were asked to compile, and
     `num_grammars_found` those that found it compiled or under way.
     `expert_tokens[layer][expert]` counts routed (token, expert) pairs since start;
     `expert_activations` and `expert_batches` are the sums of ExpertCounts'. `expert_balance` is the

@@ -194,6 +194,7 @@ class Policy:
         except TopspinError as error:
             return failure(message.request_id, error)
         self._num_arrivals += 1
+        self._counters.num_replays += message.replayed
         self._was_idle |= not self._requests
         self._requests[peer, message.request_id] = request
         self._waiting.push(request)

@@ -86,6 +86,7 @@ def test_replays_find_room_in_a_queue_that_new_requests_have_filled() -> None:
         refusal = engine.add(msgspec.structs.replace(request, replayed=True))
         assert (refusal is None) == (number < 3)
     engine.finish()
+    assert engine.policy.stats(0, (), engine.now).num_replays == 3
 
 
 def run_until_tokens(engine: Engine, request_id: str, count: int) -> None:
