@@ -73,7 +73,7 @@ class StepProgress:
         self._moved_s = time.monotonic()
 
     def forget(self) -> None:
-        """There is another scheduler, which knows of no step."""
+        """Forget the last step: another scheduler knows nothing of it."""
         self._ticket = None
 
     @property

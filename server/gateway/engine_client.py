@@ -366,9 +366,9 @@ class EngineClient:
 
     def _scheduler_lost(self) -> None:
         """Have calls wait for another scheduler, or end them."""
-        error = NodeLost("the connection to the scheduler was lost")
         if self.is_waiting:
             return
+        error = NodeLost("the connection to the scheduler was lost")
         if not self._can_wait:
             if self.state.state != "failed":  # else it has been said
                 _log.error("gateway: %s; connecting again", error)
@@ -383,14 +383,13 @@ class EngineClient:
         self._deadline = loop.call_later(self.replay_deadline_s, self._give_up)
 
     def _stop_waiting(self) -> bool:
-        """Say whether calls waited for another scheduler; they do no longer."""
+        """Have calls wait no longer for another scheduler; returns whether they did."""
         deadline, self._deadline = self._deadline, None
         if deadline is not None:
             deadline.cancel()
         return deadline is not None
 
     def _give_up(self) -> None:
-        self._deadline = None
         limit_s = self.replay_deadline_s
         self._engine_failed(NodeLost(f"no scheduler came back within {limit_s:g} s"))
 
