@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import Grammars
 from attention_nodes.launched import check_of
 from attention_nodes.loading import OpenDryNet, load_runner
 from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
@@ -31,8 +31,10 @@ from topspin.errors import Interrupted, ProtocolError
 from topspin.messages import (
     AnyMessage,
     CompileGrammar,
+    GrammarLost,
     GrammarReady,
     PrepareTable,
+    ReleaseGrammar,
     StepPlan,
     StepTicket,
     TablePrepared,
@@ -151,6 +153,8 @@ class AttentionWorker:
         net, self._net = self._net, None
         relay, self._relay = self._relay, None
         self._is_formed = False
+        if self._grammars is not None:
+            self._grammars.release_all()
         try:
             if net is not None:
                 net.close()  # ends a device's waits
@@ -167,9 +171,12 @@ class AttentionWorker:
         0 while a step runs, so that plans are polled.
         """
         assert self._grammars is not None
-        for compiled in self._grammars.take_compiled():
-            answer = GrammarReady(index=self._index, key=compiled.key, error=compiled.error)
-            self._life.send(answer)
+        for key, error, may_retry in self._grammars.take_compiled():
+            self._life.send(
+                GrammarReady(index=self._index, key=key, error=error, may_retry=may_retry)
+            )
+        for key, error in self._grammars.take_lost():
+            self._life.send(GrammarLost(index=self._index, key=key, error=error))
         runner = self.runner
         while runner.head is not None:
             if runner.is_done:
@@ -203,6 +210,9 @@ class AttentionWorker:
         elif isinstance(message, CompileGrammar):
             assert self._grammars is not None
             self._grammars.start(message.key, message.grammar)
+        elif isinstance(message, ReleaseGrammar):
+            assert self._grammars is not None
+            self._grammars.release(message.key)
         elif isinstance(message, PrepareTable):
             if self._net is not None:  # else a Reform follows, which brings a table
                 self._net.set_table(message.table)

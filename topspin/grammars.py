@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES: Final = 256 * 1024
 MAX_REASON_CHARS: Final = 400
 
+COMPILE_CPU_S: Final = 5.0
+"""CPU time of compiling a grammar."""
+MAX_COMPILED_BYTES: Final = 256 * 1024 * 1024
+"""Memory of one grammar, compiled and followed."""
+MAX_ALL_COMPILED_BYTES: Final = 2 * 1024**3
+"""Memory of all grammars that a node compiles, follows and keeps; the largest is given up."""
+
 
 def grammar_key(grammar: str) -> str:
     """Return the name of a grammar in messages and caches."""

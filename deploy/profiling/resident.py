@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import Grammars
 from deploy.profiling.parts import Measured, config_of, make_experts, make_runner
 from deploy.profiling.solo import Attention
 from topspin.process import release_freed_memory

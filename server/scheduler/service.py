@@ -58,6 +58,7 @@ from topspin.messages import (
     ClockPong,
     ExpertCounts,
     Goodbye,
+    GrammarLost,
     GrammarReady,
     Halted,
     Hello,
@@ -211,6 +212,7 @@ class Service:
             while (step := policy.schedule(self._clock())) is not None:
                 self._send(step)
         if policy is not None:
+            self._gateways.deliver(policy.displace_grammars())
             self._nodes.compile(policy.compilations.take_unsent())
         for event in self._receive():
             member = self._nodes.roster.member(event.peer)
@@ -391,7 +393,10 @@ class Service:
                 self._on_prepared(member, answer)
             case GrammarReady() as compiled:
                 if self._policy is not None:
-                    self._gateways.deliver(self._policy.compiled(compiled))
+                    self._gateways.deliver(self._policy.compiled(compiled, self._clock()))
+            case GrammarLost() as lost:
+                if self._policy is not None:
+                    self._policy.lost_grammar(lost, self._clock())
             case ClockPong() | TraceDump() as answer:
                 self._gateways.trace_answer(member, answer)
             case Ready() as ready if self._policy is None:
