@@ -78,8 +78,13 @@ class AttentionWorker:
         make_drafter: MakeDrafter = text_drafter,
         can_reform: bool = True,
         open_relay: OpenRelay | None = None,
+        expects_grammars: bool = False,
     ) -> None:
-        """`open_relay` connects to the node's stages, if it has some."""
+        """`open_relay` connects to the node's stages, if it has some.
+
+        `expects_grammars`: reads the vocabulary for grammars at once, not for the first of them.
+        """
+        self._expects_grammars = expects_grammars
         self._open_relay = open_relay
         self._relay: Relay | None = None
         self._life = NodeLife(control, role="attention", index=index, can_reform=can_reform)
@@ -118,6 +123,8 @@ class AttentionWorker:
         self._grammars = Grammars(
             self._model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
+        if self._expects_grammars:
+            self._grammars.prepare()
         self._runner = load_runner(
             self._model_path,
             welcome.config,

@@ -45,7 +45,7 @@ from attention_nodes.grammars.frames import (
     receive_bytes,
 )
 from spec_decode.draft import Draft
-from topspin.errors import ConfigError, EngineUnavailable, InvalidRequest
+from topspin.errors import EngineUnavailable, InvalidRequest
 from topspin.grammars import COMPILE_CPU_S, MAX_COMPILED_BYTES, grammar_key
 
 MAX_IDLE: Final = 32
@@ -139,9 +139,7 @@ class Grammars:
     """The grammars that sequences of one node follow."""
 
     def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Begin to read the tokenizer of the checkpoint in `directory`, whose logits have
-        `vocab_size` tokens.
-        """
+        """Serve the checkpoint in `directory`, whose logits have `vocab_size` tokens."""
         self._processes: OrderedDict[str, _Process] = OrderedDict()
         self._compiling: dict[str, _Process] = {}
         self._kept: set[str] = set()
@@ -151,6 +149,10 @@ class Grammars:
         self._by_number: dict[int, _Process] = {}
         self._server = _ForkServer(directory, vocab_size, eos_token_ids)
         self._close = weakref.finalize(self, _close_all, self._server, self._by_number)
+
+    def prepare(self) -> None:
+        """Begin to read the checkpoint's tokenizer, which else waits for the first grammar."""
+        self._server.start()
 
     @property
     def num_words(self) -> int:
@@ -410,13 +412,14 @@ class _ForkServer:
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._arguments = (directory, vocab_size, eos_token_ids)
         self._error = ""
-        self._num_words: int | None = None
+        self._num_words = 0
+        self._is_loaded = False
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        try:
-            self._start()
-        except ConfigError as error:
-            self._error, self._num_words = str(error), 0
+        if not (directory / "tokenizer.json").exists():
+            self._error = "the checkpoint has no tokenizer.json"
+        elif not eos_token_ids:
+            self._error = "the checkpoint names no token that ends a text"
 
     @property
     def is_gone(self) -> bool:
@@ -430,9 +433,10 @@ class _ForkServer:
 
     def num_words(self) -> int:
         """Wait until the vocabulary is read; return the words of a mask, 0 if there are none."""
-        if self._num_words is None:
-            self._load()
-        return self._num_words or 0
+        if not self._num_words:
+            self.start()
+            self._load(_LOAD_WAIT_S)
+        return self._num_words
 
     def fork(self, number: int, grammar: str) -> socket.socket:
         """Start a process for a grammar and return the connection to it.
@@ -440,10 +444,9 @@ class _ForkServer:
         Raises InvalidRequest if this checkpoint cannot serve any, EngineUnavailable if it cannot
         now.
         """
+        self.start()
         if self._error:
             raise InvalidRequest(self.error)
-        if self._socket is None:
-            self._start()
         assert self._socket is not None, "started"
         try:
             mine, its = socket.socketpair()
@@ -467,7 +470,7 @@ class _ForkServer:
         """Return the next process that has ended; None: none has within `wait_s`."""
         if self._socket is None:
             return None
-        if self._num_words is None and not self._load(wait_s):
+        if not self._is_loaded and not self._load(wait_s):
             return None
         message = self._message(wait_s)
         return message if isinstance(message, Ended) else None
@@ -476,14 +479,13 @@ class _ForkServer:
         if self._socket is not None:
             self._lose()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process, unless it runs or could serve nothing."""
+        if self._socket is not None or self._error:
+            return
         directory, vocab_size, eos_token_ids = self._arguments
         file = directory / "tokenizer.json"
-        if not file.exists():
-            raise ConfigError("the checkpoint has no tokenizer.json")
-        if not eos_token_ids:
-            raise ConfigError("the checkpoint names no token that ends a text")
-        self._num_words = None
+        self._is_loaded = False
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             self._child = subprocess.Popen(
@@ -498,19 +500,17 @@ class _ForkServer:
                 env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
 
-    def _load(self, wait_s: float = _LOAD_WAIT_S) -> bool:
-        """Wait for the vocabulary; returns whether it is known that it can be used, or cannot."""
+    def _load(self, wait_s: float) -> bool:
+        """Wait for the vocabulary; returns whether it is there."""
         message = self._message(wait_s)
-        if message is None and self._socket is not None:
+        if not isinstance(message, Loaded):
             return False
-        error = "its process has ended"
-        if isinstance(message, Loaded):
-            self._num_words, error = message.num_words, message.error
-        if error:
-            _log.error("%s: %s", self._arguments[0] / "tokenizer.json", error)
+        if message.error:
+            _log.error("%s: %s", self._arguments[0] / "tokenizer.json", message.error)
             self._error = "the checkpoint's tokenizer.json cannot be used for them"
-            self._num_words = 0
             self._lose()
+            return False
+        self._num_words, self._is_loaded = message.num_words, True
         return True
 
     def _message(self, wait_s: float) -> Loaded | Ended | None:

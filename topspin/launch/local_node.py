@@ -55,12 +55,19 @@ class LocalNode:
     """All nodes of one engine as threads of this process, around one net."""
 
     def __init__(
-        self, *, address: str, model_path: Path, attention_nodes: int, expert_nodes: int
+        self,
+        *,
+        address: str,
+        model_path: Path,
+        attention_nodes: int,
+        expert_nodes: int,
+        expects_grammars: bool = False,
     ) -> None:
         self._address = address
         self._model_path = model_path
         self._num_attention = attention_nodes
         self._num_experts = expert_nodes
+        self._expects_grammars = expects_grammars
         self._logger = logging.getLogger("local")
         self._lock = threading.Lock()
         self._loading = threading.Lock()
@@ -112,6 +119,7 @@ class LocalNode:
                 dry_net=lambda welcome: self._dry_net(index, welcome),
                 make_drafter=make_drafter,
                 can_reform=False,
+                expects_grammars=self._expects_grammars,
             )
             worker.introduce()
             self._may_attend.wait()
@@ -260,6 +268,7 @@ def main() -> int:
         model_path=args.model,
         attention_nodes=args.attention_nodes,
         expert_nodes=args.expert_nodes,
+        expects_grammars=True,
     ).run()
 
 

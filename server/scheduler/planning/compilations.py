@@ -68,8 +68,10 @@ class Compilations:
                 self._check_room(now)
             used = self._used[key] = _Grammar(grammar, now)
             self._send(key, used, nodes)
-        else:
+        elif key in self._known or used.awaited:
             self.num_found += 1
+        else:  # a node could not compile it when it was asked before
+            self._send(key, used, nodes)
         used.num_requests += 1
         return key
 
@@ -107,11 +109,15 @@ class Compilations:
         if not used.awaited:
             self._known.add(key)
 
-    def refused(self, key: str, reason: str, *, now: float) -> None:
-        """Note why a node gives up a grammar, by what it is; nobody waits for other nodes."""
+    def failed(self, key: str) -> None:
+        """Note that a node has not compiled a grammar; nobody waits for other nodes."""
         self._known.discard(key)
         if (used := self._used.get(key)) is not None:
             used.awaited.clear()
+
+    def refused(self, key: str, reason: str, *, now: float) -> None:
+        """Note why a node gives up a grammar, by what it is; so do all, for a time."""
+        self.failed(key)
         self._refused[key] = now + REFUSED_S, reason
         if len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)

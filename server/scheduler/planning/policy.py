@@ -268,6 +268,7 @@ class Policy:
         error: TopspinError = InvalidRequest(message.error, param="grammar")
         if message.may_retry:
             error = EngineUnavailable(message.error)
+            self.compilations.failed(message.key)
         else:
             self.compilations.refused(message.key, message.error, now=now)
         self._fail_waiting(message.key, error, outbox)
