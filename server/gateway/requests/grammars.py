@@ -14,10 +14,10 @@ from functools import lru_cache
 from typing import Any, Final
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from msgspec import Raw
 
 from server.gateway.requests.decoding import check_depth, decode
+from server.gateway.requests.gbnf import is_gbnf, lark_of
 from server.gateway.requests.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from topspin.errors import InvalidRequest
 from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
@@ -228,11 +228,11 @@ def _schema(given: Raw, *, param: str) -> dict[str, Any]:
 
 
 def _of_text(text: str, *, param: str) -> str:
-    """Return the grammar in `text`: Lark, or EBNF as llama.cpp writes it, with `::=`."""
+    """Return the grammar in `text`: Lark, or EBNF as llama.cpp writes it."""
     check_size(text.encode(errors="replace"), param=param)
-    if "::=" in text:
+    if is_gbnf(text):
         try:
-            text = gbnf_to_lark(text)
-        except Exception as error:  # the library raises bare Exception
+            text = lark_of(text)
+        except ValueError as error:
             raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
     return LLMatcher.grammar_from_lark(text)

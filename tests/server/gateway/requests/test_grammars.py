@@ -141,7 +141,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "length"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "str"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "unknown name"),
-    ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", "end of"),
+    ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", "not end"),
     ({"structured_outputs": {"grammar": 'a ::= "a"'}}, "structured_outputs.grammar", "root"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON"),
     ({"structured_outputs": {"json": {"required": 5}}}, "structured_outputs.json", "array"),
