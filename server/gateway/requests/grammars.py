@@ -9,7 +9,7 @@ text again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from msgspec import Raw
 
 from server.gateway.requests.decoding import check_depth, decode
 from server.gateway.requests.gbnf import is_gbnf, lark_of
+from server.gateway.requests.json_schemas import check_counts, closed
 from server.gateway.requests.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from topspin.errors import InvalidRequest
 from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
@@ -27,7 +28,6 @@ from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
 WHITESPACE: Final = r" |\n[ \t]{0,24}"
 _ANY_OBJECT: Final = {"type": "object"}
 _OPTIONS: Final = "x-guidance"
-_JOINING: Final = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if"))
 GRAMMAR_FIELDS: Final = (
     b'"response_format"',
     b'"structured_outputs"',
@@ -146,7 +146,7 @@ def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
     """Return the grammar of JSON texts that a JSON schema allows; raises InvalidRequest."""
     if _OPTIONS in schema:
         raise InvalidRequest(f"`{param}.{_OPTIONS}` is not supported", param=f"{param}.{_OPTIONS}")
-    _check_counts(schema, param=param)
+    check_counts(dict(schema), param=param)
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             dict(schema), overrides={"whitespace_pattern": WHITESPACE}
@@ -154,63 +154,6 @@ def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
     except ValueError as error:
         raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
     return checked_grammar(grammar, param=param)
-
-
-def closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the members that it names, unless it says more.
-
-    JSON Schema allows others, which small models would write without end; other servers close
-    objects too. Objects whose other members are named elsewhere (`anyOf`, `allOf`, `$ref` and so
-    on) or required by name, or that need more members than they name, stay open.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    result = dict(schema)
-    if _names_all_members(schema):
-        result.setdefault("additionalProperties", False)
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(key), dict):
-            result[key] = {name: closed(value) for name, value in schema[key].items()}
-    if "items" in schema:
-        result["items"] = closed(schema["items"])
-    return result
-
-
-def _names_all_members(schema: Mapping[str, Any]) -> bool:
-    named = schema.get("properties")
-    if not isinstance(named, dict) or _JOINING.intersection(schema):
-        return False
-    required, least = schema.get("required", []), schema.get("minProperties", 0)
-    is_enough = isinstance(least, int) and least <= len(named)
-    return is_enough and isinstance(required, list) and all(name in named for name in required)
-
-
-def _check_counts(schema: Mapping[str, Any], *, param: str) -> None:
-    """Raise InvalidRequest for objects that need several members of any name.
-
-    A grammar does not see that two members have the same name, and so count once.
-    """
-    for part in _objects(schema):
-        least, required = part.get("minProperties"), part.get("required")
-        num_required = len(required) if isinstance(required, list) else 0
-        is_closed = part.get("additionalProperties") is False and "patternProperties" not in part
-        if isinstance(least, int) and least > max(1, num_required) and not is_closed:
-            raise InvalidRequest(
-                f"`{param}`: `minProperties` above 1 is served only where all members are required "
-                "or named, and no others are allowed",
-                param=param,
-            )
-
-
-def _objects(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield `schema` and every object in it."""
-    waiting: list[Mapping[str, Any] | list[Any]] = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            yield part
-        parts = part.values() if isinstance(part, Mapping) else part
-        waiting += [each for each in parts if isinstance(each, Mapping | list)]
 
 
 def _schema(given: Raw, *, param: str) -> dict[str, Any]:

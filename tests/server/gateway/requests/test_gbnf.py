@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -14,8 +14,6 @@ from llguidance import LLMatcher, LLTokenizer
 from server.gateway.requests.gbnf import MAX_REPEATS, MAX_RULE_DEPTH, is_gbnf, lark_of
 from tests.checkpoints import EOS_TOKEN_ID, write_tokenizer
 from topspin.grammars import limits
-
-Accepts = Callable[[str, str], bool]
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +131,7 @@ def test_random_grammars_have_the_texts_that_they_derive(tokenizer: LLTokenizer,
         )
         try:
             language = Language(tokenizer, grammar)
-        except ValueError as error:
-            assert "no text that ends" in str(error), grammar
+        except ValueError:
             assert not all(found[name] for name in rules), grammar
             num_refused += 1
             continue
@@ -199,7 +196,11 @@ def test_usual_grammars(
 def test_json(tokenizer: LLTokenizer) -> None:
     """Valid texts, and those that lack or have a character too many, against Python's parser."""
     language = Language(tokenizer, JSON)
-    value = {"a b": [1, -0.5, 1e30, True, None, {}], 'é\n"\\': {"x": [[], "\u0001", "😀"]}, "": ""}
+    value: Any = {
+        "a b": [1, -0.5, 1e30, True, None, {}],
+        'é\n"\\': {"x": [[], "\u0001", "😀"]},
+        "": "",
+    }
     whole = json.dumps(value, indent=1)
     assert whole in language
     assert json.dumps(value) in language

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from models.tokenizer import Tokenizer
-from server.gateway.requests.grammars import GRAMMAR_FIELDS, checked_grammar, closed
+from server.gateway.requests.grammars import GRAMMAR_FIELDS, checked_grammar
+from server.gateway.requests.json_schemas import closed
 from server.gateway.requests.prompts import bad_word_tokens
 from tests.checkpoints import write_tokenizer
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY
