@@ -42,7 +42,7 @@ def checked_grammar(text: str, *, param: str) -> str:
 
     Raises InvalidRequest that names `param` if it is too long or cannot be compiled.
     """
-    check_size(text.encode(errors="replace"), param=param)
+    check_size(text.encode(errors="replace"), param=param, form=" as nodes compile it")
     reason = _reason_against(text)
     if reason:
         raise InvalidRequest(f"`{param}`: {reason}", param=param)
@@ -54,11 +54,12 @@ def _is_set(value: object) -> bool:
     return bytes(value) != b"null" if isinstance(value, Raw) else value not in (None, False)
 
 
-def check_size(data: bytes, *, param: str) -> None:
+def check_size(data: bytes, *, param: str, form: str = "") -> None:
     """Raise InvalidRequest for a text that is too long to be looked at."""
     if len(data) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
-            f"`{param}` has {len(data)} bytes, at most {MAX_GRAMMAR_BYTES} are served", param=param
+            f"`{param}` has {len(data)} bytes{form}, at most {MAX_GRAMMAR_BYTES} are served",
+            param=param,
         )
 
 
@@ -162,10 +163,7 @@ def _schema(given: Raw, *, param: str) -> dict[str, Any]:
     check_size(data, param=param)
     if data.startswith(b'"'):
         data = decode(data, str, param=param).encode(errors="replace")
-    try:
-        schema = decode(data, dict[str, Any], param=param)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), param=error.param or param) from None
+    schema = decode(data, dict[str, Any], param=param)
     check_depth(schema, param=param)
     return schema
 

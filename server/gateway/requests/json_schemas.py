@@ -198,7 +198,8 @@ def _target(root: Schema, reference: object) -> Schema | None:
     for step in unquote(reference[1:]).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(part, list):
-            part = dict(enumerate(part)).get(int(name)) if name.isdecimal() else None
+            is_index = len(name) < 7 and name.isdecimal() and int(name) < len(part)
+            part = part[int(name)] if is_index else None
         else:
             part = part.get(name) if isinstance(part, dict) else None
     return part if isinstance(part, dict) else None

@@ -144,7 +144,11 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "unknown name"),
     ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", "not end"),
     ({"structured_outputs": {"grammar": 'a ::= "a"'}}, "structured_outputs.grammar", "root"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON"),
+    (
+        {"structured_outputs": {"json": "INVALID"}},
+        "structured_outputs.json",
+        "`structured_outputs.json` is not valid JSON",
+    ),
     ({"structured_outputs": {"json": {"required": 5}}}, "structured_outputs.json", "array"),
     ({"structured_outputs": {"guided": 1}}, "structured_outputs.guided", "unknown"),
     (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft7Validator, Draft202012Validator
-from jsonschema_specifications import REGISTRY
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from server.gateway.requests.grammars import json_grammar
 from server.gateway.requests.json_schemas import closed, subschemas
