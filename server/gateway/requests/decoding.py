@@ -90,7 +90,8 @@ def _invalid(error: Exception, prefix: str) -> InvalidRequest:
     if isinstance(error, RecursionError):
         return _too_deep(prefix)
     if not isinstance(error, msgspec.ValidationError):
-        return InvalidRequest(f"the request body is not valid JSON: {error}")
+        where = f"`{prefix}`" if prefix else "the request body"
+        return InvalidRequest(f"{where} is not valid JSON: {error}", param=prefix or None)
     message = str(error)
     found = _PATH.search(message)
     path = found.group(1).removesuffix("[...]") if found else ""

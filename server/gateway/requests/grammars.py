@@ -9,15 +9,16 @@ text again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from msgspec import Raw
 
 from server.gateway.requests.decoding import check_depth, decode
+from server.gateway.requests.gbnf import is_gbnf, lark_of
+from server.gateway.requests.json_schemas import check_counts, closed
 from server.gateway.requests.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from topspin.errors import InvalidRequest
 from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
@@ -27,7 +28,6 @@ from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
 WHITESPACE: Final = r" |\n[ \t]{0,24}"
 _ANY_OBJECT: Final = {"type": "object"}
 _OPTIONS: Final = "x-guidance"
-_JOINING: Final = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if"))
 GRAMMAR_FIELDS: Final = (
     b'"response_format"',
     b'"structured_outputs"',
@@ -42,7 +42,7 @@ def checked_grammar(text: str, *, param: str) -> str:
 
     Raises InvalidRequest that names `param` if it is too long or cannot be compiled.
     """
-    check_size(text.encode(errors="replace"), param=param)
+    check_size(text.encode(errors="replace"), param=param, form=" as nodes compile it")
     reason = _reason_against(text)
     if reason:
         raise InvalidRequest(f"`{param}`: {reason}", param=param)
@@ -54,11 +54,12 @@ def _is_set(value: object) -> bool:
     return bytes(value) != b"null" if isinstance(value, Raw) else value not in (None, False)
 
 
-def check_size(data: bytes, *, param: str) -> None:
+def check_size(data: bytes, *, param: str, form: str = "") -> None:
     """Raise InvalidRequest for a text that is too long to be looked at."""
     if len(data) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
-            f"`{param}` has {len(data)} bytes, at most {MAX_GRAMMAR_BYTES} are served", param=param
+            f"`{param}` has {len(data)} bytes{form}, at most {MAX_GRAMMAR_BYTES} are served",
+            param=param,
         )
 
 
@@ -146,7 +147,7 @@ def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
     """Return the grammar of JSON texts that a JSON schema allows; raises InvalidRequest."""
     if _OPTIONS in schema:
         raise InvalidRequest(f"`{param}.{_OPTIONS}` is not supported", param=f"{param}.{_OPTIONS}")
-    _check_counts(schema, param=param)
+    check_counts(dict(schema), param=param)
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             dict(schema), overrides={"whitespace_pattern": WHITESPACE}
@@ -156,83 +157,23 @@ def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
     return checked_grammar(grammar, param=param)
 
 
-def closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the members that it names, unless it says more.
-
-    JSON Schema allows others, which small models would write without end; other servers close
-    objects too. Objects whose other members are named elsewhere (`anyOf`, `allOf`, `$ref` and so
-    on) or required by name, or that need more members than they name, stay open.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    result = dict(schema)
-    if _names_all_members(schema):
-        result.setdefault("additionalProperties", False)
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(key), dict):
-            result[key] = {name: closed(value) for name, value in schema[key].items()}
-    if "items" in schema:
-        result["items"] = closed(schema["items"])
-    return result
-
-
-def _names_all_members(schema: Mapping[str, Any]) -> bool:
-    named = schema.get("properties")
-    if not isinstance(named, dict) or _JOINING.intersection(schema):
-        return False
-    required, least = schema.get("required", []), schema.get("minProperties", 0)
-    is_enough = isinstance(least, int) and least <= len(named)
-    return is_enough and isinstance(required, list) and all(name in named for name in required)
-
-
-def _check_counts(schema: Mapping[str, Any], *, param: str) -> None:
-    """Raise InvalidRequest for objects that need several members of any name.
-
-    A grammar does not see that two members have the same name, and so count once.
-    """
-    for part in _objects(schema):
-        least, required = part.get("minProperties"), part.get("required")
-        num_required = len(required) if isinstance(required, list) else 0
-        is_closed = part.get("additionalProperties") is False and "patternProperties" not in part
-        if isinstance(least, int) and least > max(1, num_required) and not is_closed:
-            raise InvalidRequest(
-                f"`{param}`: `minProperties` above 1 is served only where all members are required "
-                "or named, and no others are allowed",
-                param=param,
-            )
-
-
-def _objects(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield `schema` and every object in it."""
-    waiting: list[Mapping[str, Any] | list[Any]] = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            yield part
-        parts = part.values() if isinstance(part, Mapping) else part
-        waiting += [each for each in parts if isinstance(each, Mapping | list)]
-
-
 def _schema(given: Raw, *, param: str) -> dict[str, Any]:
     """Return a schema that is an object, or JSON text of one."""
     data = bytes(given)
     check_size(data, param=param)
     if data.startswith(b'"'):
         data = decode(data, str, param=param).encode(errors="replace")
-    try:
-        schema = decode(data, dict[str, Any], param=param)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), param=error.param or param) from None
+    schema = decode(data, dict[str, Any], param=param)
     check_depth(schema, param=param)
     return schema
 
 
 def _of_text(text: str, *, param: str) -> str:
-    """Return the grammar in `text`: Lark, or EBNF as llama.cpp writes it, with `::=`."""
+    """Return the grammar in `text`: Lark, or EBNF as llama.cpp writes it."""
     check_size(text.encode(errors="replace"), param=param)
-    if "::=" in text:
+    if is_gbnf(text):
         try:
-            text = gbnf_to_lark(text)
-        except Exception as error:  # the library raises bare Exception
+            text = lark_of(text)
+        except ValueError as error:
             raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
     return LLMatcher.grammar_from_lark(text)

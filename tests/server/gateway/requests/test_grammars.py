@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from models.tokenizer import Tokenizer
-from server.gateway.requests.grammars import GRAMMAR_FIELDS, checked_grammar, closed
+from server.gateway.requests.grammars import GRAMMAR_FIELDS, checked_grammar
+from server.gateway.requests.json_schemas import closed
 from server.gateway.requests.prompts import bad_word_tokens
 from tests.checkpoints import write_tokenizer
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY
@@ -141,9 +142,13 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "length"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "str"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "unknown name"),
-    ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", "end of"),
+    ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", "not end"),
     ({"structured_outputs": {"grammar": 'a ::= "a"'}}, "structured_outputs.grammar", "root"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON"),
+    (
+        {"structured_outputs": {"json": "INVALID"}},
+        "structured_outputs.json",
+        "`structured_outputs.json` is not valid JSON",
+    ),
     ({"structured_outputs": {"json": {"required": 5}}}, "structured_outputs.json", "array"),
     ({"structured_outputs": {"guided": 1}}, "structured_outputs.guided", "unknown"),
     (
