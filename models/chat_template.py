@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from models.config_fields import read_json
-from models.tokenizer import SPECIAL_TOKEN_NAMES, read_special_tokens
+from models.tokenizer_files import SPECIAL_TOKEN_NAMES, read_special_tokens
 from topspin.errors import ConfigError, InvalidRequest
 
 _TEMPLATE_FILE = "chat_template.jinja"
@@ -79,7 +79,7 @@ class ChatTemplate:
                 read |= find_undeclared_variables(parsed)
             except jinja2.TemplateError as error:
                 raise ConfigError(f"{source}: chat template {name!r}: {error}") from error
-        self.options = frozenset(filter(may_set, read))
+        self.options = frozenset(filter(may_set, read - special_tokens.keys()))
         """The variables that a request may set and that a template reads."""
 
     @classmethod
