@@ -25,10 +25,23 @@ _USER: Final = {"role": "user", "content": "x"}
 
 
 class CallForm(NamedTuple):
-    """A message with calls: whether its content may be null, and arguments are a text."""
+    """A message with calls and no content: its content's place, and whether arguments are a text.
 
-    has_null: bool
+    `members` are the content, if it has one.
+    """
+
+    members: Mapping[str, str | None]
     has_texts: bool
+
+
+# As transformers leaves it out, as clients send it, and as the templates want it that can do
+# neither.
+_CALL_FORMS: Final = (
+    CallForm({}, False),
+    CallForm({"content": None}, False),
+    CallForm({"content": None}, True),
+    CallForm({"content": ""}, False),
+)
 
 
 class MessageForms:
@@ -66,18 +79,18 @@ class MessageForms:
         message = {"role": role, "content": content}
         if role == "tool":
             message |= {"tool_call_id": _FIRST, "name": "f"}
-            return self._try([_USER, _call({}, content=""), message])
+            return self._try([_USER, _call({}, {"content": ""}), message])
         return self._try([message, _USER] if role == "system" else [_USER, message])
 
     def _call_form(self) -> CallForm:
         """Return the form closest to what clients send, in which the calls are shown."""
         result = {"role": "tool", "tool_call_id": _FIRST, "name": "f", "content": "x"}
-        for form in (CallForm(True, False), CallForm(True, True)):
+        for form in _CALL_FORMS:
             arguments = json.dumps({"a": _SECOND}) if form.has_texts else {"a": _SECOND}
-            shown = self._try([_USER, _call(arguments, content=None), result])
-            if _SECOND in shown and "None" not in shown:
+            shown = self._try([_USER, _call(arguments, form.members), result])
+            if _SECOND in shown and re.search("None|null", shown) is None:
                 return form
-        return CallForm(False, False)
+        return _CALL_FORMS[-1]
 
     def _try(self, messages: Sequence[Mapping[str, object]]) -> str:
         try:
@@ -86,31 +99,25 @@ class MessageForms:
             return ""
 
 
-def marked(
-    content: str | list[Part] | None, *, before: str = "", after: str = ""
-) -> str | list[Part] | None:
-    """Return a content with text added at its ends; an empty or null one has none as parts."""
+def marked(content: str | list[Part], *, before: str = "", after: str = "") -> str | list[Part]:
+    """Return a content with text added at its ends."""
     if isinstance(content, str):
         return f"{before}{content}{after}"
-    if not content:
-        return content
     texts = [str(part["text"]) for part in content]
     texts[0] = before + texts[0]
     texts[-1] += after
     return _parts(texts)
 
 
-def text_of(content: str | list[Part] | None) -> str:
+def text_of(content: str | list[Part]) -> str:
     """Return the text of a content."""
-    if isinstance(content, str):
-        return content
-    return "".join(str(part["text"]) for part in content or ())
+    return content if isinstance(content, str) else "".join(str(part["text"]) for part in content)
 
 
 def _parts(texts: Sequence[str]) -> list[Part]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _call(arguments: object, *, content: str | None) -> dict[str, object]:
+def _call(arguments: object, members: Mapping[str, object]) -> dict[str, object]:
     call = {"id": _FIRST, "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
+    return {"role": "assistant", **members, "tool_calls": [call]}

@@ -117,6 +117,8 @@ def _begins(
     secret = secrets.token_hex(16)
     with_marks = [
         {**message, "content": marked(message["content"], before=f"<{secret}:{idx}>")}
+        if message.get("content") is not None
+        else message
         for idx, message in enumerate(messages)
     ]
     text = template.render(with_marks, add_generation_prompt=False, **kwargs)
@@ -278,21 +280,19 @@ def _plain(
     """
     role = "system" if message.role == "developer" else message.role
     content = message.content or ""
+    is_list = not isinstance(content, str)
     texts = [content] if isinstance(content, str) else [part.text or "" for part in content]
-    if is_list := not isinstance(content, str):
-        texts = [text for text in texts if not text.startswith(BILLING_PREFIX)]
-    plain: dict[str, Any] = {
-        "role": role,
-        "content": forms.content(role, texts, is_list=is_list),
-    }
+    texts = [text for text in texts if not (is_list and text.startswith(BILLING_PREFIX))]
+    plain: dict[str, Any] = {"role": role, "content": forms.content(role, texts, is_list=is_list)}
     if message.tool_calls:
-        if message.content is None and forms.calls.has_null:
-            plain["content"] = None
         plain["tool_calls"] = [
             _plain_call(call, f"messages[{idx}].tool_calls[{call_idx}]", call_id_chars)
             for call_idx, call in enumerate(message.tool_calls)
         ]
-        if plain["content"] is None and forms.calls.has_texts:
+    if message.tool_calls and message.content is None:
+        del plain["content"]
+        plain |= forms.calls.members
+        if forms.calls.has_texts:
             for call, given in zip(plain["tool_calls"], message.tool_calls, strict=True):
                 call["function"]["arguments"] = given.function.arguments
     optional = {
