@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from topspin.errors import CheckpointError
 
@@ -21,6 +22,10 @@ from topspin.errors import CheckpointError
 _MAX_HEADER_BYTES = 100_000_000
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+COMPUTED: Final = ".rotary_emb.inv_freq"
+"""The end of names of tensors that some old checkpoints have and that config.json says."""
+
+_log = logging.getLogger("checkpoint")
 
 
 class TensorEntry(NamedTuple):
@@ -55,7 +60,7 @@ def read_index(path: Path) -> CheckpointIndex:
     The fingerprint is a SHA-256 over config.json and every shard's name and header: it needs no
     reading of weights and is equal on every node that has the same checkpoint. Raises
     CheckpointError naming the file or tensor for a missing or truncated shard, a tensor stored
-    twice, or one that is in the index file but in no shard.
+    twice of which the index file assigns none, or one that is in that file but in no shard.
     """
     weight_map = _weight_map(path)
     files = sorted({path / _SINGLE} if weight_map is None else set(weight_map.values()))
@@ -66,6 +71,9 @@ def read_index(path: Path) -> CheckpointIndex:
         digest.update(file.name.encode() + b"\0" + struct.pack("<Q", len(shard.header)))
         digest.update(shard.header)
         for name, entry in shard.tensors.items():
+            if weight_map is not None and weight_map.get(name, file) != file:
+                _log.warning("%s: tensor %s is that of another shard, by %s", file, name, _INDEX)
+                continue
             if name in tensors:
                 raise CheckpointError(
                     f"{file}: tensor {name} is also stored in {tensors[name].file.name}"
@@ -108,7 +116,7 @@ def _weight_map(path: Path) -> dict[str, Path] | None:
 def _check_weight_map(weight_map: Mapping[str, Path], tensors: Mapping[str, TensorEntry]) -> None:
     for name, file in weight_map.items():
         entry = tensors.get(name)
-        if entry is None or entry.file != file:
+        if entry is None and not name.endswith(COMPUTED):
             raise CheckpointError(f"{file}: tensor {name}, promised by {_INDEX}, is missing")
 
 
