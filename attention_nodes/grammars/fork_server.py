@@ -22,10 +22,10 @@ from typing import Final, NoReturn
 
 import msgspec
 from llguidance import LLTokenizer
-from tokenizers import Tokenizer
 
 from attention_nodes.grammars import grammar_process
 from attention_nodes.grammars.frames import OUT_OF_MEMORY_STATUS, Ended, Fork, Loaded
+from models.tokenizer_files import effective_tokenizer
 from topspin.grammars import MAX_ALL_COMPILED_BYTES
 
 _MAX_MESSAGE_BYTES: Final = 4096
@@ -156,9 +156,24 @@ def _resident_bytes(pid: int) -> int:
     return 0  # it has ended
 
 
+def _read_tokenizer(directory: Path, vocab_size: int, ends: list[str]) -> LLTokenizer:
+    """Return the vocabulary of a checkpoint, whose logits have `vocab_size` tokens."""
+    backend = effective_tokenizer(directory)
+    own_size = backend.get_vocab_size(with_added_tokens=True)
+    # The library reads a file, and the checkpoint has none with the tokens of all its files.
+    with os.fdopen(os.memfd_create("tokenizer"), "w") as file:
+        file.write(backend.to_str())
+        file.flush()
+        return LLTokenizer(
+            f"/proc/self/fd/{file.fileno()}",
+            n_vocab=max(vocab_size, own_size),
+            eos_token=[int(each) for each in ends],
+        )
+
+
 def main() -> int:
     """Serve the node at the other end of a socket, until it is gone."""
-    descriptor, file, vocab_size, ends = sys.argv[1:]
+    descriptor, directory, vocab_size, ends = sys.argv[1:]
     # The node decides when it ends, also where the terminal's Control-C reaches both.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
@@ -166,12 +181,7 @@ def main() -> int:
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     with socket.socket(fileno=int(descriptor)) as node:
         try:
-            own_size = Tokenizer.from_file(file).get_vocab_size(with_added_tokens=True)
-            tokenizer = LLTokenizer(
-                file,
-                n_vocab=max(int(vocab_size), own_size),
-                eos_token=[int(each) for each in ends.split(",")],
-            )
+            tokenizer = _read_tokenizer(Path(directory), int(vocab_size), ends.split(","))
         except Exception as error:  # the library raises bare Exception
             node.send(msgspec.msgpack.encode(Loaded(error=str(error)[: _MAX_MESSAGE_BYTES // 2])))
             while _receive_with_files(node)[0]:

@@ -484,14 +484,13 @@ class _ForkServer:
         if self._socket is not None or self._error:
             return
         directory, vocab_size, eos_token_ids = self._arguments
-        file = directory / "tokenizer.json"
         self._is_loaded = False
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             self._child = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "attention_nodes.grammars.fork_server"),
-                    *(str(its.fileno()), str(file), str(vocab_size)),
+                    *(str(its.fileno()), str(directory), str(vocab_size)),
                     ",".join(map(str, eos_token_ids)),
                 ],
                 pass_fds=[its.fileno()],
