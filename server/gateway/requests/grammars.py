@@ -1,17 +1,17 @@
 """What an answer must look like: `response_format` and `structured_outputs` to a grammar.
 
-Owns the translation to llguidance's text and its validation, whose reasons reach the client with
-the field's name. Pure; may take tens of milliseconds for a large schema, so that server.gateway.
-handler calls it in a thread where a body has one of GRAMMAR_FIELDS. Attention nodes compile the
-text again.
+Owns the translation to llguidance's text, and what is refused before anything compiles it. Whether
+it can be compiled is said by attention nodes, whose reasons reach the client with the field's name:
+no gateway gives a stranger's grammar to native code. Pure; may take tens of milliseconds for a
+large schema, so that server.gateway.handler calls it in a thread where a body has one of
+GRAMMAR_FIELDS.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from llguidance import LLMatcher
 from msgspec import Raw
@@ -21,7 +21,7 @@ from server.gateway.requests.gbnf import is_gbnf, lark_of
 from server.gateway.requests.json_schemas import check_counts, closed
 from server.gateway.requests.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from topspin.errors import InvalidRequest
-from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
+from topspin.grammars import MAX_GRAMMAR_BYTES, reason_of
 
 # Between two parts of JSON: a space, or a line break and an indentation. Small models would
 # write blanks for ever where any number is allowed.
@@ -40,12 +40,9 @@ GRAMMAR_FIELDS: Final = (
 def checked_grammar(text: str, *, param: str) -> str:
     """Return `text`, a grammar of llguidance (or of Lark, in its dialect).
 
-    Raises InvalidRequest that names `param` if it is too long or cannot be compiled.
+    Raises InvalidRequest that names `param` if it is too long.
     """
     check_size(text.encode(errors="replace"), param=param, form=" as nodes compile it")
-    reason = _reason_against(text)
-    if reason:
-        raise InvalidRequest(f"`{param}`: {reason}", param=param)
     return text
 
 
@@ -63,33 +60,28 @@ def check_size(data: bytes, *, param: str, form: str = "") -> None:
         )
 
 
-@lru_cache(maxsize=64)
-def _reason_against(text: str) -> str:
-    """Return why a grammar cannot be compiled; nothing if it can."""
-    reason = LLMatcher.validate_grammar(text, None, limits=limits())
-    if "coerce_one_of" in reason:
-        return "`oneOf` is served only where its schemas exclude each other; use `anyOf`"
-    return reason_of(reason)
+class FieldGrammar(NamedTuple):
+    """A grammar, and the field of the request that asks for it; both empty: none does."""
+
+    text: str = ""
+    field: str = ""
 
 
-def grammar_of(body: GenerationBody) -> str:
-    """Return the grammar of a request, empty if it asks for none; raises InvalidRequest."""
+def grammar_of(body: GenerationBody) -> FieldGrammar:
+    """Return the grammar of a request; raises InvalidRequest."""
     form, outputs = body.response_format, body.structured_outputs
-    given = [
-        (name, grammar)
-        for name, grammar in (
-            ("response_format", "" if form is None else _of_format(form)),
-            ("structured_outputs", "" if outputs is None else _of_outputs(outputs)),
-        )
-        if grammar
-    ]
+    asked = (
+        ("response_format", FieldGrammar() if form is None else _of_format(form)),
+        ("structured_outputs", FieldGrammar() if outputs is None else _of_outputs(outputs)),
+    )
+    given = [(name, grammar) for name, grammar in asked if grammar.text]
     if len(given) > 1:
         raise InvalidRequest(
             "`response_format` and `structured_outputs` are given both; give one of them",
             param="structured_outputs",
         )
     if not given:
-        return ""
+        return FieldGrammar()
     name, grammar = given[0]
     check_end(body, name)
     return grammar
@@ -104,22 +96,26 @@ def check_end(body: GenerationBody, name: str) -> None:
             )
 
 
-def _of_format(form: ResponseFormat) -> str:
+def _of_format(form: ResponseFormat) -> FieldGrammar:
     param = "response_format.json_schema"
     if form.type != "json_schema":
         if form.json_schema is not None:
             raise InvalidRequest(f"`{param}` needs `type` to be `json_schema`", param=param)
-        return json_grammar(_ANY_OBJECT, param=param) if form.type == "json_object" else ""
+        if form.type != "json_object":
+            return FieldGrammar()
+        param = "response_format"
+        return FieldGrammar(json_grammar(_ANY_OBJECT, param=param), param)
     if form.json_schema is None:
         raise InvalidRequest(f"missing required field `{param}`", param=param)
     param += ".schema"
-    return json_grammar(closed(_schema(form.json_schema.schema, param=param)), param=param)
+    schema = closed(_schema(form.json_schema.schema, param=param))
+    return FieldGrammar(json_grammar(schema, param=param), param)
 
 
-def _of_outputs(outputs: StructuredOutputs) -> str:
+def _of_outputs(outputs: StructuredOutputs) -> FieldGrammar:
     given = [name for name in outputs.__struct_fields__ if _is_set(getattr(outputs, name))]
     if not given:
-        return ""
+        return FieldGrammar()
     if len(given) > 1:
         names = ", ".join(f"`{name}`" for name in given)
         raise InvalidRequest(
@@ -128,9 +124,10 @@ def _of_outputs(outputs: StructuredOutputs) -> str:
     param = f"structured_outputs.{given[0]}"
     match given[0]:
         case "json":
-            return json_grammar(closed(_schema(outputs.json, param=param)), param=param)
+            schema = closed(_schema(outputs.json, param=param))
+            grammar = json_grammar(schema, param=param)
         case "json_object":
-            return json_grammar(_ANY_OBJECT, param=param)
+            grammar = json_grammar(_ANY_OBJECT, param=param)
         case "regex":
             grammar = LLMatcher.grammar_from_regex(outputs.regex or "")
         case "choice":
@@ -140,7 +137,7 @@ def _of_outputs(outputs: StructuredOutputs) -> str:
             grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
         case _:
             grammar = _of_text(outputs.grammar or "", param=param)
-    return checked_grammar(grammar, param=param)
+    return FieldGrammar(checked_grammar(grammar, param=param), param)
 
 
 def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:

@@ -7,7 +7,7 @@ Filled by policy.py, sent by service.py.
 from __future__ import annotations
 
 from server.scheduler.planning.sequence import Request
-from topspin.errors import TopspinError
+from topspin.errors import RequestError, TopspinError
 from topspin.messages import Outputs, RequestFailed, RequestOutput
 
 Delivery = tuple[bytes, Outputs | RequestFailed]
@@ -39,6 +39,11 @@ class Outbox:
 
 def failure(request_id: str, error: TopspinError) -> RequestFailed:
     """Return the message that ends a request with `error`."""
+    param = error.param if isinstance(error, RequestError) else None
     return RequestFailed(
-        request_id=request_id, code=error.code, status=error.status, message=str(error)
+        request_id=request_id,
+        code=error.code,
+        status=error.status,
+        message=str(error),
+        param=param or "",
     )
