@@ -160,15 +160,11 @@ def _read_tokenizer(directory: Path, vocab_size: int, ends: list[str]) -> LLToke
     """Return the vocabulary of a checkpoint, whose logits have `vocab_size` tokens."""
     backend = effective_tokenizer(directory)
     own_size = backend.get_vocab_size(with_added_tokens=True)
-    # The library reads a file, and the checkpoint has none with the tokens of all its files.
-    with os.fdopen(os.memfd_create("tokenizer"), "w") as file:
-        file.write(backend.to_str())
-        file.flush()
-        return LLTokenizer(
-            f"/proc/self/fd/{file.fileno()}",
-            n_vocab=max(vocab_size, own_size),
-            eos_token=[int(each) for each in ends],
-        )
+    return LLTokenizer(
+        backend.to_str(),
+        n_vocab=max(vocab_size, own_size),
+        eos_token=[int(each) for each in ends],
+    )
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from attention_nodes.sequences import Limits, SequenceTable
 from kernels.cpu import sampling as ops
 from models.tokenizer import Tokenizer
 from tests.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
-from topspin.grammars import grammar_key
+from topspin.grammars import grammar_key, limits
 from topspin.messages import NewSequence, SamplingParams, pack_ints
 
 PROMPT = [BOS_TOKEN_ID, 7, 8]
@@ -45,7 +45,7 @@ class Checkpoint:
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher of this process, made by the library alone."""
-        return LLMatcher(self._library, grammar, log_level=0)
+        return LLMatcher(self._library, grammar, log_level=0, limits=limits())
 
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
