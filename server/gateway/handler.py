@@ -35,7 +35,7 @@ from server.gateway.http.body import Bodies
 from server.gateway.http.exchange import Exchange, exchange_of
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.parsing.message import Message, MessageOptions
-from server.gateway.parsing.reasoning import begins_inside
+from server.gateway.parsing.reasoning import begins_inside, is_over
 from server.gateway.requests.anthropic import decode_count, decode_messages
 from server.gateway.requests.grammars import GRAMMAR_FIELDS, check_end
 from server.gateway.requests.params import (
@@ -215,6 +215,7 @@ class GenerationHandler:
         unread = [name for name in names if name not in self.template.options]
         ignored = (*ignored, *(f"chat_template_kwargs.{name}" for name in unread))
         is_inside = formats.reasons and begins_inside(prompt.text, prompt.continued)
+        is_behind = prompt.is_reasoning_off or is_over(prompt.text, prompt.continued)
         grammar = constrained(
             params.sampling.grammar,
             tools,
@@ -222,6 +223,7 @@ class GenerationHandler:
             terminal=marker_terminal(self.tokenizer.token_id, self.tokenizer.special_ids),
             reasons=formats.reasons,
             is_inside_reasoning=is_inside,
+            is_behind_reasoning=is_behind and not is_inside,
         )
         if grammar:
             check_end(body, "tools")
