@@ -284,7 +284,7 @@ class M2NSection(Section, frozen=True, kw_only=True):
         Literal["auto"] | Transport,
         Setting(
             "between attention and expert nodes; local: all nodes in one process; cuda_ipc: "
-            "GPUs of one host; nixl needs pip install topspin[rdma]; auto: local on one GPU, "
+            "GPUs of one host; nixl needs pip install -e '.[rdma]'; auto: local on one GPU, "
             "cuda_ipc between several, else shm, unless --layout auto finds one process faster",
             flag="--transport",
         ),

@@ -36,7 +36,8 @@ def constrained(
 
     `grammar` is that of the answer's text, empty if any text will do. `terminal` gives the Lark of
     a marker, which may be a special token. `reasons`: the model may reason before it answers,
-    unless `is_behind_reasoning`: it has, or is told not to. Raises InvalidRequest for schemas that cannot be served.
+    unless `is_behind_reasoning`: it has, or is told not to. Raises InvalidRequest for schemas that
+    cannot be served.
     """
     rules: list[str] = []
     must_call = bool(use.called)

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar behind reasoning, or where that is off: they do not reason again."""
+"""Answers that follow a grammar behind reasoning, or with it off, do not reason again."""
 
 from __future__ import annotations
 
