@@ -205,7 +205,7 @@ class CacheSection(Section, frozen=True, kw_only=True):
 
     block_size: Annotated[
         int,
-        Setting("tokens per block of the KV cache", flag="--block-size TOKENS", within=(1, 1024)),
+        Setting("tokens per block of the KV cache; only in an engine plan", within=(1, 1024)),
     ] = 16
     kv_cache_bytes: Annotated[
         int | None,
@@ -625,6 +625,15 @@ class GatewaySection(Section, frozen=True, kw_only=True):
             none="none",
         ),
     ] = None
+    sse_keep_alive_interval_s: Annotated[
+        float,
+        Setting(
+            "a stream that has sent nothing for so long sends a comment, so that clients and "
+            "proxies wait on; 0: none",
+            flag="--sse-keep-alive-interval SECONDS",
+            within=(0, 3600),
+        ),
+    ] = 15.0
     shutdown_timeout_s: Annotated[
         float,
         Setting(

@@ -29,7 +29,7 @@ from server.gateway.answers.replies.completions import CompletionReplies
 from server.gateway.answers.replies.responses import ResponseDeleted, ResponsesReplies
 from server.gateway.answers.response_store import ResponseStore
 from server.gateway.answers.run import Run
-from server.gateway.answers.streaming import EventStream
+from server.gateway.answers.streaming import EventStream, KeepAlive
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.http.body import Bodies
 from server.gateway.http.exchange import Exchange, exchange_of
@@ -94,7 +94,8 @@ class GenerationHandler:
     """Serves the endpoints of one gateway that generate, or count what they would be given.
 
     `template` None: the checkpoint has no chat template, and chat is refused. `formats` is what can
-    be read in the model's text.
+    be read in the model's text. Streams say that they live after `keep_alive_s` without an event;
+    0: never.
     """
 
     engine: EngineClient
@@ -103,6 +104,7 @@ class GenerationHandler:
     template: ChatTemplate | None
     metrics: GatewayMetrics
     formats: MessageFormats
+    keep_alive_s: float = 0.0
     responses: defaultdict[str, ResponseStore] = field(
         default_factory=lambda: defaultdict(ResponseStore)
     )
@@ -294,10 +296,12 @@ class GenerationHandler:
         run.watch(request.receive)
         replies = prepared.make_replies(head)
         if params.stream:
-            # Waiting here gives a request that fails before its first token a proper status.
-            grown = await run.next()
-            blocks = self._event_blocks(run, grown, replies, params, exchange)
-            response: Response = EventStream(blocks, close=run.close)
+            # Waiting here gives a request that is refused a proper status. It does not wait for
+            # the first token: clients and proxies give up on a server that says nothing.
+            await run.queued()
+            blocks = self._event_blocks(run, replies, params, exchange)
+            keep_alive = KeepAlive(replies.keep_alive, self.keep_alive_s)
+            response: Response = EventStream(blocks, close=run.close, keep_alive=keep_alive)
         else:
             response = await self._whole_answer(run, replies, params)
         return _with_ignored(response, prepared)
@@ -365,7 +369,6 @@ class GenerationHandler:
     async def _event_blocks(
         self,
         run: Run,
-        grown: list[tuple[Choice, Delta]],
         replies: Replies,
         params: RequestParams,
         exchange: Exchange,
@@ -376,6 +379,7 @@ class GenerationHandler:
         """
         try:
             while True:
+                grown = await run.next()
                 num_scored = sum(each.prompt.num_scores for each, delta in grown if delta.is_first)
                 encode = partial(_events, grown, replies)
                 block = await self._encoded(encode, num_logprobs=num_scored * params.num_candidates)
@@ -383,7 +387,6 @@ class GenerationHandler:
                     break
                 if block:
                     yield block
-                grown = await run.next()
         except ClientGone:
             return
         except Exception as error:

@@ -13,7 +13,7 @@ Senders and receivers:
     scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
                           StepPlan and CompileGrammar (attention), Stop
     gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest
-    scheduler -> gateway  EngineState, Outputs, RequestFailed, Stats, Trace, Refused
+    scheduler -> gateway  EngineState, RequestQueued, Outputs, RequestFailed, Stats, Trace, Refused
     attention -> draft    Verdicts
     draft -> attention    TreeOffers
     for a trace           ClockPing, TraceQuery (to nodes), ClockPong, TraceDump (from nodes)
@@ -62,6 +62,7 @@ from topspin.messages.requests import (
     Outputs,
     RequestFailed,
     RequestOutput,
+    RequestQueued,
     SamplingParams,
     Stats,
     StatsQuery,
@@ -135,6 +136,7 @@ __all__ = [
     "Refused",
     "RequestFailed",
     "RequestOutput",
+    "RequestQueued",
     "Role",
     "SamplingParams",
     "Stats",
@@ -188,6 +190,7 @@ AnyMessage = (
     | AddRequest
     | AbortRequest
     | Outputs
+    | RequestQueued
     | RequestFailed
     | EngineState
     | StatsQuery

@@ -24,6 +24,8 @@ from server.gateway.parsing.message import Message
 from topspin.messages import TokenLogprobs
 
 DONE_EVENT = b"data: [DONE]\n\n"
+# A comment of server-sent events, which clients skip.
+COMMENT = b": keep-alive\n\n"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,7 +92,9 @@ class ReplyHead:
 
 
 class Replies(Protocol):
-    """The encoder of one endpoint's answers."""
+    """The encoder of one endpoint's answers; `keep_alive` says in a stream that more will come."""
+
+    keep_alive: bytes
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         """Return the events for an addition to a choice."""

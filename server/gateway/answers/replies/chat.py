@@ -14,6 +14,7 @@ from models.tokenizer import Tokenizer
 from server.gateway.answers.cache_report import PrefixCacheReport, PromptMap
 from server.gateway.answers.generation import Delta
 from server.gateway.answers.replies.base import (
+    COMMENT,
     DONE_EVENT,
     Choice,
     ReplyHead,
@@ -44,6 +45,8 @@ from topspin.messages import TokenLogprobs
 
 class ChatReplies:
     """Answers of POST /v1/chat/completions."""
+
+    keep_alive = COMMENT
 
     def __init__(
         self, head: ReplyHead, tokenizer: Tokenizer, places: PromptMap | None = None

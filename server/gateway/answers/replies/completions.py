@@ -10,6 +10,7 @@ from msgspec import UNSET, Raw, UnsetType
 from models.tokenizer import Tokenizer
 from server.gateway.answers.generation import Delta
 from server.gateway.answers.replies.base import (
+    COMMENT,
     DONE_EVENT,
     Choice,
     ReplyHead,
@@ -29,6 +30,8 @@ from topspin.messages import TokenLogprobs
 
 class CompletionReplies:
     """Answers of POST /v1/completions."""
+
+    keep_alive = COMMENT
 
     def __init__(self, head: ReplyHead, tokenizer: Tokenizer) -> None:
         self._head = head

@@ -49,6 +49,41 @@ def test_others_pass_a_request_whose_grammar_is_compiled() -> None:
     assert (stats.num_grammars_compiled, stats.num_grammars_found) == (1, 1)
 
 
+def told(engine: Engine) -> list[str]:
+    """Return the requests that a gateway is told are queued, in one message at most."""
+    queued = [message for _, message in engine.policy.take_arrivals()]
+    assert len(queued) <= 1
+    return [each for message in queued for each in message.request_ids]
+
+
+def test_a_request_counts_as_queued_when_its_grammar_is_compiled() -> None:
+    engine = Engine(make_config(num_nodes=2))
+    for request_id in ("a", "b", "gone"):
+        engine.add(with_grammar(request_id))
+    engine.add(make_request("r", [3]))
+    engine.add(make_request("s", [4]))
+    assert told(engine) == ["r", "s"]
+    engine.policy.compiled(ready(0))
+    engine.abort("gone")
+    assert told(engine) == []
+    engine.policy.compiled(ready(1))
+    assert told(engine) == ["a", "b"]
+    assert told(engine) == []
+    engine.add(with_grammar("known"))
+    assert told(engine) == ["known"]
+
+
+def test_a_refused_or_halted_compilation_tells_what_is_true() -> None:
+    engine = Engine(make_config(num_nodes=2))
+    engine.add(with_grammar("bad"))
+    engine.add(with_grammar("other", "start: /b+/"))
+    assert told(engine) == []
+    engine.policy.compiled(ready(0, error="too large"))
+    assert told(engine) == []
+    engine.halt([1])
+    assert told(engine) == ["other"]
+
+
 def test_a_refused_grammar_fails_all_who_wait_for_it() -> None:
     engine = Engine(make_config(num_nodes=2))
     engine.add(with_grammar("a"))
