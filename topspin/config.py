@@ -147,7 +147,7 @@ class SchedulingPolicy(Section, frozen=True, kw_only=True):
     max_queued_requests: Annotated[
         int,
         Setting(
-            "waiting requests beyond which new ones get 503",
+            "waiting requests beyond which new ones get 429",
             flag="--max-queued-requests N",
             within=(0, 2**20),
         ),

@@ -107,11 +107,15 @@ class ToolCallOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessageOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's message; its content is null if it only calls tools."""
+    """The assistant's message; its content is null if it only calls tools.
+
+    Its reasoning has two names, since clients read one or the other.
+    """
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallOut] | UnsetType = UNSET
 
@@ -146,6 +150,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallOut] | UnsetType = UNSET
 

@@ -213,7 +213,7 @@ def _grown(part: Part) -> ChatDelta:
         case Content(text):
             return ChatDelta(content=text)
         case Reasoning(text):
-            return ChatDelta(reasoning_content=text)
+            return ChatDelta(reasoning=text, reasoning_content=text)
         case CallBegin(index, id, name):
             function = FunctionOut(name=name, arguments="")
             begun = ToolCallOut(index=index, id=id, type="function", function=function)
@@ -235,6 +235,7 @@ def _whole_message(message: Message) -> ChatMessageOut:
     content, reasoning = message.content, message.reasoning
     return ChatMessageOut(
         content=None if calls and not content else content,
+        reasoning=reasoning or UNSET,
         reasoning_content=reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
