@@ -111,7 +111,8 @@ def _calls(calls: CallFormat, use: ToolUse, terminal: Terminal) -> list[str]:
 def _call(calls: CallFormat, tool: Tool, arguments: str, terminal: Terminal) -> str:
     name = tool.function.name
     if calls.writes_names:
-        return f"{_quoted(name)} {terminal(MistralCalls.separator)} {arguments}"
+        call_id = f"({terminal(MistralCalls.id_marker)} /[a-zA-Z0-9]{{9}}/)?"
+        return f"{_quoted(name)} {call_id} {terminal(MistralCalls.separator)} {arguments}"
     key = "parameters" if calls is LLAMA3 else "arguments"
     head = f'{{"name": {json.dumps(name)}, "{key}": '
     return f'{_quoted(head)} {arguments} "}}"'
