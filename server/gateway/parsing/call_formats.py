@@ -402,7 +402,8 @@ class LlamaCalls:
         is_open = self._object is not None and not self._is_text and not self._object.has_begun
         raw = self._skipped + self._object.raw if self._object is not None and is_open else ""
         held, self._held = raw + self._held, ""
-        return [Content(held)] if held.strip(self._between) else []
+        shown = held.strip(self._between if self._calls.num_begun else None)
+        return [Content(held)] if shown else []
 
 
 def _openai_id() -> str:

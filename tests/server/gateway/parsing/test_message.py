@@ -139,6 +139,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("mistral", '[TOOL_CALLS] [{"name": "add"}}, {"name": "add"}]]', "", [("add", "{}")] * 2),
     ("llama3_json", '{"name": "add"}}; {"name": "add"}}', "", [("add", "{}")] * 2),
+    ("llama3_json", ",", ",", []),
     # Ids, as Mistral Small 3.2 writes them.
     (
         "mistral",
