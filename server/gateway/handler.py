@@ -253,7 +253,8 @@ class GenerationHandler:
         if params.echo:
             shown = echoes(body, given, prompts, tokenizer=self.tokenizer)
         made = [Prompt(ids=ids, echo=echo) for ids, echo in zip(prompts, shown, strict=True)]
-        replies = partial(CompletionReplies, tokenizer=self.tokenizer)
+        skips = params.text.skip_special_tokens
+        replies = partial(CompletionReplies, tokenizer=self.tokenizer, skip_special_tokens=skips)
         return Prepared(params, made, "prompt", ignored, replies)
 
     def _check_fewest(self, params: RequestParams, param: str) -> Callable[[int], None]:

@@ -71,9 +71,10 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a completion choice; offsets count characters of its token texts.
+    """Log-probabilities of a completion choice; offsets count characters of its text.
 
-    An echoed prompt's first token has none. `top_logprobs` may hold encoded items.
+    Parts of characters are `bytes:` and their bytes, at the offset of their character. An echoed
+    prompt's first token has no entry. `top_logprobs` may hold encoded items.
     """
 
     text_offset: list[int]
