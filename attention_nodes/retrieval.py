@@ -137,7 +137,7 @@ class KeyIndex:
             )
         if SEGMENT_KEYS % cache.block_size:
             raise ConfigError(
-                f"--kv-retrieval-tokens: blocks of {cache.block_size} tokens (--block-size) do not "
+                f"--kv-retrieval-tokens: blocks of {cache.block_size} tokens (block_size) do not "
                 f"fill a segment of {SEGMENT_KEYS}"
             )
         coded = [idx for idx, layer in enumerate(cache.layers) if layer.has_codes]

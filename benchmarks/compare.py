@@ -343,7 +343,7 @@ def _write(
     path.write_text(json.dumps(_result(plan, found, tables, failure), allow_nan=False) + "\n")
     print(f"Written to {path}")
     if not pictures.can_draw():
-        print("No picture: that needs matplotlib, pip install 'topspin[plots]'", file=sys.stderr)
+        print("No picture: that needs matplotlib, pip install -e '.[plots]'", file=sys.stderr)
         return
     rounds = len(found.rounds)
     title = f"{', '.join(found.models)}: {plan.dataset.name}, {rounds} rounds in turn"

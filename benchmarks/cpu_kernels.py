@@ -305,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if can_draw():
             draw(result, path.with_suffix(".png"))
         else:
-            console.print("no picture: that needs matplotlib, pip install 'topspin[plots]'")
+            console.print("no picture: that needs matplotlib, pip install -e '.[plots]'")
     return 0
 
 

@@ -27,6 +27,7 @@ from topspin.messages import (
     Message,
     Outputs,
     RequestOutput,
+    RequestQueued,
     Stats,
     StatsQuery,
 )
@@ -83,6 +84,7 @@ class EngineStub:
         elif isinstance(message, AddRequest):
             self._running[message.request_id] = message
             self.sent[message.sampling.seed] = []
+            self._control.send(peer, RequestQueued(request_ids=(message.request_id,)))
         elif isinstance(message, AbortRequest):
             self._running.pop(message.request_id, None)
         elif isinstance(message, StatsQuery):

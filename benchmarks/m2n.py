@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             plot(rows, path.with_suffix(".png"))
         except ImportError:
-            print("no plot: matplotlib is not installed (pip install 'topspin[plots]')")
+            print("no plot: matplotlib is not installed (pip install -e '.[plots]')")
     return 0
 
 

@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = report.write("retrieval", result, args.result_dir)
     console.print(f"Written to {path}")
     if not can_draw():
-        console.print("No picture: that needs matplotlib, pip install 'topspin[plots]'")
+        console.print("No picture: that needs matplotlib, pip install -e '.[plots]'")
     elif panels := _panels(result):
         draw(result, panels, path.with_suffix(".png"))
         console.print(f"Written to {path.with_suffix('.png')}")

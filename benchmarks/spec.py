@@ -309,7 +309,7 @@ def _report(
     path = report.write("spec", result, plan.result_dir)
     print(f"Written to {path}")
     if not can_draw():
-        print("No picture: that needs matplotlib, pip install 'topspin[plots]'", file=sys.stderr)
+        print("No picture: that needs matplotlib, pip install -e '.[plots]'", file=sys.stderr)
         return
     draw(result, path.with_suffix(".png"))
     print(f"Written to {path.with_suffix('.png')}")

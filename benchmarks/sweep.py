@@ -273,7 +273,7 @@ def _write(
     print(f"Written to {path}")
     title = f"{target.model} at {target.url}, dataset {asked.dataset.name}"
     if not pictures.can_draw():
-        print("No picture: that needs matplotlib, pip install 'topspin[plots]'", file=sys.stderr)
+        print("No picture: that needs matplotlib, pip install -e '.[plots]'", file=sys.stderr)
         return
     picture = pictures.draw_sweep(points, knee, title=title, load_name=asked.load_name)
     path.with_suffix(".png").write_bytes(picture)

@@ -200,3 +200,29 @@ def test_the_steps_before_a_cluster_run(tmp_path: Path) -> None:
         assert built.count("gpu: l40s") == 2  # two groups of expert nodes
         assert "--otlp-traces-endpoint" in built
         assert "port: 4318" in built
+
+
+# PyPI's project of our name is somebody else's: pip gets Topspin from its folder only.
+STRANGER = re.compile(
+    r"\b(?:pipx?|uvx?|poetry|pdm)\s+(?:install|add|run|tool\s+install)\b[^\n|&;.]*?"
+    r"[\s'\"]topspin(?=[\s'\"=<>~\[`,)]|$)|\btopspin\[[a-z]+\]",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def test_no_text_has_pip_install_the_strangers_package() -> None:
+    for told in ("pip install topspin", "pip install -U 'topspin[x]'", "`uv add topspin`"):
+        assert STRANGER.search(told), told
+    folders = [each for each in ROOT.iterdir() if each.is_dir() and each.name[0] != "."]
+    texts = [*ROOT.glob("*"), *(ROOT / ".ci").glob("*")]
+    texts += [each for folder in folders for each in folder.rglob("*")]
+    kinds = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ""}
+    told = [
+        f"{each.relative_to(ROOT)}: {found[0]}"
+        for each in texts
+        if each.is_file() and each.suffix in kinds and each != Path(__file__)
+        # The literals of a text that goes over two lines are joined.
+        for found in [STRANGER.search(re.sub(r'"\n *f?"', "", each.read_text(errors="ignore")))]
+        if found
+    ]
+    assert told == []

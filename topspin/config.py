@@ -147,7 +147,7 @@ class SchedulingPolicy(Section, frozen=True, kw_only=True):
     max_queued_requests: Annotated[
         int,
         Setting(
-            "waiting requests beyond which new ones get 503",
+            "waiting requests beyond which new ones get 429",
             flag="--max-queued-requests N",
             within=(0, 2**20),
         ),
@@ -205,7 +205,7 @@ class CacheSection(Section, frozen=True, kw_only=True):
 
     block_size: Annotated[
         int,
-        Setting("tokens per block of the KV cache", flag="--block-size TOKENS", within=(1, 1024)),
+        Setting("tokens per block of the KV cache; only in an engine plan", within=(1, 1024)),
     ] = 16
     kv_cache_bytes: Annotated[
         int | None,
@@ -284,7 +284,7 @@ class M2NSection(Section, frozen=True, kw_only=True):
         Literal["auto"] | Transport,
         Setting(
             "between attention and expert nodes; local: all nodes in one process; cuda_ipc: "
-            "GPUs of one host; nixl needs pip install topspin[rdma]; auto: local on one GPU, "
+            "GPUs of one host; nixl needs pip install -e '.[rdma]'; auto: local on one GPU, "
             "cuda_ipc between several, else shm, unless --layout auto finds one process faster",
             flag="--transport",
         ),
@@ -625,6 +625,15 @@ class GatewaySection(Section, frozen=True, kw_only=True):
             none="none",
         ),
     ] = None
+    sse_keep_alive_interval_s: Annotated[
+        float,
+        Setting(
+            "a stream that has sent nothing for so long sends a comment, so that clients and "
+            "proxies wait on; 0: none",
+            flag="--sse-keep-alive-interval SECONDS",
+            within=(0, 3600),
+        ),
+    ] = 15.0
     shutdown_timeout_s: Annotated[
         float,
         Setting(

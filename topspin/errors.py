@@ -6,8 +6,9 @@
     +-- RequestError                  the client's fault; carries an HTTP 4xx status
     |   +-- InvalidRequest            400
     |   +-- NotFound                  404
-    +-- EngineError                   our fault; carries an HTTP 5xx status
-    |   +-- EngineUnavailable         503: not ready, draining, or overloaded
+    +-- EngineError                   our fault; carries an HTTP 5xx status, or 429
+    |   +-- EngineUnavailable         503: not ready, or draining
+    |   +-- Overloaded                429: there is no room for one more request
     |   +-- NodeLost                  503: a node or the scheduler died
     |   +-- StepFailed                503: a step did not finish within its deadline
     +-- ProtocolError                 a peer broke the contract of the protocol
@@ -76,9 +77,16 @@ class EngineError(TopspinError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine is not ready, is draining, or its queue is full."""
+    """The engine is not ready, or is draining."""
 
     code = "engine_unavailable"
+
+
+class Overloaded(EngineError):
+    """The engine serves, and has no room for one more request now: a queue is full."""
+
+    code = "rate_limit_exceeded"
+    status = 429
 
 
 class NodeLost(EngineError):

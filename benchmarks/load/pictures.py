@@ -63,7 +63,7 @@ def can_draw() -> bool:
 def check_can_draw() -> None:
     """Raise ConfigError if matplotlib is not installed; call it before a long run."""
     if not can_draw():
-        raise ConfigError("pictures need matplotlib: pip install 'topspin[plots]'")
+        raise ConfigError("pictures need matplotlib: pip install -e '.[plots]'")
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -143,8 +143,7 @@ def _availability() -> list[Alert]:
             "critical",
             "many-errors",
             f"{_SHARE} of the answers of {_ENGINE} are server errors",
-            "Clients of /v1 get statuses from 500 on; 503 is a full queue or an engine that does "
-            "not serve.",
+            "Clients of /v1 get statuses from 500 on; 503 is an engine that does not serve.",
         ),
         Alert(
             "TopspinFailedChoices",
@@ -185,7 +184,7 @@ def _load(ttft_p95_s: float) -> list[Alert]:
             "warning",
             "the-queue-is-long",
             f"{{{{ $value }}}} requests wait for {_ENGINE}",
-            f"More than {QUEUE_SHARE:.0%} of the queue is taken; beyond its limit clients get 503.",
+            f"More than {QUEUE_SHARE:.0%} of the queue is taken; beyond its limit clients get 429.",
         ),
         Alert(
             "TopspinKvCacheNearlyFull",

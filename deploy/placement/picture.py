@@ -1,6 +1,6 @@
 """Draws the Pareto front of a report: price and TPOT, with tokens per second as size.
 
-Needs matplotlib (pip install topspin[plots]). Called by deploy.placement.command.
+Needs matplotlib (pip install -e '.[plots]'). Called by deploy.placement.command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from topspin.errors import ConfigError
 def draw(report: Report, path: Path) -> None:
     """Write the picture; raises ConfigError without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--picture: needs matplotlib: pip install topspin[plots]")
+        raise ConfigError("--picture: needs matplotlib: pip install -e '.[plots]'")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -89,7 +89,7 @@ def load_nixl() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"--transport nixl: the nixl package can not be used ({error}); install it with "
-            "pip install 'topspin[rdma]', or use --transport shm or tcp"
+            "pip install -e '.[rdma]', or use --transport shm or tcp"
         ) from error
     if "NIXL_LOG_LEVEL" not in os.environ:
         # The package logs to stdout by default, where Topspin's output goes.

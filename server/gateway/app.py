@@ -57,13 +57,14 @@ def create_app(
     access_log: bool = True,
     keys: ApiKeys | None = None,
     spans: SpanSender | None = None,
+    keep_alive_s: float = 0.0,
 ) -> ASGIApp:
     """Return the application. The caller runs `engine.run()` concurrently.
 
     `keys`: those of which a request must have one (None or empty: it needs none). `formats`: what
     can be read in the model's text. Pages of `allowed_origins` (`*`: all) may call it from a
     browser (CORS). `access_log`: each request is logged at its end. `spans`: where the spans of
-    requests go (None: they have none).
+    requests go (None: they have none). `keep_alive_s` is GenerationHandler's.
     """
     metrics = GatewayMetrics(model.names[0])
     handler = GenerationHandler(
@@ -73,6 +74,7 @@ def create_app(
         template=template,
         metrics=metrics,
         formats=formats,
+        keep_alive_s=keep_alive_s,
     )
     tokenization = TokenizationHandler(
         engine=engine,

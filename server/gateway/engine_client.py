@@ -27,6 +27,7 @@ from topspin.errors import (
     InvalidRequest,
     NodeLost,
     NotFound,
+    Overloaded,
     PeerLost,
     ProtocolError,
     StepFailed,
@@ -43,6 +44,7 @@ from topspin.messages import (
     Refused,
     RequestFailed,
     RequestOutput,
+    RequestQueued,
     Stats,
     StatsQuery,
     Trace,
@@ -102,7 +104,18 @@ class Call:
         self._arrived: list[Arrival] = []
         self._wake = asyncio.Event()
         self._error: Exception | None = None
+        self._queued: set[int] = set()
         self.request_ids: list[str] = []
+
+    async def queued(self) -> None:
+        """Wait until the scheduler has queued all choices; raises the error that ended the call."""
+        while True:
+            if self._error is not None and not self._arrived:
+                raise self._error
+            if len(self._queued) == len(self.request_ids):
+                return
+            self._wake.clear()
+            await self._wake.wait()
 
     async def next(self) -> list[Arrival]:
         """Wait for outputs and return all that have come; raises the error that ended the call."""
@@ -116,7 +129,13 @@ class Call:
 
     def deliver(self, arrival: Arrival) -> None:
         """Hand over an output (called by the reader)."""
+        self._queued.add(arrival.choice_idx)
         self._arrived.append(arrival)
+        self._wake.set()
+
+    def note_queued(self, choice_idx: int) -> None:
+        """Note that a choice is in the scheduler's queue, or was in that of one that is gone."""
+        self._queued.add(choice_idx)
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
@@ -311,6 +330,10 @@ class EngineClient:
             now_s = time.monotonic()
             for output in message.outputs:
                 self._deliver(output, now_s)
+        elif isinstance(message, RequestQueued):
+            for request_id in message.request_ids:
+                if in_flight := self._requests.get(request_id):
+                    in_flight.call.note_queued(in_flight.choice_idx)
         elif isinstance(message, RequestFailed):
             # A scheduler that stops fails all requests; the next one gets them.
             if not self.is_waiting:
@@ -429,6 +452,7 @@ def _typed_error(failed: RequestFailed, grammar_field: str) -> TopspinError:
         InvalidRequest,
         NotFound,
         EngineUnavailable,
+        Overloaded,
         NodeLost,
         StepFailed,
         EngineError,

@@ -20,6 +20,7 @@ from topspin.errors import (
     InvalidRequest,
     NodeLost,
     NotFound,
+    Overloaded,
     RequestError,
     StepFailed,
     TopspinError,
@@ -27,6 +28,8 @@ from topspin.errors import (
 
 MAX_MESSAGE_CHARS = 512
 RETRY_AFTER_S = 1
+# Statuses of failures that may be over in a moment.
+PASSING = frozenset((429, 503))
 INTERNAL_ERROR = "internal error"
 # Messages for clients; the errors' own texts may name processes, hosts and exceptions.
 # The paths below which errors have Anthropic's shape.
@@ -113,8 +116,9 @@ def truncated(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
 def describe(error: Exception) -> Failure[ErrorBody]:
     """Return the status and the body that a client gets for `error`.
 
-    The texts of RequestError, EngineUnavailable and HTTPException are written for clients. For
-    any other error the client gets its code with a fixed message; the text is only logged.
+    The texts of RequestError, EngineUnavailable, Overloaded and HTTPException are written for
+    clients. For any other error the client gets its code with a fixed message; the text is only
+    logged.
     """
     if isinstance(error, TopspinError):
         generic = error.code == RequestError.code
@@ -132,7 +136,7 @@ def describe(error: Exception) -> Failure[ErrorBody]:
 
 
 def _public_message(error: TopspinError) -> str:
-    if isinstance(error, RequestError | EngineUnavailable):
+    if isinstance(error, RequestError | EngineUnavailable | Overloaded):
         return str(error)
     _log.error("a request failed (%s): %s", error.code, error)
     return PUBLIC_MESSAGES.get(error.code, INTERNAL_ERROR)
@@ -156,7 +160,7 @@ def error_response(error: Exception, *, to_anthropic: bool = False) -> Response:
     failure: Failure[AnthropicErrorBody] | Failure[ErrorBody]
     failure = describe_to_anthropic(error) if to_anthropic else describe(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if failure.status == 503:
+    if failure.status in PASSING:
         headers["Retry-After"] = str(RETRY_AFTER_S)
     return Response(
         failure.encode(),
@@ -169,12 +173,13 @@ def error_response(error: Exception, *, to_anthropic: bool = False) -> Response:
 def _failure(
     status: int, *, message: str, param: str | None, code: str | None
 ) -> Failure[ErrorBody]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
     return Failure(
         status=status,
         body=ErrorBody(
             error=ErrorObject(
                 message=truncated(message),
-                type="invalid_request_error" if status < 500 else "server_error",
+                type="rate_limit_error" if status == 429 else kind,
                 param=None if param is None else truncated(param, 128),
                 code=code,
             )

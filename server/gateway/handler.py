@@ -29,13 +29,13 @@ from server.gateway.answers.replies.completions import CompletionReplies
 from server.gateway.answers.replies.responses import ResponseDeleted, ResponsesReplies
 from server.gateway.answers.response_store import ResponseStore
 from server.gateway.answers.run import Run
-from server.gateway.answers.streaming import EventStream
+from server.gateway.answers.streaming import EventStream, KeepAlive
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.http.body import Bodies
 from server.gateway.http.exchange import Exchange, exchange_of
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.parsing.message import Message, MessageOptions
-from server.gateway.parsing.reasoning import begins_inside
+from server.gateway.parsing.reasoning import begins_inside, is_over
 from server.gateway.requests.anthropic import decode_count, decode_messages
 from server.gateway.requests.grammars import GRAMMAR_FIELDS, check_end
 from server.gateway.requests.params import (
@@ -94,7 +94,8 @@ class GenerationHandler:
     """Serves the endpoints of one gateway that generate, or count what they would be given.
 
     `template` None: the checkpoint has no chat template, and chat is refused. `formats` is what can
-    be read in the model's text.
+    be read in the model's text. Streams say that they live after `keep_alive_s` without an event;
+    0: never.
     """
 
     engine: EngineClient
@@ -103,6 +104,7 @@ class GenerationHandler:
     template: ChatTemplate | None
     metrics: GatewayMetrics
     formats: MessageFormats
+    keep_alive_s: float = 0.0
     responses: defaultdict[str, ResponseStore] = field(
         default_factory=lambda: defaultdict(ResponseStore)
     )
@@ -215,6 +217,7 @@ class GenerationHandler:
         unread = [name for name in names if name not in self.template.options]
         ignored = (*ignored, *(f"chat_template_kwargs.{name}" for name in unread))
         is_inside = formats.reasons and begins_inside(prompt.text, prompt.continued)
+        is_behind = prompt.is_reasoning_off or is_over(prompt.text, prompt.continued)
         grammar = constrained(
             params.sampling.grammar,
             tools,
@@ -222,6 +225,7 @@ class GenerationHandler:
             terminal=marker_terminal(self.tokenizer.token_id, self.tokenizer.special_ids),
             reasons=formats.reasons,
             is_inside_reasoning=is_inside,
+            is_behind_reasoning=is_behind and not is_inside,
         )
         if grammar:
             check_end(body, "tools")
@@ -249,7 +253,8 @@ class GenerationHandler:
         if params.echo:
             shown = echoes(body, given, prompts, tokenizer=self.tokenizer)
         made = [Prompt(ids=ids, echo=echo) for ids, echo in zip(prompts, shown, strict=True)]
-        replies = partial(CompletionReplies, tokenizer=self.tokenizer)
+        skips = params.text.skip_special_tokens
+        replies = partial(CompletionReplies, tokenizer=self.tokenizer, skip_special_tokens=skips)
         return Prepared(params, made, "prompt", ignored, replies)
 
     def _check_fewest(self, params: RequestParams, param: str) -> Callable[[int], None]:
@@ -292,10 +297,12 @@ class GenerationHandler:
         run.watch(request.receive)
         replies = prepared.make_replies(head)
         if params.stream:
-            # Waiting here gives a request that fails before its first token a proper status.
-            grown = await run.next()
-            blocks = self._event_blocks(run, grown, replies, params, exchange)
-            response: Response = EventStream(blocks, close=run.close)
+            # Waiting here gives a request that is refused a proper status. It does not wait for
+            # the first token: clients and proxies give up on a server that says nothing.
+            await run.queued()
+            blocks = self._event_blocks(run, replies, params, exchange)
+            keep_alive = KeepAlive(replies.keep_alive, self.keep_alive_s)
+            response: Response = EventStream(blocks, close=run.close, keep_alive=keep_alive)
         else:
             response = await self._whole_answer(run, replies, params)
         return _with_ignored(response, prepared)
@@ -363,7 +370,6 @@ class GenerationHandler:
     async def _event_blocks(
         self,
         run: Run,
-        grown: list[tuple[Choice, Delta]],
         replies: Replies,
         params: RequestParams,
         exchange: Exchange,
@@ -374,6 +380,7 @@ class GenerationHandler:
         """
         try:
             while True:
+                grown = await run.next()
                 num_scored = sum(each.prompt.num_scores for each, delta in grown if delta.is_first)
                 encode = partial(_events, grown, replies)
                 block = await self._encoded(encode, num_logprobs=num_scored * params.num_candidates)
@@ -381,7 +388,6 @@ class GenerationHandler:
                     break
                 if block:
                     yield block
-                grown = await run.next()
         except ClientGone:
             return
         except Exception as error:

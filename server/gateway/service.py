@@ -178,6 +178,7 @@ def build_app(
         access_log=config.gateway.access_log,
         keys=keys_of(config.gateway),
         spans=spans,
+        keep_alive_s=config.gateway.sse_keep_alive_interval_s,
     )
 
 

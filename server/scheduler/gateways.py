@@ -121,7 +121,7 @@ class GatewaySide:
         self._send(peer, Refused(reason=reason))
 
     def deliver(self, deliveries: list[Delivery]) -> None:
-        """Send outputs and failures to their gateways."""
+        """Send what has become of requests to their gateways."""
         for peer, message in deliveries:
             self._send(peer, message)
 

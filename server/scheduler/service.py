@@ -228,6 +228,8 @@ class Service:
                 if member is None:
                     raise
                 self._faults.lose(member, error)
+        if policy is not None:
+            self._gateways.deliver(policy.take_arrivals())
         if self._rehearsal is not None:
             self._rehearse(self._rehearsal)
         self._check_progress()

@@ -50,6 +50,7 @@ from topspin.messages import (
     ReleaseGrammar,
     RequestFailed,
     RequestOutput,
+    RequestQueued,
     SamplingParams,
     Stats,
     StatsQuery,
@@ -149,6 +150,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
             ),
         )
     ),
+    RequestQueued(request_ids=("r-1",)),
     RequestFailed(request_id="r-1", code="node_lost", status=503, message="expert 1"),
     EngineState(state="ready", max_request_tokens=2048),
     StatsQuery(query_id=1),
@@ -305,7 +307,7 @@ def _plain(value: Any) -> Any:
 
 def test_golden_bytes_of_a_ticket() -> None:
     """The form on the wire; when it changes, so does PROTOCOL_VERSION."""
-    assert PROTOCOL_VERSION == 9
+    assert PROTOCOL_VERSION == 10
     golden = (
         b"\x88\xa4type\xaaStepTicket\xa4step\x09\xa8previous\x08\xaageneration\x01"
         b"\xadtable_version\x02\xb1num_micro_batches\x02\xacparticipants\x92\x00\x01"

@@ -228,7 +228,7 @@ def check_packages(plan: EnginePlan, nodes: Sequence[NodeSpec]) -> None:
     if plan.link.transport == "nixl" and importlib.util.find_spec("nixl") is None:
         raise ConfigError(
             "--transport nixl: the nixl package is not installed; install it with "
-            "pip install 'topspin[rdma]', or use --transport shm or tcp"
+            "pip install -e '.[rdma]', or use --transport shm or tcp"
         )
     for node in nodes:
         if node.kernels == TRITON and importlib.util.find_spec("triton") is None:

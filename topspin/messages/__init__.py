@@ -13,7 +13,7 @@ Senders and receivers:
     scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
                           StepPlan, CompileGrammar and ReleaseGrammar (attention), Stop
     gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest
-    scheduler -> gateway  EngineState, Outputs, RequestFailed, Stats, Trace, Refused
+    scheduler -> gateway  EngineState, RequestQueued, Outputs, RequestFailed, Stats, Trace, Refused
     attention -> draft    Verdicts
     draft -> attention    TreeOffers
     for a trace           ClockPing, TraceQuery (to nodes), ClockPong, TraceDump (from nodes)
@@ -62,6 +62,7 @@ from topspin.messages.requests import (
     Outputs,
     RequestFailed,
     RequestOutput,
+    RequestQueued,
     SamplingParams,
     Stats,
     StatsQuery,
@@ -139,6 +140,7 @@ __all__ = [
     "ReleaseGrammar",
     "RequestFailed",
     "RequestOutput",
+    "RequestQueued",
     "Role",
     "SamplingParams",
     "Stats",
@@ -192,6 +194,7 @@ AnyMessage = (
     | AddRequest
     | AbortRequest
     | Outputs
+    | RequestQueued
     | RequestFailed
     | EngineState
     | StatsQuery

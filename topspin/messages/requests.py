@@ -137,6 +137,15 @@ class Outputs(Message, frozen=True, kw_only=True):
     outputs: tuple[RequestOutput, ...]
 
 
+class RequestQueued(Message, frozen=True, kw_only=True):
+    """These requests wait for their turn; no grammar of theirs is still to be compiled.
+
+    Sent once for each that an AddRequest brought, before its first output. It may still fail.
+    """
+
+    request_ids: tuple[str, ...]
+
+
 class RequestFailed(Message, frozen=True, kw_only=True):
     """The request ended with an error; `code`, `status` and `param` as in topspin.errors.
 

@@ -80,8 +80,7 @@ class Kernel:
     @cached_property
     def address(self) -> int:
         """Return the address of the machine code, from the cache if it is there."""
-        with _compiling:
-            keeps = _use_cache_directory(_sources(self._function))
+        with _compiling, _code_cache(_sources(self._function)) as keeps:
             started = time.monotonic()
             compiled = numba.cfunc(types.void(types.int64), cache=keeps, error_model="numpy")
             self._compiled = compiled(self._function)
@@ -101,8 +100,7 @@ def compiled(num_arguments: int) -> Callable[[Function], Function]:
     signature = types.int64(*(types.uint64,) * num_arguments)
 
     def compile_it(function: Function) -> Function:
-        with _compiling:
-            keeps = _use_cache_directory(_sources(function))
+        with _compiling, _code_cache(_sources(function)) as keeps:
             made = numba.njit(signature, error_model="numpy", cache=keeps)(function)
         return cast("Function", made)
 
@@ -256,23 +254,46 @@ def _sources(function: Callable[..., Any]) -> _Sources:
     return _Sources(tuple(sorted(files)), tuple(sorted(constants)))
 
 
-def _use_cache_directory(sources: _Sources) -> bool:
-    """Set numba's cache directory for code from `sources`; returns False if none is usable.
+@contextmanager
+def _code_cache(sources: _Sources) -> Iterator[bool]:
+    """Set numba's cache directory for code from `sources`; yields False if none is usable.
 
     It is $NUMBA_CACHE_DIR, else `numba` in Topspin's cache, and in it a directory named
     by a digest of the sources that the code comes from: numba compares the time of one
-    file only. What $TOPSPIN_PREPARED_KERNELS has of it is copied there first.
+    file only. What $TOPSPIN_PREPARED_KERNELS has of it is copied there first. Code in a place that
+    cannot be written is used from a copy, since numba takes no other.
     """
     directory = _cache_root() / _digest(sources)
+    ready = [directory, Path(os.environ.get(PREPARED_VARIABLE) or directory, directory.name)]
+    with contextlib.ExitStack() as stack:
+        if not _is_made(directory):
+            found = next((each for each in ready if each.is_dir()), None)
+            own = None if found is None else _temporary_directory(stack)
+            if found is None or own is None:
+                yield False
+                return
+            directory = Path(shutil.copytree(found, own / directory.name))
+        setattr(numba.config, "CACHE_DIR", str(directory))  # noqa: B010, numba sets it so itself
+        yield True
+
+
+def _is_made(directory: Path) -> bool:
+    """Return whether a cache directory is there now, and can be written."""
     try:
         _copy_prepared(directory)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
-            pass
+            return True
     except OSError:
         return False
-    setattr(numba.config, "CACHE_DIR", str(directory))  # noqa: B010, numba sets it so itself
-    return True
+
+
+def _temporary_directory(stack: contextlib.ExitStack) -> Path | None:
+    """Return a directory until `stack` ends; None: there is no place, not even in memory."""
+    for place in (None, "/dev/shm"):
+        with contextlib.suppress(OSError):
+            return Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place)))
+    return None
 
 
 def _copy_prepared(directory: Path) -> None:

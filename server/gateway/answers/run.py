@@ -8,8 +8,8 @@ server.gateway.handler drives it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Awaitable, Sequence
+from typing import Literal, TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive
@@ -24,12 +24,14 @@ from server.gateway.http.exchange import Exchange
 from server.gateway.operations.metrics import First, GatewayMetrics
 from topspin.errors import ProtocolError
 
+_Result = TypeVar("_Result")
+
 
 class Run:
     """The choices of one HTTP request while they are generated.
 
-    Invariant: after `close` nothing of the run is left in the engine, and `next` closes the
-    run itself when it raises.
+    Invariant: after `close` nothing of the run is left in the engine, and `queued` and `next` close
+    the run themselves when they raise.
     """
 
     def __init__(
@@ -61,20 +63,31 @@ class Run:
         """Cancel the call as soon as the client disconnects."""
         self._watcher = asyncio.create_task(watch_client(receive, self._call.cancel))
 
+    async def queued(self) -> None:
+        """Wait until all choices are queued, so that only the engine can fail; raises as `next`."""
+        await self._or_close(self._call.queued())
+
     async def next(self) -> list[tuple[Choice, Delta]]:
         """Wait for outputs; returns the additions to the choices, at least one, in order.
 
         Raises ClientGone, or the error by which the request failed.
         """
+        return await self._or_close(self._next())
+
+    async def _next(self) -> list[tuple[Choice, Delta]]:
+        grown: list[tuple[Choice, Delta]] = []
+        while not grown:
+            for arrival in await self._call.next():
+                grown += self._take(arrival)
+        if not self._started:
+            self._started = True
+            self._metrics.prompt_tokens.inc(self._num_prompt_tokens())
+        return grown
+
+    async def _or_close(self, waiting: Awaitable[_Result]) -> _Result:
+        """Return what is awaited; closes the run if that raises."""
         try:
-            grown: list[tuple[Choice, Delta]] = []
-            while not grown:
-                for arrival in await self._call.next():
-                    grown += self._take(arrival)
-            if not self._started:
-                self._started = True
-                self._metrics.prompt_tokens.inc(self._num_prompt_tokens())
-            return grown
+            return await waiting
         except (ClientGone, asyncio.CancelledError):
             self.close()
             raise

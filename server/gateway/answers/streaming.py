@@ -10,9 +10,10 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import NamedTuple
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from server.gateway.http.exchange import exchange_of
 
@@ -30,6 +31,16 @@ async def watch_client(receive: Receive, on_gone: Callable[[], None]) -> None:
             return
 
 
+class KeepAlive(NamedTuple):
+    """What a stream sends when it has sent nothing for `interval_s`; 0: nothing."""
+
+    block: bytes = b""
+    interval_s: float = 0.0
+
+
+NO_KEEP_ALIVE = KeepAlive()
+
+
 class EventStream(Response):
     """Sends each block of events as it comes; always calls `close` at the end.
 
@@ -44,6 +55,7 @@ class EventStream(Response):
         blocks: AsyncGenerator[bytes, None],
         *,
         close: Callable[[], None],
+        keep_alive: KeepAlive = NO_KEEP_ALIVE,
         send_deadline_s: float = SEND_DEADLINE_S,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -51,6 +63,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._blocks = blocks
         self._close = close
+        self._keep_alive = keep_alive
         self._send_deadline_s = send_deadline_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,17 +84,36 @@ class EventStream(Response):
         """Send the head by `send`, and the rest past all middleware: that costs time per event."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        async with aclosing(self._blocks) as blocks:
-            async for block in blocks:
-                watch.is_sending = True
-                await send_direct({"type": "http.response.body", "body": block, "more_body": True})
-                watch.is_sending = False
-                watch.num_sent += 1
+        beats = asyncio.create_task(self._beat(send_direct, watch))
+        try:
+            async with aclosing(self._blocks) as blocks:
+                async for block in blocks:
+                    watch.is_sending = True
+                    await send_direct(_part(block))
+                    watch.is_sending = False
+                    watch.note_sent()
+        finally:
+            beats.cancel()
         await send_direct({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _beat(self, send: Send, watch: _SendWatch) -> None:
+        """Send the keep-alive whenever nothing has been sent for its interval."""
+        block, interval_s = self._keep_alive
+        while interval_s:
+            left_s = interval_s if watch.is_sending else interval_s - watch.idle_s
+            if left_s <= 0:
+                await send(_part(block))
+                watch.note_sent()
+                left_s = interval_s
+            await asyncio.sleep(left_s)
+
+
+def _part(block: bytes) -> Message:
+    return {"type": "http.response.body", "body": block, "more_body": True}
 
 
 class _SendWatch:
-    """Ends a timeout scope when one send exceeds a deadline; costs nothing per send.
+    """Ends a timeout scope when one send exceeds a deadline; costs next to nothing per send.
 
     Checks once per deadline: a send in progress at two checks in a row is late, so it ends
     after one to two deadlines.
@@ -91,17 +123,26 @@ class _SendWatch:
         self._loop = asyncio.get_running_loop()
         self._limit = limit
         self._period_s = deadline_s
-        self._seen = -1
+        self._seen_s = -1.0
+        self._sent_at_s = self._loop.time()
         self.is_sending = False
-        self.num_sent = 0
         self._timer = self._loop.call_later(self._period_s, self._look)
 
     def _look(self) -> None:
-        if self.is_sending and self._seen == self.num_sent:
+        if self.is_sending and self._seen_s == self._sent_at_s:
             self._limit.reschedule(self._loop.time())
             return
-        self._seen = self.num_sent if self.is_sending else -1
+        self._seen_s = self._sent_at_s if self.is_sending else -1.0
         self._timer = self._loop.call_later(self._period_s, self._look)
+
+    @property
+    def idle_s(self) -> float:
+        """The time since the last send."""
+        return self._loop.time() - self._sent_at_s
+
+    def note_sent(self) -> None:
+        """Note that a send has ended."""
+        self._sent_at_s = self._loop.time()
 
     def close(self) -> None:
         """Stop the checks."""

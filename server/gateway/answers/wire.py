@@ -71,9 +71,10 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a completion choice; offsets count characters of its token texts.
+    """Log-probabilities of a completion choice; offsets count characters of its text.
 
-    An echoed prompt's first token has none. `top_logprobs` may hold encoded items.
+    Parts of characters are `bytes:` and their bytes, at the offset of their character. An echoed
+    prompt's first token has no entry. `top_logprobs` may hold encoded items.
     """
 
     text_offset: list[int]
@@ -107,11 +108,15 @@ class ToolCallOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessageOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's message; its content is null if it only calls tools."""
+    """The assistant's message; its content is null if it only calls tools.
+
+    Its reasoning has two names, since clients read one or the other.
+    """
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallOut] | UnsetType = UNSET
 
@@ -146,6 +151,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallOut] | UnsetType = UNSET
 

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from server.gateway.engine_client import ClientGone
 from server.gateway.errors import truncated
-from topspin.errors import EngineUnavailable, RequestError
+from topspin.errors import Overloaded, RequestError
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_DEADLINE_S = 30.0
@@ -57,7 +57,7 @@ class Bodies:
     ) -> AsyncGenerator[bytes, None]:
         """Yield a body declared as JSON; it counts as held until the block ends.
 
-        Raises as `check_media_type` and `read_body`; EngineUnavailable if too much is held.
+        Raises as `check_media_type` and `read_body`; Overloaded if too much is held.
         """
         check_media_type(request)
         num_own_bytes = 0
@@ -65,7 +65,7 @@ class Bodies:
         def count(num_bytes: int) -> None:
             nonlocal num_own_bytes
             if self._num_held_bytes + num_bytes > self._max_held_bytes:
-                raise EngineUnavailable("the bodies of too many requests are being received")
+                raise Overloaded("the bodies of too many requests are being received")
             num_own_bytes += num_bytes
             self._num_held_bytes += num_bytes
 

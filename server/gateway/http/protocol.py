@@ -15,10 +15,10 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from server.gateway.errors import describe, truncated
+from server.gateway.errors import PASSING, RETRY_AFTER_S, describe, truncated
 from server.gateway.http.exchange import HEADER, make_request_id
 from server.gateway.http.room import Room
-from topspin.errors import EngineUnavailable, RequestError, TopspinError
+from topspin.errors import Overloaded, RequestError, TopspinError
 from topspin.logs import about
 
 # For a request's head from its first byte to its last, and for the rest of a body whose request
@@ -68,7 +68,7 @@ class HttpProtocol(H11Protocol):
         super().connection_made(transport)
         self._start_keep_alive_timer()
         if not self._room.enter(self):
-            self._refuse(EngineUnavailable("too many connections have requests in progress"))
+            self._refuse(Overloaded("too many connections have requests in progress"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel both timers."""
@@ -161,10 +161,12 @@ class HttpProtocol(H11Protocol):
             failure, request_id = describe(error), make_request_id()
             _log.debug("gateway: %s", error, extra=about(request_id=request_id))
             body = failure.encode()
+            passing = failure.status in PASSING
             head = h11.Response(
                 status_code=failure.status,
                 reason=STATUS_PHRASES[failure.status],
                 headers=[
+                    *((("retry-after", str(RETRY_AFTER_S)),) if passing else ()),
                     ("content-type", "application/json"),
                     ("content-length", str(len(body))),
                     ("connection", "close"),

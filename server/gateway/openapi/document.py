@@ -25,6 +25,7 @@ STATUSES = {
     408: "The body did not arrive in time",
     413: "The body is too large",
     415: "The body is not declared as JSON",
+    429: "There is no room for one more request now; try again later",
     500: "The server failed by a bug",
     503: "The engine does not serve now; try again later",
 }
@@ -112,7 +113,9 @@ def _response(endpoint: Endpoint, status: int) -> Json:
         }
     }
     answer = endpoint.error if status != 200 else endpoint.answer
-    if status == 503:
+    if status == 429:
+        headers |= RETRY_AFTER
+    elif status == 503:
         answer = endpoint.failure or endpoint.error
         headers |= RETRY_AFTER if endpoint.failure is None else {}
     media_type = JSON if status != 200 else endpoint.media_type

@@ -94,7 +94,7 @@ class Endpoint:
     example: dict[str, Any] | None = None
 
 
-_OF_BODIES = (408, 413, 415)
+_OF_BODIES = (408, 413, 415, 429)
 _OF_GENERATION = (404, *_OF_BODIES, 503)
 
 ENDPOINTS = (

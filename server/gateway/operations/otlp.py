@@ -53,7 +53,7 @@ def check_endpoint(endpoint: str | None) -> None:
     if not all(_is_installed(name) for name in NEEDED):
         raise ConfigError(
             f"{FLAG}: OpenTelemetry's packages are not installed; install them with "
-            "pip install 'topspin[otlp]'"
+            "pip install -e '.[otlp]'"
         )
 
 

@@ -21,6 +21,7 @@ from server.gateway.parsing.parts import CallArguments, CallBegin, CallParser, C
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MISTRAL_ID_CHARS = 9
+_BLANKS = " \t\r\n"
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{0,128}")
 
 
@@ -43,8 +44,8 @@ class CallFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """Return the texts that are shown to the parser even where they are special tokens."""
-        between = MistralCalls.separator if self.writes_names else ""
-        return tuple(each for each in (self.begin, self.end, between) if each)
+        between = (MistralCalls.id_marker, MistralCalls.separator) if self.writes_names else ()
+        return tuple(each for each in (self.begin, self.end, *between) if each)
 
 
 class _Calls:
@@ -52,14 +53,14 @@ class _Calls:
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
-        self._num_begun = 0
+        self.num_begun = 0
 
     def begin(self, name: str) -> CallBegin:
-        self._num_begun += 1
-        return CallBegin(self._num_begun - 1, self._new_id(), name)
+        self.num_begun += 1
+        return CallBegin(self.num_begun - 1, self._new_id(), name)
 
     def arguments(self, text: str) -> list[Part]:
-        return [CallArguments(self._num_begun - 1, text)] if text else []
+        return [CallArguments(self.num_begun - 1, text)] if text else []
 
 
 class _Object:
@@ -109,6 +110,8 @@ class HermesCalls:
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._calls = _Calls(new_id)
         self._held = ""
+        # Before the marker of the present call; content, if that is none.
+        self._blanks = ""
         self._object: _Object | None = None
         self._is_behind_call = False
 
@@ -127,7 +130,7 @@ class HermesCalls:
             self._held = self._held[self._object.push(self._held, parts) :]
             if self._object.is_failed and not self._object.has_begun:
                 # It is no call: the text is shown as it is.
-                parts.append(Content(self.begin + self._object.raw))
+                parts.append(Content(self._blanks + self.begin + self._object.raw))
                 self._object = None
                 return True
             return bool(self._held)
@@ -143,8 +146,8 @@ class HermesCalls:
         return True
 
     def _end_call(self) -> bool:
-        """Skip the end mark behind a whole call, which some models forget."""
-        self._held = self._held.lstrip()
+        """Skip the end mark behind a whole call, which some models forget, and braces too many."""
+        self._held = self._held.lstrip(_BLANKS + "}")
         has_mark = self._held.startswith(self.end)
         if not has_mark and self.end.startswith(self._held):
             return False
@@ -167,6 +170,7 @@ class HermesCalls:
             return False
         if before := self._held[:found].rstrip():
             parts.append(Content(before))
+        self._blanks = self._held[len(before) : found]
         self._held = self._held[found + len(self.begin) :]
         self._object = _Object(self._calls)
         return True
@@ -178,22 +182,25 @@ class HermesCalls:
             return [Content(held)] if held else []
         if self._object.has_begun:
             return [Content(held)] if self._object.is_done and held else []
-        return [Content(self.begin + self._object.raw + held)]
+        return [Content(self._blanks + self.begin + self._object.raw + held)]
 
 
 class MistralCalls:
     """`[TOOL_CALLS]` and a list of objects, or `[TOOL_CALLS]name[ARGS]{...}` per call.
 
-    Newer Mistral models write the second form, some without `[ARGS]`.
+    Newer Mistral models write the second form, some without `[ARGS]`, and some with `[CALL_ID]` and
+    an id before it; clients get an id of ours.
     """
 
     begin = "[TOOL_CALLS]"
+    id_marker = "[CALL_ID]"
     separator = "[ARGS]"
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._calls = _Calls(new_id)
         self._held = ""
         self._state: Literal["text", "call", "list", "object", "arguments"] = "text"
+        self._blanks = ""
         self._is_listed = False
         self._is_behind_call = False
         self._object: _Object | None = None
@@ -222,7 +229,7 @@ class MistralCalls:
 
     def _read_text(self, parts: list[Part]) -> bool:
         if self._is_behind_call:
-            self._held = self._held.lstrip()
+            self._held = self._held.lstrip(_BLANKS + "}]")
             self._is_behind_call = not self._held
         found = self._held.find(self.begin)
         end = len(self._held) - num_held(self._held, self.begin) if found < 0 else found
@@ -232,6 +239,7 @@ class MistralCalls:
         if found < 0:
             self._held = self._held[len(shown) :]
             return False
+        self._blanks = self._held[len(shown) : found]
         self._held, self._state = self._held[found + len(self.begin) :], "call"
         return True
 
@@ -249,6 +257,10 @@ class MistralCalls:
         name = _NAME.match(text)
         assert name is not None, "it matches the empty text"
         rest = text[name.end() :]
+        if rest.startswith(self.id_marker):
+            rest = _NAME.sub("", rest[len(self.id_marker) :].lstrip(), count=1)
+        elif self.id_marker.startswith(rest):
+            return False
         if rest and not self.separator.startswith(rest[: len(self.separator)]):
             return self._begin_arguments(name[0], rest, parts)
         if not rest or len(rest) < len(self.separator):
@@ -262,12 +274,12 @@ class MistralCalls:
             parts.append(self._calls.begin(name))
             self._held, self._arguments, self._state = rest, ValueScan(), "arguments"
         else:
-            parts.append(Content(self.begin))
+            parts.append(Content(self._blanks + self.begin))
             self._state = "text"
         return True
 
     def _read_list(self) -> bool:
-        self._held = self._held.lstrip(" \t\r\n,")
+        self._held = self._held.lstrip(_BLANKS + ",}")
         if not self._held:
             return False
         if self._held[0] == "{":
@@ -282,7 +294,7 @@ class MistralCalls:
         self._held = self._held[self._object.push(self._held, parts) :]
         if self._object.is_failed:
             if not self._object.has_begun:
-                parts.append(Content(self.begin + self._object.raw))
+                parts.append(Content(self._blanks + self.begin + self._object.raw))
             self._state = "text"
         elif self._object.is_done and self._is_listed:
             self._state = "list"
@@ -308,9 +320,9 @@ class MistralCalls:
             case "text":
                 return [Content(held)] if held else []
             case "call":
-                return [Content(self.begin + held)] if held.strip() else []
+                return [Content(self._blanks + self.begin + held)] if held.strip() else []
             case "object" if self._object is not None and not self._object.has_begun:
-                return [Content(self.begin + self._object.raw)]
+                return [Content(self._blanks + self.begin + self._object.raw)]
         return []
 
 
@@ -328,6 +340,7 @@ class LlamaCalls:
         self._names = names
         self._held = ""
         self._is_text = False
+        self._skipped = ""
         self._object: _Object | None = None
 
     def push(self, text: str) -> list[Part]:
@@ -345,9 +358,14 @@ class LlamaCalls:
             self._held = ""
         return parts
 
+    @property
+    def _between(self) -> str:
+        """What may stand before an object: behind one, a brace too many."""
+        return _BLANKS + (";,}" if self._calls.num_begun else ";,")
+
     def _find_object(self) -> bool:
         """Skip to the next object; return whether more can be told from what is held."""
-        text = self._held.lstrip(" \t\r\n;,")
+        text = self._held.lstrip(self._between)
         if self.begin.startswith(text[: len(self.begin)]) and text:
             if len(text) < len(self.begin):
                 return False
@@ -355,6 +373,7 @@ class LlamaCalls:
         if not text:
             return False
         if text[0] == "{":
+            self._skipped = self._held.removesuffix(text)
             self._held, self._object = text, _Object(self._calls)
         else:
             self._is_text = True
@@ -369,7 +388,7 @@ class LlamaCalls:
             parts += found
             self._held = self._held[num_read:]
         elif self._object.is_failed or not is_known:
-            self._held = self._object.raw + self._held[num_read:]
+            self._held = self._skipped + self._object.raw + self._held[num_read:]
         else:
             self._held = self._held[num_read:]
         if self._object.is_failed or not is_known:
@@ -381,9 +400,10 @@ class LlamaCalls:
     def flush(self) -> list[Part]:
         """Return what was held; a call that ends before its name is known is content."""
         is_open = self._object is not None and not self._is_text and not self._object.has_begun
-        raw = self._object.raw if self._object is not None and is_open else ""
+        raw = self._skipped + self._object.raw if self._object is not None and is_open else ""
         held, self._held = raw + self._held, ""
-        return [Content(held)] if held.strip() else []
+        shown = held.strip(self._between if self._calls.num_begun else None)
+        return [Content(held)] if shown else []
 
 
 def _openai_id() -> str:

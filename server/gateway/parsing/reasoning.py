@@ -23,6 +23,17 @@ def begins_inside(prompt: str, continued: str) -> bool:
     return continued.rfind(BEGIN) > continued.rfind(END) or prompt.rstrip().endswith(BEGIN)
 
 
+def is_over(prompt: str, continued: str) -> bool:
+    """Return whether the text after `prompt` follows on reasoning, or on an answer without any.
+
+    A template ends the prompt with a whole block, or only the mark of its end, where it turns
+    reasoning off. `continued` is as in begins_inside.
+    """
+    if begins_inside(prompt, continued):
+        return False
+    return bool(continued.strip()) or prompt.rstrip().endswith(END)
+
+
 class Split(NamedTuple):
     """More of the reasoning, and more of the text after it."""
 

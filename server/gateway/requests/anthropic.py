@@ -145,7 +145,7 @@ class OutputConfig(Fields, kw_only=True, frozen=True):
 class PromptFields(Fields, kw_only=True, frozen=True):
     """The fields that say what the model gets: those of /v1/messages/count_tokens."""
 
-    model: str
+    model: str | None = None
     messages: Annotated[Raw, items_of("InputMessage")]  # may be long: decoded one by one
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None

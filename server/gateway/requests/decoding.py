@@ -27,6 +27,12 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 _FIELD = re.compile(
     r"Object (?:contains unknown|missing required) field `(.*?)`(?: - at `\$|$)", re.DOTALL
 )
+# A pair of surrogates, or as group 1 one alone, or another escape.
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
 _ERRORS = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 _Value = TypeVar("_Value")
@@ -37,7 +43,7 @@ def decode(data: bytes | Raw, kind: type[_Value], *, param: str = "") -> _Value:
     try:
         return msgspec.json.decode(data, type=kind)
     except _ERRORS as error:
-        raise _invalid(error, param) from None
+        raise _invalid(error, param, data) from None
 
 
 def decode_each(items: list[Raw], kind: type[_Value], *, param: str) -> list[_Value]:
@@ -48,7 +54,7 @@ def decode_each(items: list[Raw], kind: type[_Value], *, param: str) -> list[_Va
         try:
             values.append(decoder.decode(item))
         except _ERRORS as error:
-            raise _invalid(error, f"{param}[{len(values)}]") from None
+            raise _invalid(error, f"{param}[{len(values)}]", item) from None
     return values
 
 
@@ -85,12 +91,17 @@ def _too_deep(param: str) -> InvalidRequest:
     return InvalidRequest(f"{where} is nested too deeply", param=param or None)
 
 
-def _invalid(error: Exception, prefix: str) -> InvalidRequest:
+def _invalid(error: Exception, prefix: str, data: bytes | Raw) -> InvalidRequest:
     """Return an InvalidRequest for msgspec's error; `prefix` and the path become `param`."""
     if isinstance(error, RecursionError):
         return _too_deep(prefix)
     if not isinstance(error, msgspec.ValidationError):
         where = f"`{prefix}`" if prefix else "the request body"
+        if lone := next((each[1] for each in _ESCAPE.finditer(data) if each[1]), None):
+            return InvalidRequest(
+                f"{where} is not valid Unicode: it has the lone surrogate \\{lone.decode()}",
+                param=prefix or None,
+            )
         return InvalidRequest(f"{where} is not valid JSON: {error}", param=prefix or None)
     message = str(error)
     found = _PATH.search(message)

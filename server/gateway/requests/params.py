@@ -58,6 +58,17 @@ class ServedModel:
     defaults: SamplingDefaults
     retrieval: RetrievalPolicy | None = None
 
+    def checked_name(self, asked: str | None) -> str:
+        """Return the name by which a request asks for the model, the first one if by none.
+
+        Raises ModelNotFound for other names.
+        """
+        if asked is not None and asked not in self.names:
+            raise ModelNotFound(
+                f"the model `{truncated(asked, 64)}` is not served here", param="model"
+            )
+        return asked or self.names[0]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestParams:
@@ -235,10 +246,6 @@ def _params(
     bad_words: TokenSequences,
     echo: bool = False,
 ) -> RequestParams:
-    if body.model not in model.names:
-        raise ModelNotFound(
-            f"the model `{truncated(body.model, 64)}` is not served here", param="model"
-        )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -251,7 +258,7 @@ def _params(
     options = body.stream_options or StreamOptions()
     grammar = grammar_of(body)
     return RequestParams(
-        model=body.model,
+        model=model.checked_name(body.model),
         num_choices=body.n or 1,
         max_tokens=max_tokens,
         default_max_tokens=default_max_tokens,

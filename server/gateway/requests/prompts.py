@@ -36,6 +36,8 @@ from topspin.errors import InvalidRequest
 # Some agents' first system block has a number that changes with each request, for their billing.
 # It means nothing to a model, and would make every prompt differ from its first tokens on.
 BILLING_PREFIX = "x-anthropic-billing-header"
+# The variables by which templates let requests turn reasoning off.
+_REASONING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 # A list of numbers, by its first item.
 _FLAT_LIST = re.compile(rb"\[\s*[-0-9]")
 
@@ -43,13 +45,15 @@ _FLAT_LIST = re.compile(rb"\[\s*[-0-9]")
 class ChatPrompt(NamedTuple):
     """A chat as the model gets it: its tokens, the text that they come from, and its places.
 
-    `continued`: the last message's own text, if the model continues it.
+    `continued`: the last message's own text, if the model continues it. `is_reasoning_off`: the
+    template was told that the model does not reason.
     """
 
     ids: list[int]
     text: str
     map: PromptMap | None = None
     continued: str = ""
+    is_reasoning_off: bool = False
 
 
 def chat_prompt(
@@ -103,7 +107,10 @@ def chat_prompt(
             )
         places = PromptMap(text=text, begins=_begins(messages, template=template, kwargs=kwargs))
     continued = text_of(messages[-1]["content"]) if body.continue_final_message else ""
-    return ChatPrompt(_last(token_ids, body.truncate_prompt_tokens), text, places, continued)
+    is_off = any(kwargs.get(name) is False for name in _REASONING_SWITCHES & template.options)
+    return ChatPrompt(
+        _last(token_ids, body.truncate_prompt_tokens), text, places, continued, is_off
+    )
 
 
 def _begins(

@@ -169,7 +169,7 @@ INPUT_SCHEMA = {
 class ResponsesBody(Fields, kw_only=True, frozen=True):
     """POST /v1/responses; the fields from `top_k` on are vLLM's and Topspin's."""
 
-    model: str
+    model: str | None = None
     input: Annotated[Raw, Meta(extra_json_schema=INPUT_SCHEMA)]  # may be long: decoded by items
     instructions: str | None = None
     previous_response_id: str | None = None

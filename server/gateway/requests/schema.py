@@ -166,7 +166,7 @@ class StructuredOutputs(Fields, kw_only=True, frozen=True):
 class GenerationBody(Fields, kw_only=True, frozen=True):
     """The fields that chat and plain completions have in common."""
 
-    model: str
+    model: str | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None

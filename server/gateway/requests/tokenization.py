@@ -14,7 +14,6 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
-from server.gateway.errors import ModelNotFound, truncated
 from server.gateway.requests.decoding import decode
 from server.gateway.requests.params import ServedModel, check_vocabulary
 from server.gateway.requests.prompts import chat_prompt
@@ -98,7 +97,7 @@ def tokenize(
     Raises InvalidRequest or ModelNotFound naming the field.
     """
     body = decode(data, TokenizeBody)
-    _check_model(body.model, model)
+    model.checked_name(body.model)
     if body.prompt is None:
         tokens = _chat_tokens(
             body, model=model, tokenizer=tokenizer, template=template, formats=formats
@@ -128,7 +127,6 @@ def _chat_tokens(
     if template is None:
         raise InvalidRequest("the model has no chat template; give a `prompt`", param="messages")
     given = {name: getattr(body, name) for name in CHAT_FIELDS}
-    given["model"] = model.names[0]
     given["add_special_tokens"] = body.add_special_tokens
     fields = {name: value for name, value in given.items() if value is not UNSET}
     chat, messages, _ = decode_chat(msgspec.json.encode(fields))
@@ -150,11 +148,6 @@ def _chat_tokens(
 def detokenize(data: bytes, *, model: ServedModel, tokenizer: Tokenizer) -> Detokenized:
     """Return the text of token ids, special ones included; raises as tokenize."""
     body = decode(data, DetokenizeBody)
-    _check_model(body.model, model)
+    model.checked_name(body.model)
     check_vocabulary(body.tokens, vocab_size=model.vocab_size, param="tokens")
     return Detokenized(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False))
-
-
-def _check_model(name: str | None, model: ServedModel) -> None:
-    if name is not None and name not in model.names:
-        raise ModelNotFound(f"the model `{truncated(name, 64)}` is not served here", param="model")

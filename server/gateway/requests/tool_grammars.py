@@ -31,12 +31,14 @@ def constrained(
     terminal: Terminal,
     reasons: bool,
     is_inside_reasoning: bool,
+    is_behind_reasoning: bool = False,
 ) -> str:
     """Return the grammar of an answer with these tools, empty if it may be any text.
 
     `grammar` is that of the answer's text, empty if any text will do. `terminal` gives the Lark of
-    a marker, which may be a special token. `reasons`: the model may reason before it answers.
-    Raises InvalidRequest for schemas that cannot be served.
+    a marker, which may be a special token. `reasons`: the model may reason before it answers,
+    unless `is_behind_reasoning`: it has, or is told not to. Raises InvalidRequest for schemas that
+    cannot be served.
     """
     rules: list[str] = []
     must_call = bool(use.called)
@@ -48,11 +50,12 @@ def constrained(
         elif grammar:
             rules.append("answer: calls | @text")
         else:
-            rules += _text_and_calls(calls, terminal)
+            rules += _text_and_calls(calls, terminal, is_answer=reasons and is_behind_reasoning)
     elif grammar:
         rules.append("answer: @text")
     else:
         return ""
+    reasons = reasons and not is_behind_reasoning
     if not reasons and rules == ["answer: @text"]:
         return grammar
     rules += _beginning(terminal, reasons=reasons, is_inside=is_inside_reasoning)
@@ -109,21 +112,28 @@ def _calls(calls: CallFormat, use: ToolUse, terminal: Terminal) -> list[str]:
 def _call(calls: CallFormat, tool: Tool, arguments: str, terminal: Terminal) -> str:
     name = tool.function.name
     if calls.writes_names:
-        return f"{_quoted(name)} {terminal(MistralCalls.separator)} {arguments}"
+        call_id = f"({terminal(MistralCalls.id_marker)} /[a-zA-Z0-9]{{9}}/)?"
+        return f"{_quoted(name)} {call_id} {terminal(MistralCalls.separator)} {arguments}"
     key = "parameters" if calls is LLAMA3 else "arguments"
     head = f'{{"name": {json.dumps(name)}, "{key}": '
     return f'{_quoted(head)} {arguments} "}}"'
 
 
-def _text_and_calls(calls: CallFormat, terminal: Terminal) -> list[str]:
-    """Return the rules of an answer of text and calls, where the model decides."""
+def _text_and_calls(calls: CallFormat, terminal: Terminal, *, is_answer: bool) -> list[str]:
+    """Return the rules of an answer of text and calls, where the model decides.
+
+    `is_answer`: its text does not begin as reasoning.
+    """
+    limit = f" & ~/\\s*{BEGIN}(.|\\n)*/" if is_answer else ""
     if calls is LLAMA3:
         # Its calls have no marker: an answer that begins as an object is a call.
-        return ["answer: calls | other", "other: /[^{](.|\\n)*/"]
-    begin, text = terminal(calls.begin), "text: /(.|\\n)*/"
+        return ["answer: calls | OTHER", f"OTHER: /[^{{](.|\\n)*/{limit}"]
+    begin = terminal(calls.begin)
+    texts = [f"FIRST: /(.|\\n)*/{limit}", "text: /(.|\\n)*/"]
     if begin.startswith("<["):
-        return [text, f"answer: (text {begin} rest)* text"]
-    return [text, f"opened[lazy]: /(.|\\n)*/ {begin}", "answer: (opened rest)* text"]
+        return [*texts, f"answer: FIRST ({begin} rest text)*"]
+    opened = [f"first[lazy]: FIRST {begin}", f"opened[lazy]: /(.|\\n)*/ {begin}"]
+    return [*texts, *opened, "answer: FIRST | first rest (opened rest)* text"]
 
 
 def _schema(tool: Tool) -> dict[str, Any]:

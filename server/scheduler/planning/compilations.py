@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from topspin.errors import EngineUnavailable, InvalidRequest
+from topspin.errors import InvalidRequest, Overloaded
 from topspin.grammars import grammar_key
 from topspin.messages import CompileGrammar, ReleaseGrammar
 
@@ -51,6 +51,7 @@ class Compilations:
         self._known: set[str] = set()
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self._unsent: list[CompileGrammar | ReleaseGrammar] = []
+        self._is_halted = False
 
     def ask(
         self, grammar: str, nodes: Collection[int], *, now: float, may_refuse: bool = True
@@ -58,7 +59,7 @@ class Compilations:
         """Have `nodes` compile the grammar of a request, unless they have, and keep it.
 
         Returns its key, for release() when the request ends. Raises InvalidRequest if it has been
-        refused, or EngineUnavailable if there are too many and it may refuse.
+        refused, or Overloaded if there are too many and it may refuse.
         """
         key = grammar_key(grammar)
         self._check_refused(key, now)
@@ -98,7 +99,7 @@ class Compilations:
     def is_under_way(self, key: str) -> bool:
         """Return whether a request with this grammar has to wait."""
         used = self._used.get(key)
-        return used is not None and bool(used.awaited)
+        return used is not None and (bool(used.awaited) or self._is_halted)
 
     def answered(self, node: int, key: str) -> None:
         """Note that a node has compiled a grammar."""
@@ -131,6 +132,7 @@ class Compilations:
 
     def halt(self) -> None:
         """Await nothing: nodes may be lost, or may not have read what they were asked."""
+        self._is_halted = True
         self._known.clear()
         self._unsent.clear()
         for used in self._used.values():
@@ -138,6 +140,7 @@ class Compilations:
 
     def resume(self, nodes: Collection[int]) -> None:
         """Have the nodes of a new generation compile what requests have."""
+        self._is_halted = False
         for key, used in self._used.items():
             self._send(key, used, nodes)
 
@@ -158,10 +161,10 @@ class Compilations:
 
     def _check_room(self, now: float) -> None:
         if len(self._used) >= MAX_USED:
-            raise EngineUnavailable(f"requests have {MAX_USED} different grammars already")
+            raise Overloaded(f"requests have {MAX_USED} different grammars already")
         under_way = self._under_way()
         if len(under_way) >= MAX_UNDER_WAY and now - under_way[0][1].since < LONG_S:
-            raise EngineUnavailable(f"{len(under_way)} grammars are being compiled")
+            raise Overloaded(f"{len(under_way)} grammars are being compiled")
 
     def _check_refused(self, key: str, now: float) -> None:
         until, reason = self._refused.get(key, (0.0, ""))

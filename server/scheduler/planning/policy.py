@@ -41,7 +41,7 @@ from server.scheduler.planning.in_flight import (
 )
 from server.scheduler.planning.intake import Intake
 from server.scheduler.planning.journal import Journal, Note
-from server.scheduler.planning.outbox import Delivery, Outbox, failure
+from server.scheduler.planning.outbox import Arrivals, Delivery, Outbox, failure
 from server.scheduler.planning.plans import Step, StepBuilder
 from server.scheduler.planning.router import Candidate, choose_replica
 from server.scheduler.planning.sequence import Request
@@ -53,6 +53,7 @@ from topspin.errors import (
     EngineUnavailable,
     InvalidRequest,
     NodeLost,
+    Overloaded,
     TopspinError,
 )
 from topspin.messages import (
@@ -153,6 +154,7 @@ class Policy:
         self._is_halted = False
         self._counters = Counters()
         self.compilations = Compilations()
+        self._arrivals = Arrivals()
         self._journal = Journal(note)
         self._num_arrivals = 0
         self._num_admissions = 0
@@ -199,20 +201,25 @@ class Policy:
         self._was_idle |= not self._requests
         self._requests[peer, message.request_id] = request
         self._waiting.push(request)
+        self._arrivals.add(request)
         return None
+
+    def take_arrivals(self) -> list[Delivery]:
+        """Return what gateways are to be told of the requests that add() has queued, once."""
+        return self._arrivals.deliveries(self.compilations.is_under_way)
 
     def _present(self) -> list[int]:
         return [replica.index for replica in self._replicas if replica.is_present]
 
     def _check_queue(self, *, is_replay: bool) -> None:
-        """Raise EngineUnavailable if the queue is full; seats on nodes are not part of it.
+        """Raise Overloaded if the queue is full; seats on nodes are not part of it.
 
         Replays have as much room again: all of another scheduler's come at once, new ones between.
         """
         limits = self._plan.scheduling
         seats = sum(replica.node.max_num_seqs for replica in self._replicas)
         if len(self._requests) >= (limits.max_queued_requests + seats) * (1 + is_replay):
-            raise EngineUnavailable(
+            raise Overloaded(
                 f"the queue is full ({limits.max_queued_requests} requests are waiting)"
             )
 
@@ -278,7 +285,7 @@ class Policy:
         """Fail the requests whose grammars take longest to compile, where too many wait."""
         outbox = Outbox()
         while (key := self.compilations.displaced()) is not None:
-            error = EngineUnavailable("other grammars wait for this one, which compiles for long")
+            error = Overloaded("other grammars wait for this one, which compiles for long")
             self._fail_waiting(key, error, outbox)
         return outbox.deliveries()
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 import torch
 
@@ -142,6 +145,10 @@ def test_code_is_kept_where_the_user_says(tmp_path: Path, run_program: Callable[
     prepared = {runtime.PREPARED_VARIABLE: str(kept_in)}
     assert said not in run_program(NUMBA_CACHE_DIR=str(other), **prepared)
     assert [each.name for each in sorted(other.rglob("*.nbc"))] == [each.name for each in kept]
+    # So it is where there is no place for a copy but a temporary one.
+    blocked = tmp_path / "file"
+    blocked.touch()
+    assert said not in run_program(NUMBA_CACHE_DIR=str(blocked), **prepared)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +170,32 @@ def test_code_has_another_place_when_a_constant_in_it_changes(
     monkeypatch.setattr(module, name, changed)
     assert place() != before
     assert runtime._digest(runtime._sources(_scale_then_sum._function)) == other
+
+
+def test_code_in_a_place_that_cannot_be_written_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a root that is read-only, which permissions do not make for the superuser."""
+    sources = runtime._sources(_scale_then_sum._function)
+    kept = tmp_path / runtime._digest(sources)
+    kept.mkdir()
+    (kept / "code").touch()
+    make = tempfile.TemporaryFile
+
+    def refused(*, dir: Path) -> Any:
+        if dir.is_relative_to(tmp_path):
+            raise OSError(errno.EROFS, "read-only")
+        return make(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    with runtime._code_cache(sources) as keeps:
+        used = Path(numba.config.CACHE_DIR)
+        assert keeps
+        assert (used / "code").exists()
+        assert used != kept
+    assert not used.exists()
 
 
 def test_without_a_place_for_code_it_is_compiled_each_time(

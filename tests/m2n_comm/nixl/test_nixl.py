@@ -70,7 +70,7 @@ def test_notes_of_past_lives_are_ignored_and_others_must_be_whole() -> None:
 
 def test_a_missing_package_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(ConfigError, match=r"--transport nixl: .*pip install 'topspin\[rdma\]'"):
+    with pytest.raises(ConfigError, match=r"--transport nixl: .*pip install -e '\.\[rdma\]'"):
         load_nixl()
     with pytest.raises(ConfigError, match="--transport nixl"):
         listen_expert("nixl")

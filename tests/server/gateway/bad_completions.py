@@ -13,7 +13,6 @@ _TOO_MANY_SCORES = (
     "of prompts; an answer has at most 524288"
 )
 COMPLETION_ROWS = [
-    Bad(PLAIN, {"model": None}, "model", "`model`: Expected `str`, got `null`"),
     Bad(PLAIN, {"prompt": []}, "prompt", "`prompt`: Expected `array` of length >= 1"),
     Bad(PLAIN, {"prompt": ""}, "prompt", "a prompt is empty"),
     Bad(PLAIN, {"prompt": ["a", ""]}, "prompt", "a prompt is empty"),
@@ -237,7 +236,7 @@ COMPLETION_ROWS = [
         "`request_id`: Expected `str` matching regex '^[ -~]*$'",
     ),
     Bad(PLAIN, {"request_id": 7}, "request_id", "`request_id`: Expected `str | null`, got `int`"),
-    Bad(PLAIN, {"model": 5}, "model", "`model`: Expected `str`, got `int`"),
+    Bad(PLAIN, {"model": 5}, "model", "`model`: Expected `str | null`, got `int`"),
     Bad(PLAIN, {"model": "other"}, "model", OTHER_MODEL, "model_not_found", 404),
     Bad(
         PLAIN,

@@ -40,6 +40,7 @@ from topspin.messages import (
     Message,
     Outputs,
     RequestOutput,
+    RequestQueued,
     Stats,
     StatsQuery,
     TokenLogprobs,
@@ -161,6 +162,7 @@ class FakeEngine:
             step_seconds=0.0,
         )
         self.answers_stats = True
+        self.queues = True
         self.request_came = asyncio.Event()
         self.abort_came = asyncio.Event()
         self._incoming: asyncio.Queue[AnyMessage | Exception] = asyncio.Queue()
@@ -177,6 +179,8 @@ class FakeEngine:
         if isinstance(message, AddRequest):
             self.added.append(message)
             self.request_came.set()
+            if self.queues:
+                self.say(RequestQueued(request_ids=(message.request_id,)))
             if self.script is not None:
                 for item in self.script(message):
                     self.emit(item)
@@ -221,6 +225,7 @@ def make_app(
     access_log: bool = True,
     keys: ApiKeys | None = None,
     spans: SpanSender | None = None,
+    keep_alive_s: float = 0.0,
 ) -> ASGIApp:
     """Return the application over `engine` and the tiny model."""
     return create_app(
@@ -242,6 +247,7 @@ def make_app(
         access_log=access_log,
         keys=keys,
         spans=spans,
+        keep_alive_s=keep_alive_s,
     )
 
 

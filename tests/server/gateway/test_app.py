@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.gateway.operations.health import ProgressWatch
 from tests.server.gateway.fakes import (
     EOS_ID,
+    MODEL_NAME,
     FakeEngine,
     gateway,
     ids,
@@ -365,5 +366,30 @@ def test_metrics_without_an_engine_say_so_and_keep_their_own() -> None:
         assert found["topspin_engine_up", ""] == 0
         assert ("topspin_num_requests_running", "") not in found
         assert found["topspin_request_success_total", "finished_reason=error"] == 1
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("given", [{}, {"model": None}])
+def test_no_request_has_to_name_the_model(given: dict[str, None]) -> None:
+    message = {"role": "user", "content": "hi"}
+    bodies: dict[str, dict[str, object]] = {
+        "/v1/chat/completions": {"messages": [message]},
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"messages": [message], "max_tokens": 9},
+        "/v1/messages/count_tokens": {"messages": [message]},
+        "/tokenize": {"messages": [message]},
+        "/detokenize": {"tokens": [1]},
+    }
+
+    async def test() -> None:
+        async with gateway(FakeEngine(saying("ok"))) as client:
+            for path, body in bodies.items():
+                answer = await client.post(path, json={**body, **given})
+                assert answer.status_code == 200, answer.text
+                assert answer.json().get("model", MODEL_NAME) == MODEL_NAME
+                wrong = await client.post(path, json={**body, "model": "other"})
+                assert wrong.status_code == 404, path
 
     asyncio.run(test())

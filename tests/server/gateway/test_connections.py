@@ -17,7 +17,7 @@ from server.gateway.http.body import MAX_BODY_BYTES, Bodies, BodyTimeout, read_b
 from server.gateway.http.exchange import Exchanges
 from tests.server.gateway.calls import head_of, http_request
 from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, output, saying
-from topspin.errors import EngineUnavailable
+from topspin.errors import Overloaded
 from topspin.messages import FinishReason
 
 
@@ -139,10 +139,10 @@ def test_bodies_that_are_held_have_room_together() -> None:
 
         for _ in range(3):
             async with reading(6), reading(4):
-                with pytest.raises(EngineUnavailable, match="too many requests"):
+                with pytest.raises(Overloaded, match="too many requests"):
                     async with reading(1):
                         pass
-            with pytest.raises(EngineUnavailable):
+            with pytest.raises(Overloaded):
                 async with reading(11):
                     pass
         async with reading(10) as data:

@@ -17,6 +17,7 @@ from topspin.errors import (
     InvalidRequest,
     NodeLost,
     NotFound,
+    Overloaded,
     PeerLost,
     ProtocolError,
     StepFailed,
@@ -29,6 +30,7 @@ from topspin.messages import (
     EngineState,
     Refused,
     RequestFailed,
+    RequestQueued,
     SamplingParams,
     Stop,
     TokenLogprobs,
@@ -96,6 +98,48 @@ def test_outputs_reach_their_choice_in_order() -> None:
     run(test())
 
 
+def test_a_call_is_queued_when_all_its_choices_are() -> None:
+    async def test() -> None:
+        async with connected(replay_deadline_s=9.0) as (fake, engine, reader):
+            fake.queues = False
+            call = engine.submit([request("a-0"), request("a-1")])
+            waiting = asyncio.create_task(call.queued())
+            fake.say(RequestQueued(request_ids=("a-0", "unknown")))
+            await fake.settle()
+            assert not waiting.done()
+            # Another scheduler queues both; the first one said so before.
+            fake.say(PeerLost("gone"))
+            await reader
+            again = asyncio.create_task(engine.run())
+            fake.become_ready()
+            fake.say(RequestQueued(request_ids=("a-0",)))
+            await fake.settle()
+            assert not waiting.done()
+            fake.say(RequestQueued(request_ids=("a-1",)))
+            fake.say(RequestQueued(request_ids=("a-1",)))
+            await waiting
+            fake.emit(output("a-1", [5]))
+            assert len(await call.next()) == 1
+            again.cancel()
+            await asyncio.gather(again, return_exceptions=True)
+
+    run(test())
+
+
+def test_a_refusal_comes_before_it_counts_that_others_are_queued() -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, _):
+            fake.queues = False
+            call = engine.submit([request("a-0"), request("a-1")])
+            fake.say(RequestQueued(request_ids=("a-0",)))
+            full = {"code": "rate_limit_exceeded", "status": 429, "message": "full"}
+            fake.say(RequestFailed(request_id="a-1", **full))
+            with pytest.raises(Overloaded, match="full"):
+                await call.queued()
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
@@ -154,6 +198,7 @@ def test_a_refused_gateway_says_why_and_ends() -> None:
         ("invalid_request_error", 400, InvalidRequest),
         ("not_found", 404, NotFound),
         ("engine_unavailable", 503, EngineUnavailable),
+        ("rate_limit_exceeded", 429, Overloaded),
         ("node_lost", 503, NodeLost),
         ("step_failed", 503, StepFailed),
         ("something_new", 503, EngineError),

@@ -285,13 +285,19 @@ def test_an_engine_that_is_not_ready_is_a_503_with_retry_after(stream: bool) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("code", "status"), [("engine_unavailable", 503), ("invalid_request_error", 400)]
+    ("code", "status", "kind"),
+    [
+        ("engine_unavailable", 503, "server_error"),
+        ("rate_limit_exceeded", 429, "rate_limit_error"),
+        ("invalid_request_error", 400, "invalid_request_error"),
+    ],
 )
 def test_a_refusal_by_the_scheduler_has_its_own_status(
-    stream: bool, code: str, status: int
+    stream: bool, code: str, status: int, kind: str
 ) -> None:
     async def test() -> None:
         fake = FakeEngine()
+        fake.queues = False
         async with gateway(fake) as client:
             body = {"model": "tiny", "prompt": "a", "stream": stream}
             pending = asyncio.create_task(client.post(PLAIN, json=body))
@@ -301,8 +307,10 @@ def test_a_refusal_by_the_scheduler_has_its_own_status(
             )
             fake.say(failed)
             response = await pending
-            assert error_of(response, status)["message"] == "queue full"
-            assert ("retry-after" in response.headers) == (status == 503)
+            error = error_of(response, status)
+            assert (error["message"], error["type"]) == ("queue full", kind)
+            assert error["code"] == (None if status == 400 else code)
+            assert ("retry-after" in response.headers) == (status != 400)
 
     asyncio.run(test())
 
@@ -322,6 +330,7 @@ def test_why_the_engine_failed_goes_to_the_log_only(
 ) -> None:
     async def test() -> None:
         fake = FakeEngine()
+        fake.queues = False
         async with gateway(fake) as client:
             body = {"model": "tiny", "prompt": "a", "stream": stream}
             pending = asyncio.create_task(client.post(PLAIN, json=body))

@@ -237,15 +237,16 @@ def test_reasoning_is_shown_apart_and_counted(opens: bool) -> None:
     said = "hm</think>\n\nYes." if opens else "<think>\nhm</think>\n\nYes."
     answer = ask(said, chat_template_kwargs={"think": opens})
     message = answer["choices"][0]["message"]
-    assert message["reasoning_content"] == "hm"
+    assert message["reasoning_content"] == message["reasoning"] == "hm"
     assert message["content"] == "Yes."
     num_tokens = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert num_tokens == len(said.partition("</think>")[0] + "</think>") - (0 if opens else 6)
     hidden = ask(said, chat_template_kwargs={"think": opens}, include_reasoning=False)
-    assert "reasoning_content" not in hidden["choices"][0]["message"]
+    assert not {"reasoning_content", "reasoning"} & set(hidden["choices"][0]["message"])
     events = ask(said, chat_template_kwargs={"think": opens}, stream=True)
     deltas = [event["choices"][0]["delta"] for event in events]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(delta.get(name, "") for delta in deltas) == "hm"
     assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
 
 

@@ -28,6 +28,7 @@ from topspin.messages import (
     Ready,
     Refused,
     RequestFailed,
+    RequestQueued,
     Stats,
     StatsQuery,
     StepPlan,
@@ -208,6 +209,27 @@ def test_an_unservable_request_is_answered() -> None:
 
 
 # Gateways.
+
+
+def test_a_gateway_hears_that_its_request_is_queued_before_any_output() -> None:
+    world = World()
+    world.start()
+    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
+    constrained = make_request("g", [1], eos_token_ids=(5,), grammar="start: /a+/", seed=1)
+    world.say("gateway", constrained)
+    world.answer(2)
+    for index in range(2):
+        key = grammar_key("start: /a+/")
+        world.say(f"attention {index}", GrammarReady(index=index, key=key))
+    world.answer(6)
+    assert world.service.run() == 0
+    told = [m for p, m in world.channel.sent if p == GATEWAY and not isinstance(m, EngineState)]
+    first = {each: told.index(RequestQueued(request_ids=(each,))) for each in ("r", "g")}
+    for place, message in enumerate(told):
+        for output in message.outputs if isinstance(message, Outputs) else ():
+            assert first[output.request_id] < place
+    assert first["r"] == 0
+    assert isinstance(told[first["g"] - 1], Outputs), "others went on while it was compiled"
 
 
 def test_abort_and_loss_of_a_gateway_end_its_requests() -> None:

@@ -29,7 +29,7 @@ def draw_gantt(
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--png needs matplotlib: pip install 'topspin[plots]'") from error
+        raise ConfigError("--png needs matplotlib: pip install -e '.[plots]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch

@@ -54,6 +54,8 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
 class MessagesReplies:
     """Answers of one request; it has one choice."""
 
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def __init__(self, head: ReplyHead) -> None:
         self._head = head
         self._encoder = msgspec.json.Encoder()

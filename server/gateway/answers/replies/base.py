@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from models.tokenizer import Tokenizer
+from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.answers.generation import ChoiceText, Delta
 from server.gateway.answers.prompts import Prompt, encode_prompt_logprobs
 from server.gateway.answers.wire import PromptTokensDetails, Usage
@@ -24,6 +24,8 @@ from server.gateway.parsing.message import Message
 from topspin.messages import TokenLogprobs
 
 DONE_EVENT = b"data: [DONE]\n\n"
+# A comment of server-sent events, which clients skip.
+COMMENT = b": keep-alive\n\n"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,7 +34,8 @@ class Choice:
 
     `is_first`: of its prompt's choices. `first`: its first output, once it is there. `shown`,
     `token_ids` and `logprobs` fill only if the answer is sent whole, `num_streamed_tokens` only if
-    it is streamed.
+    it is streamed. `offsets` makes the text again, token by token; of that, the first
+    `num_logprob_chars` are of tokens with a log-probability.
     """
 
     index: int
@@ -47,6 +50,7 @@ class Choice:
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
     num_logprob_chars: int = 0
+    offsets: IncrementalDetokenizer | None = None
     shown: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -90,7 +94,9 @@ class ReplyHead:
 
 
 class Replies(Protocol):
-    """The encoder of one endpoint's answers."""
+    """The encoder of one endpoint's answers; `keep_alive` says in a stream that more will come."""
+
+    keep_alive: bytes
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         """Return the events for an addition to a choice."""

@@ -14,6 +14,7 @@ from models.tokenizer import Tokenizer
 from server.gateway.answers.cache_report import PrefixCacheReport, PromptMap
 from server.gateway.answers.generation import Delta
 from server.gateway.answers.replies.base import (
+    COMMENT,
     DONE_EVENT,
     Choice,
     ReplyHead,
@@ -44,6 +45,8 @@ from topspin.messages import TokenLogprobs
 
 class ChatReplies:
     """Answers of POST /v1/chat/completions."""
+
+    keep_alive = COMMENT
 
     def __init__(
         self, head: ReplyHead, tokenizer: Tokenizer, places: PromptMap | None = None
@@ -210,7 +213,7 @@ def _grown(part: Part) -> ChatDelta:
         case Content(text):
             return ChatDelta(content=text)
         case Reasoning(text):
-            return ChatDelta(reasoning_content=text)
+            return ChatDelta(reasoning=text, reasoning_content=text)
         case CallBegin(index, id, name):
             function = FunctionOut(name=name, arguments="")
             begun = ToolCallOut(index=index, id=id, type="function", function=function)
@@ -232,6 +235,7 @@ def _whole_message(message: Message) -> ChatMessageOut:
     content, reasoning = message.content, message.reasoning
     return ChatMessageOut(
         content=None if calls and not content else content,
+        reasoning=reasoning or UNSET,
         reasoning_content=reasoning or UNSET,
         tool_calls=calls or UNSET,
     )

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from models.tokenizer import Tokenizer
+from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.answers.generation import Delta
 from server.gateway.answers.replies.base import (
+    COMMENT,
     DONE_EVENT,
     Choice,
     ReplyHead,
@@ -30,8 +31,12 @@ from topspin.messages import TokenLogprobs
 class CompletionReplies:
     """Answers of POST /v1/completions."""
 
-    def __init__(self, head: ReplyHead, tokenizer: Tokenizer) -> None:
+    keep_alive = COMMENT
+
+    def __init__(self, head: ReplyHead, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        """`skip_special_tokens`: the completions' texts do not show them."""
         self._head = head
+        self._skips = skip_special_tokens
         self._tokenizer = tokenizer
         self._encoder = msgspec.json.Encoder()
 
@@ -128,15 +133,49 @@ class CompletionReplies:
         num_top = self._head.num_logprobs
         if num_top is None:
             return None
-        entries: Sequence[TokenLogprobs | None] = logprobs
-        if echoes:
-            token_ids = [*choice.prompt.ids, *token_ids]
-            entries = [None, *choice.prompt.scores, *logprobs]
         shown = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-        for token_id, entry in zip(token_ids, entries, strict=True):
-            text = self._tokenizer.token_text(token_id)
+        if echoes:
+            prompt = choice.prompt
+            self._add_offsets(shown, choice, prompt.ids, self._detokenizer((), skips=False))
+            # What the tokenizer added before a text is not in the echo.
+            num_added = choice.num_logprob_chars - len(prompt.echo or "")
+            shown.text_offset[:] = [max(0, each - num_added) for each in shown.text_offset]
+            choice.num_logprob_chars -= num_added
+            self._add(shown, prompt.ids, [None, *prompt.scores], num_top, is_long=True)
+        if choice.offsets is None:
+            choice.offsets = self._detokenizer(choice.prompt.ids, skips=self._skips)
+        self._add_offsets(shown, choice, token_ids, choice.offsets)
+        self._add(shown, token_ids, logprobs, num_top, is_long=echoes)
+        return shown
+
+    def _detokenizer(self, prompt_ids: Sequence[int], *, skips: bool) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
+            self._tokenizer, prompt_ids=prompt_ids, skip_special_tokens=skips
+        )
+
+    @staticmethod
+    def _add_offsets(
+        shown: CompletionLogprobs,
+        choice: Choice,
+        token_ids: Sequence[int],
+        stream: IncrementalDetokenizer,
+    ) -> None:
+        """Add where in the text each token begins, or the character of which it is a part."""
+        for token_id in token_ids:
             shown.text_offset.append(choice.num_logprob_chars)
-            choice.num_logprob_chars += len(text)
+            choice.num_logprob_chars += len(stream.push((token_id,)))
+
+    def _add(
+        self,
+        shown: CompletionLogprobs,
+        token_ids: Sequence[int],
+        entries: Sequence[TokenLogprobs | None],
+        num_top: int,
+        *,
+        is_long: bool,
+    ) -> None:
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            text = self._name(token_id)
             shown.tokens.append(text)
             if entry is None:
                 shown.token_logprobs.append(None)
@@ -144,14 +183,21 @@ class CompletionReplies:
                 continue
             shown.token_logprobs.append(finite(entry.logprob))
             top = self._top(text, entry, num_top)
-            shown.top_logprobs.append(Raw(self._encoder.encode(top)) if echoes else top)
-        return shown
+            shown.top_logprobs.append(Raw(self._encoder.encode(top)) if is_long else top)
 
     def _top(self, chosen: str, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
         """Return the best tokens and the chosen one; of equal texts the likeliest is kept."""
         top: dict[str, float] = {}
         best = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
         for token_id, logprob in best:
-            top.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
+            top.setdefault(self._name(token_id), finite(logprob))
         top.setdefault(chosen, finite(entry.logprob))
         return top
+
+    def _name(self, token_id: int) -> str:
+        """Return a token's text; parts of characters, which look alike as text, by their bytes."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

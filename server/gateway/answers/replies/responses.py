@@ -17,7 +17,7 @@ from msgspec import UnsetType
 
 from models.tokenizer import Tokenizer
 from server.gateway.answers.generation import Delta
-from server.gateway.answers.replies.base import Choice, ReplyHead
+from server.gateway.answers.replies.base import COMMENT, Choice, ReplyHead
 from server.gateway.answers.replies.chat import chat_logprobs
 from server.gateway.answers.wire import Usage
 from server.gateway.errors import describe
@@ -130,6 +130,8 @@ class ResponsesReplies:
 
     `keep` is called once, with the body of the whole answer and its message.
     """
+
+    keep_alive = COMMENT
 
     def __init__(
         self,

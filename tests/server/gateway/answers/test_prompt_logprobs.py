@@ -8,7 +8,10 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import processors
 
+from models.tokenizer import Tokenizer
 from server.gateway.handler import INLINE_LOGPROBS
 from tests.server.gateway.calls import (
     CHAT,
@@ -27,6 +30,7 @@ from tests.server.gateway.calls import (
 from tests.server.gateway.fakes import (
     MAX_REQUEST_TOKENS,
     FakeEngine,
+    backend,
     gateway,
     ids,
     output,
@@ -37,6 +41,14 @@ from topspin.messages import AddRequest, RequestOutput
 
 def text_of(token_id: int) -> str:
     return tokenizer().token_text(token_id)
+
+
+def name_of(token_id: int) -> str:
+    """Return how OpenAI writes a token in a completion: a part of a character by its bytes."""
+    data = tokenizer().token_bytes(token_id)
+    if data.decode(errors="ignore").encode() == data:
+        return data.decode()
+    return "bytes:" + repr(data)[2:-1]
 
 
 def vllm_entry(token_id: int, position: int, num_top: int) -> dict[str, Any]:
@@ -78,16 +90,19 @@ def test_an_answer_without_prompt_logprobs_does_not_name_them() -> None:
 
 def echoed_logprobs(prompt: str, completion: str, num_top: int) -> dict[str, Any]:
     """Return `logprobs` of the prompt and of scored(completion), as OpenAI writes them."""
-    tokens = [text_of(idx) for idx in ids(prompt) + ids(completion)]
+    tokens = [name_of(idx) for idx in ids(prompt) + ids(completion)]
+    data = [tokenizer().token_bytes(idx) for idx in ids(prompt) + ids(completion)]
     scores = [prompt_score(idx, at, num_top) for at, idx in enumerate(ids(prompt))][1:]
     tops: list[Any] = [None]
     for token, score in zip(tokens[1:], scores, strict=False):
-        best = zip(map(text_of, score.top_ids), score.top_logprobs, strict=True)
+        best = zip(map(name_of, score.top_ids), score.top_logprobs, strict=True)
         tops.append(dict(best) | {token: score.logprob})
     generated = tokens[len(tops) :]
     tops += [dict([(token, -0.5), ("z", -9999.0)][: max(num_top, 1)]) for token in generated]
     return {
-        "text_offset": [len("".join(tokens[:idx])) for idx in range(len(tokens))],
+        "text_offset": [
+            len(b"".join(data[:idx]).decode(errors="ignore")) for idx in range(len(data))
+        ],
         "token_logprobs": [None, *(score.logprob for score in scores), *[-0.5] * len(generated)],
         "tokens": tokens,
         "top_logprobs": tops,
@@ -319,3 +334,35 @@ def test_a_long_prompts_scores_are_encoded_in_a_thread_with_the_same_result(form
     if form == "prompt_logprobs":
         expected = vllm_form(ids(prompt), 2)
     assert asyncio.run(test()) == expected
+
+
+def test_parts_of_characters_keep_their_values_and_their_place() -> None:
+    prompt, completion = "\u65e5\u672c \U0001f600", "a\u00e9 \U0001f469b"
+    body = {**PLAIN_BODY, "prompt": prompt, "echo": True, "logprobs": 5}
+    whole = post(PLAIN, body, FakeEngine(scored(completion))).json()["choices"][0]
+    assert whole["logprobs"] == echoed_logprobs(prompt, completion, 5)
+    assert min(map(len, whole["logprobs"]["top_logprobs"][1 : len(ids(prompt))])) >= 5
+    assert whole["logprobs"]["text_offset"][-1] == len(whole["text"]) - 1
+    assert whole["logprobs"]["tokens"][0] == "bytes:\\xe6"
+    streamed = events_of(post(PLAIN, {**body, "stream": True}, FakeEngine(scored(completion))))
+    shown = [event["choices"][0]["logprobs"] for event in streamed[:-1]]
+    assert [each for part in shown for each in part["text_offset"]] == (
+        whole["logprobs"]["text_offset"]
+    )
+
+
+def test_offsets_do_not_count_what_the_text_does_not_show() -> None:
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    bos = "<|im_start|>"
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))]
+    )
+    adding = Tokenizer(made, special_tokens={}, source="test")
+    body = {**PLAIN_BODY, "echo": True, "logprobs": 0}
+    for prompt, wanted in (("hi", [0, 0, 1, 2]), (f"{bos}hi", [0, 0, 12, 13, 14])):
+        given = {**body, "prompt": prompt}
+        fake = FakeEngine(scored("a<|im_end|>"))
+        choice = post(PLAIN, given, fake, text_tokenizer=adding).json()["choices"][0]
+        assert choice["text"] == f"{prompt}a"
+        offsets = choice["logprobs"]["text_offset"]
+        assert offsets == [*wanted, len(choice["text"])]

@@ -167,6 +167,7 @@ def test_a_client_that_has_closed_its_side_gets_its_answer(
 
     async def test() -> None:
         fake = FakeEngine()
+        fake.queues = False
         probed_the_closed = asyncio.Event()
 
         def watched(connection: HttpProtocol, delay_s: float) -> None:

@@ -87,8 +87,9 @@ def test_too_many_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             await fake.request_came.wait()
             refused, other = await asyncio.open_connection("127.0.0.1", port)
             answer = await refused.read()
-            assert answer.startswith(b"HTTP/1.1 503 ")
-            assert error_in(answer)["code"] == "engine_unavailable"
+            assert answer.startswith(b"HTTP/1.1 429 ")
+            assert b"\r\nretry-after: 1\r\n" in answer
+            assert error_in(answer)["code"] == "rate_limit_exceeded"
             fake.emit(output(fake.added[0], ids("a"), finish_reason="length"))
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
             other.close()

@@ -170,5 +170,5 @@ def test_the_missing_extra_is_named_at_the_start(
     assert main(["serve", "none", "--otlp-traces-endpoint", "https://c:4318/v1/traces"]) == 2
     assert capsys.readouterr().err == (
         "topspin serve: error: --otlp-traces-endpoint: OpenTelemetry's packages are not installed; "
-        "install them with pip install 'topspin[otlp]'\n"
+        "install them with pip install -e '.[otlp]'\n"
     )

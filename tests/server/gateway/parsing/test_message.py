@@ -113,6 +113,47 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
     ("llama3_json", '{"a": [1]} or so', '{"a": [1]} or so', []),
     ("llama3_json", "no, <|python", "no, <|python", []),
+    # Blanks before what looks like a call, and is none.
+    ("hermes", "a <tool_call> tag", "a <tool_call> tag", []),
+    ("hermes", "a\n\n<tool_call>\nno", "a\n\n<tool_call>\nno", []),
+    ("hermes", 'a <tool_call>{"x": 1}.', 'a <tool_call>{"x": 1}.', []),
+    ("hermes", " <tool_call> \n<tool_call> x", " <tool_call> \n<tool_call> x", []),
+    ("mistral", "a \n[TOOL_CALLS] is it", "a \n[TOOL_CALLS] is it", []),
+    ("mistral", 'a [TOOL_CALLS] [{"x": 1}', 'a [TOOL_CALLS]{"x": 1}', []),
+    ("mistral", 'a [TOOL_CALLS]{"x', 'a [TOOL_CALLS]{"x', []),
+    ("llama3_json", ' \n{"x": [1]} or so', ' \n{"x": [1]} or so', []),
+    ("llama3_json", ' <|python_tag|>{"x', ' <|python_tag|>{"x', []),
+    # One brace too many.
+    (
+        "hermes",
+        HERMES_CALL.replace("}\n</", "}}\n</"),
+        "",
+        [("add", '{"a": 1, "b": "}\\"{<tool_call>"}')],
+    ),
+    ("hermes", '<tool_call>{"name": "add"} }', "", [("add", "{}")]),
+    (
+        "mistral",
+        '[TOOL_CALLS]add{"a": 1}}[TOOL_CALLS]add{}} So.',
+        "So.",
+        [("add", '{"a": 1}'), ("add", "{}")],
+    ),
+    ("mistral", '[TOOL_CALLS] [{"name": "add"}}, {"name": "add"}]]', "", [("add", "{}")] * 2),
+    ("llama3_json", '{"name": "add"}}; {"name": "add"}}', "", [("add", "{}")] * 2),
+    ("llama3_json", ",", ",", []),
+    # Ids, as Mistral Small 3.2 writes them.
+    (
+        "mistral",
+        'So. [TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}',
+        "So.",
+        [("add", '{"a": 1}')],
+    ),
+    (
+        "mistral",
+        "[TOOL_CALLS]add[CALL_ID]1[ARGS] {}[TOOL_CALLS]add[CALL_ID]2{}",
+        "",
+        [("add", "{}")] * 2,
+    ),
+    ("mistral", "a [TOOL_CALLS]add[CALL_ID]1", "a [TOOL_CALLS]add[CALL_ID]1", []),
 ]
 
 
@@ -167,6 +208,7 @@ PIECES = (
     "</tool_call>",
     "[TOOL_CALLS]",
     "[ARGS]",
+    "[CALL_ID]",
     "<|python_tag|>",
     "<think>",
     "</think>",

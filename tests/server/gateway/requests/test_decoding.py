@@ -56,3 +56,22 @@ def test_a_wrong_item_is_named_as_in_the_whole() -> None:
         decode(whole, dict[str, list[ChatMessage]])
     assert each.value.param == "messages[1].tool_calls[0].id"
     assert str(at_once.value).endswith(str(each.value).partition(": ")[2])
+
+
+@pytest.mark.parametrize(
+    "lone", ["\\ud83d", "\\uDE00", "\\ude00\\ud83d", "\\ud83d\\u0041", "\\ud83d "]
+)
+@pytest.mark.parametrize("place", ['{"a": "%s"}', '{"%s": 1}', '["x%s\\\\"]'])
+def test_lone_surrogates_are_called_so(lone: str, place: str) -> None:
+    data = (place % ("\\ud83d\\ude00" + lone)).encode()
+    with pytest.raises(InvalidRequest, match=r"the lone surrogate \\u[dD]") as raised:
+        decode(data, object)
+    assert raised.value.param is None
+    with pytest.raises(InvalidRequest, match=r"`messages\[0\]` is not valid Unicode"):
+        decode_each([msgspec.Raw(data)], object, param="messages")
+
+
+def test_what_only_looks_like_one_is_not_called_so() -> None:
+    for data in (b'{"a": "\\\\ud83d"', b'{"a": "\\ud83d\\ude00"'):
+        with pytest.raises(InvalidRequest, match="truncated"):
+            decode(data, object)

@@ -207,9 +207,10 @@ def test_tools_that_the_template_cannot_show_are_refused(
     assert response.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_reasoning_goes_to_a_template_that_reads_it(name: str) -> None:
-    answer = {"role": "assistant", "content": "4", name: "2 + 2"}
+@pytest.mark.parametrize("names", [("reasoning",), ("reasoning_content",), None])
+def test_reasoning_goes_to_a_template_that_reads_it(names: tuple[str, ...] | None) -> None:
+    names = names or ("reasoning", "reasoning_content")
+    answer = {"role": "assistant", "content": "4"} | dict.fromkeys(names, "2 + 2")
     prompt, _ = accepted(CHAT, {**CHAT_BODY, "messages": [answer]}, source=TOOL_TEMPLATE)
     assert prompt == "assistant: (2 + 2) 4\n"
 

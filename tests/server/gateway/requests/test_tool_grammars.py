@@ -87,6 +87,12 @@ def test_a_required_call_is_all_that_is_allowed(calls: CallFormat) -> None:
     assert message.content == ""
 
 
+def test_a_forced_call_may_have_an_id_where_its_format_has_one() -> None:
+    grammar = grammar_of(MISTRAL, ToolUse(tools=(ADD,), called=(ADD,), may_call=True))
+    assert allows(grammar, '[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}')
+    assert not allows(grammar, '[TOOL_CALLS]add[CALL_ID]"[ARGS]{"a": 1}')
+
+
 @FORMATS
 def test_a_named_call_is_one_of_that_function(calls: CallFormat) -> None:
     use = ToolUse(tools=(ADD, SUB), called=(ADD,), is_named=True, may_call=True, only_one=True)

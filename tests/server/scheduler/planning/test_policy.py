@@ -290,7 +290,7 @@ def test_the_queue_has_a_limit() -> None:
     for number in range(5):  # two seats and three places in the queue
         assert engine.add(make_request(f"r{number}", [1, number], seed=number)) is None
     code, status, text = refusal(engine, make_request("late", [1]))
-    assert (code, status) == ("engine_unavailable", 503)
+    assert (code, status) == ("rate_limit_exceeded", 429)
     assert "3" in text
     engine.finish()
     assert engine.add(make_request("later", [1], seed=9)) is None

@@ -182,7 +182,7 @@ def test_requests_are_queued_while_nothing_runs_and_end_when_told() -> None:
         assert engine.add(make_request(f"r{number}", [1], seed=number)) is None
     refused = engine.add(make_request("too many", [1], seed=7))
     assert refused is not None
-    assert refused.code == "engine_unavailable"
+    assert refused.code == "rate_limit_exceeded"
     assert not engine.schedule()
     assert engine.policy.stats(0, (), engine.now).num_waiting == 3
     engine.resume([0])

@@ -14,7 +14,7 @@ from server.scheduler.planning.compilations import (
     Compilations,
 )
 from tests.server.scheduler.engine import Engine, make_config, make_request
-from topspin.errors import EngineUnavailable, InvalidRequest
+from topspin.errors import InvalidRequest, Overloaded
 from topspin.grammars import MAX_GRAMMAR_BYTES, grammar_key
 from topspin.messages import (
     AddRequest,
@@ -70,6 +70,44 @@ def test_others_pass_a_request_whose_grammar_is_compiled() -> None:
     engine.finish()
     stats = engine.policy.stats(0, (), 0.0)
     assert (stats.num_grammars_compiled, stats.num_grammars_found) == (1, 1)
+
+
+def told(engine: Engine) -> list[str]:
+    """Return the requests that a gateway is told are queued, in one message at most."""
+    queued = [message for _, message in engine.policy.take_arrivals()]
+    assert len(queued) <= 1
+    return [each for message in queued for each in message.request_ids]
+
+
+def test_a_request_counts_as_queued_when_its_grammar_is_compiled() -> None:
+    engine = Engine(make_config(num_nodes=2))
+    for request_id in ("a", "b", "gone"):
+        engine.add(with_grammar(request_id))
+    engine.add(make_request("r", [3]))
+    engine.add(make_request("s", [4]))
+    assert told(engine) == ["r", "s"]
+    compiled(engine, ready(0))
+    engine.abort("gone")
+    assert told(engine) == []
+    compiled(engine, ready(1))
+    assert told(engine) == ["a", "b"]
+    assert told(engine) == []
+    engine.add(with_grammar("known"))
+    assert told(engine) == ["known"]
+
+
+def test_a_refused_or_halted_compilation_tells_what_is_true() -> None:
+    engine = Engine(make_config(num_nodes=2))
+    engine.add(with_grammar("bad"))
+    engine.add(with_grammar("other", "start: /b+/"))
+    assert told(engine) == []
+    compiled(engine, ready(0, error="too large"))
+    assert told(engine) == []
+    engine.halt([1])
+    assert told(engine) == []
+    engine.resume()
+    compiled(engine, ready(0, "start: /b+/"))
+    assert told(engine) == ["other"]
 
 
 def test_a_refused_grammar_fails_all_who_wait_for_it() -> None:
@@ -200,11 +238,11 @@ def test_only_so_many_are_compiled_at_once_and_the_oldest_makes_room() -> None:
         assert engine.add(with_grammar(f"r{number}", f"start: /{number}/")) is None
     refusal = engine.policy.add(with_grammar("x"), peer=b"g", now=engine.now)
     assert refusal is not None
-    assert refusal.status == 503
+    assert refusal.status == 429
     assert engine.policy.add(with_grammar("y"), peer=b"g", now=engine.now + LONG_S) is None
     ((_, failed),) = engine.policy.displace_grammars()
     assert isinstance(failed, RequestFailed)
-    assert (failed.request_id, failed.status) == ("r0", 503)
+    assert (failed.request_id, failed.status) == ("r0", 429)
     sent = engine.policy.compilations.take_unsent()
     assert sent[-2:] == [
         CompileGrammar(key=grammar_key(GRAMMAR), grammar=GRAMMAR),
@@ -217,7 +255,7 @@ def test_only_so_many_are_held() -> None:
     for number in range(MAX_USED):
         key = compilations.ask(f"start: /{number}/", [0], now=0.0)
         compilations.answered(0, key)
-    with pytest.raises(EngineUnavailable, match=str(MAX_USED)):
+    with pytest.raises(Overloaded, match=str(MAX_USED)):
         compilations.ask("start: /x/", [0], now=0.0)
     compilations.ask("start: /x/", [0], now=0.0, may_refuse=False)  # a replay
     assert compilations.ask("start: /0/", [0], now=0.0) == grammar_key("start: /0/")

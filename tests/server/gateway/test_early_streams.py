@@ -1,0 +1,135 @@
+"""Streams say that they have begun before their first token, and that they live until the next."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from server.gateway.answers import streaming
+from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY
+from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
+from topspin.messages import RequestFailed, RequestQueued
+
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT_BODY,
+    "/v1/completions": PLAIN_BODY,
+    "/v1/responses": {"model": "tiny", "input": "hi"},
+    "/v1/messages": {**CHAT_BODY, "max_tokens": 9},
+}
+COMMENT, PING = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+async def ask(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    content = json.dumps({**PATHS[path], "stream": True}).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    writer.write(head.encode() + content)
+    return reader, writer
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_begins_when_its_request_is_queued(path: str) -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        fake.queues = False
+        async with loopback(fake, keep_alive_s=0.01) as port:
+            reader, writer = await ask(port, path)
+            await fake.request_came.wait()
+            await fake.settle()
+            head = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+            await fake.settle()
+            assert not head.done()
+            fake.say(RequestQueued(request_ids=(fake.added[0].request_id,)))
+            assert (await head).startswith(b"HTTP/1.1 200 ")
+            # In chunks of their own, again and again, before the first token and after it.
+            beat = PING if path == "/v1/messages" else COMMENT
+            for _ in range(2):
+                await reader.readuntil(beat)
+            fake.emit(output(fake.added[0], ids("a")))
+            await reader.readuntil(b'"a"')
+            await reader.readuntil(beat)
+            fake.emit(output(fake.added[0], ids("b"), index=1, finish_reason="length"))
+            rest = await reader.readuntil(b"0\r\n\r\n")
+            assert b'"b"' in rest
+            assert beat not in rest.partition(b'"b"')[2]
+            writer.close()
+            await writer.wait_closed()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_error_after_that_is_an_event(path: str) -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with loopback(fake) as port:
+            reader, writer = await ask(port, path)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            lost = {"code": "node_lost", "status": 503, "message": "secret"}
+            fake.say(RequestFailed(request_id=fake.added[0].request_id, **lost))
+            rest = await reader.readuntil(b"0\r\n\r\n")
+            assert b"a node that held the request was lost" in rest
+            assert b": keep-alive" not in rest, "0 is off"
+            writer.close()
+            await writer.wait_closed()
+
+    asyncio.run(test())
+
+
+def test_a_client_that_leaves_before_the_first_token_frees_its_request() -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with loopback(fake, keep_alive_s=0.01) as port:
+            reader, writer = await ask(port, "/v1/chat/completions")
+            await reader.readuntil(COMMENT)
+            writer.close()
+            await fake.abort_came.wait()
+            assert fake.aborted == [fake.added[0].request_id]
+
+    asyncio.run(test())
+
+
+def test_the_clients_of_openai_and_anthropic_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    has_beaten = asyncio.Event()
+    part = streaming._part
+
+    def watched(block: bytes) -> Any:
+        sent.append(block)
+        if sent[-2:] in ([COMMENT] * 2, [PING] * 2):
+            has_beaten.set()
+        return part(block)
+
+    async def answered(fake: FakeEngine, asked: Any) -> list[Any]:
+        """Return the events of a stream whose first token comes after some keep-alives."""
+        has_beaten.clear()
+        reading = asyncio.create_task(asked)
+        await has_beaten.wait()
+        fake.emit(output(fake.added[-1], ids("a"), finish_reason="length"))
+        return [event async for event in await reading]
+
+    async def test() -> None:
+        fake = FakeEngine()
+        async with loopback(fake, keep_alive_s=0.001) as port:
+            url, key = f"http://127.0.0.1:{port}", "k"
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
+                chat = client.chat.completions.create(**CHAT_BODY, stream=True)
+                events = await answered(fake, chat)
+                assert "".join(each.choices[0].delta.content or "" for each in events) == "a"
+                made = client.responses.create(model="tiny", input="hi", stream=True)
+                assert (await answered(fake, made))[-1].type == "response.incomplete"
+            async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as claude:
+                said = claude.messages.create(**CHAT_BODY, max_tokens=9, stream=True)
+                kinds = [event.type for event in await answered(fake, said)]
+                assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+    monkeypatch.setattr(streaming, "_part", watched)
+    asyncio.run(test())
