@@ -37,8 +37,9 @@ from topspin.process import CONFIG_ERROR_STATUS
 
 HEALTH_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
-# A scheduler writes its sign of life every second, and nodes wait for the next one after 2 s.
-SCHEDULER_SILENT_S = 5
+# A scheduler writes its sign of life every second (nodes wait for another one after 2 s already).
+TICK_S = 1.0
+MAX_SILENT_TICKS = 5
 # How long the gateway may take to stop beyond the time that its requests get.
 STOP_MARGIN_S = 1.0
 
@@ -169,21 +170,21 @@ class _Dead:
         """`reader` is the non-blocking end of the pipe to which the scheduler writes."""
         self._supervisor = supervisor
         self._reader = reader
-        # Seconds in which this process ran and the scheduler said nothing; None: never a word.
-        # Wall-clock time would count a pause of the whole machine.
+        # Ticks of this process since the scheduler's last word; None: it has not begun to speak.
+        # The clock would count a pause of the whole machine.
         self._num_silent: int | None = None
 
     def watch(self, *, restarts: bool) -> None:
         """Run the engine until it is ending; `restarts`: also without its scheduler."""
         supervisor = self._supervisor
         supervisor.watch(self._reader.fileno(), self._on_readable)
-        second_s = time.monotonic()
+        ticked_s = time.monotonic()
         while not supervisor.is_ending:
-            supervisor.step(1.0 if restarts else None)
-            if time.monotonic() >= second_s + 1.0 and self._num_silent is not None:
-                second_s = time.monotonic()
+            supervisor.step(TICK_S if restarts else None)
+            if time.monotonic() >= ticked_s + TICK_S and self._num_silent is not None:
+                ticked_s = time.monotonic()
                 self._num_silent += 1
-                if self._num_silent > SCHEDULER_SILENT_S and restarts:
+                if restarts and self._num_silent > MAX_SILENT_TICKS:
                     self._num_silent = None
                     supervisor.kill_coordinator()
 

@@ -349,7 +349,7 @@ class Supervisor:
         ends = [end for end in before.ends if now - end < RESTARTS_WITHIN_S] if before else []
         if len(ends) >= MAX_RESTARTS:
             self._emit(
-                f"topspin: {gone.describe()}, the {len(ends) + 1}th time in {now - ends[0]:.0f} s; "
+                f"topspin: {gone.describe()}, after {len(ends)} restarts in {now - ends[0]:.0f} s; "
                 "it is not started again"
             )
             if child.command.part not in ("optional", "helper"):
