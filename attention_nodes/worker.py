@@ -102,7 +102,7 @@ class AttentionWorker:
 
     def introduce(self) -> None:
         """Say Hello."""
-        self._life.introduce(Checkpoint(self._model_path).fingerprint())
+        self._life.introduce(Checkpoint(self._model_path))
 
     @torch.inference_mode()
     def serve(self) -> None:

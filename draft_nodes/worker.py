@@ -63,7 +63,7 @@ class DraftWorker:
     @torch.inference_mode()
     def serve(self) -> None:
         """Join, serve until told to stop; raises Stopped, or an error."""
-        self._life.introduce("")
+        self._life.introduce(None)
         self._life.serve(self)
 
     def load(self, welcome: Welcome) -> CacheSize:

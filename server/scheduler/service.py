@@ -121,7 +121,7 @@ class Service:
         note: Note | None = None,
         on_turn: Callable[[bool], None] = lambda is_ready: None,
     ) -> None:
-        """`report_dead` gets the process id of each lost node (`--restart on`).
+        """`report_dead` gets the process id of each lost node without which the engine goes on.
 
         `on_turn` is called in every turn of the loop, with whether requests are taken.
         """
@@ -312,9 +312,9 @@ class Service:
             if peer in self._nodes.roster.gateways:
                 self._gateways.left(peer)
             elif self._drafts.index(peer) is not None:
-                self._lose_draft(peer, "it closed its connection")
+                self._lose_draft(peer, f"it {event.how}")
             elif member is not None:
-                raise self._closed(member)
+                raise self._gone(member, event)
         elif isinstance(event, Malformed):
             if member is not None:
                 raise ProtocolError(f"{member}: {event.reason}")
@@ -330,8 +330,8 @@ class Service:
         else:
             self._gateways.refuse(peer, f"{type(event.message).__name__} before Hello")
 
-    def _closed(self, member: Member) -> NodeLost:
-        return NodeLost(f"{self._nodes.roster.describe(member)} closed its connection")
+    def _gone(self, member: Member, event: PeerGone) -> NodeLost:
+        return NodeLost(f"{self._nodes.roster.describe(member)} {event.how}")
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         roster = self._nodes.roster
@@ -538,7 +538,7 @@ class Service:
     def _lose_draft(self, peer: bytes, reason: str) -> None:
         """Go on without a draft node; before the engine is ready its loss ends the start."""
         index = self._drafts.index(peer)
-        self._drafts.leave(peer)
+        self._report_dead(self._drafts.leave(peer))
         error = NodeLost(f"lost draft {index}: {reason}")
         if self._policy is None:
             raise error
@@ -552,7 +552,7 @@ class Service:
         for event in self._events:
             lost = self._nodes.roster.member(event.peer)
             if isinstance(event, PeerGone) and lost is not None and lost != member:
-                raise self._closed(lost)
+                raise self._gone(lost, event)
 
     # The end.
 
