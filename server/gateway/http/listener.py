@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 
 from server.gateway.http.protocol import HttpProtocol
 from server.gateway.http.room import Room, allowed_connections
+from server.gateway.http.turns import Turns
 from topspin.config import GatewaySection
 from topspin.errors import ConfigError
 
-MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 65
 BACKLOG = 2048
 # At shutdown, failed requests get this long to send their error; then connections are cut.
@@ -90,14 +90,17 @@ def http_config(app: ASGIApp, section: GatewaySection) -> uvicorn.Config:
         app,
         ssl_certfile=section.ssl_certfile,
         ssl_keyfile=section.ssl_keyfile,
-        http=partial(HttpProtocol, room=Room(allowed_connections())),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            HttpProtocol, room=Room(allowed_connections()), turns=Turns()
+        ),
         ws="none",
         lifespan="off",
         log_config=None,
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        # Whoever connects could claim any address.
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CUT_S,
         backlog=BACKLOG,

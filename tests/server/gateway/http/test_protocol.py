@@ -13,7 +13,7 @@ import pytest
 
 from server.gateway.http import protocol
 from server.gateway.http.body import MAX_BODY_BYTES
-from server.gateway.http.listener import MAX_HEADER_BYTES
+from server.gateway.http.request_reader import MAX_HEADER_BYTES
 from server.gateway.http.protocol import HttpProtocol
 from tests.server.gateway.calls import head_of, http_request
 from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
