@@ -30,6 +30,7 @@ MIN_CHUNK_BYTES: Final = 64
 MAX_FRAMING_BYTES: Final = 2 * 2**20
 """Of a chunked body: all that is not content. The chunks that 8 MiB may have need half of it."""
 
+_CHUNKS_END: Final = b"\r\n\r\n"
 _EMPTY_LINE: Final = re.compile(rb"\n\r?\n")
 _REQUEST_LINE: Final = re.compile(
     rb"(?:\r\n)?([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/([0-9]\.[0-9])\r\n"
@@ -40,8 +41,8 @@ _TARGET: Final = re.compile(
 )
 _HOST: Final = re.compile(rb"(?:\[[0-9A-Za-z:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?")
 # httptools would take what follows such a head for another protocol; we may ignore the header.
-_UPGRADE: Final = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
-_IGNORED: Final = b"ignored"
+_UPGRADE: Final = re.compile(rb"\n(?i:upgrade)(?=:)")
+_IGNORED: Final = b"\nignored"
 
 
 class InvalidHttp(RequestError):
@@ -195,11 +196,17 @@ class RequestReader:
             data = self._take(min(num_missing, PLAIN_SLICE_BYTES))
             self._parser.feed_data(data)
             return len(data)
-        # Whatever its trailers, a body in chunks ends with an empty line.
-        end = (self._last_bytes + self._unread[:SLICE_BYTES]).find(b"\r\n\r\n")
-        num_bytes = SLICE_BYTES if end < 0 else end + 4 - len(self._last_bytes)
+        # Whatever its trailers, a body in chunks ends with an empty line, of which a part may have
+        # been read.
+        seam = self._last_bytes + self._unread[:3]
+        if (end := seam.find(_CHUNKS_END)) >= 0:
+            num_bytes = end + len(_CHUNKS_END) - len(self._last_bytes)
+        elif (end := self._unread.find(_CHUNKS_END, 0, SLICE_BYTES)) >= 0:
+            num_bytes = end + len(_CHUNKS_END)
+        else:
+            num_bytes = SLICE_BYTES
         data = self._take(num_bytes)
-        self._last_bytes = (self._last_bytes + data)[-3:]
+        self._last_bytes = (self._last_bytes + data[-3:])[-3:]
         self._num_framing_bytes += len(data)
         self._parser.feed_data(data)
         self._check_framing()
