@@ -216,12 +216,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from models.hub import resolve_model
 
     model = resolve_model(args.model)
-    trees = {"now": None} if args.before is None else {"before": args.before, "now": None}
+    trees: dict[str, Path | None] = {} if args.before is None else {"before": args.before}
+    trees["now"] = None
     table = Table(title="one gateway process beside clients without a key")
     table.add_column("clients")
-    for tree in trees:
+    for label in trees:
         for heading in ("/live p50 ms", "max ms", "token gap ms"):
-            table.add_column(f"{tree}: {heading}", justify="right")
+            table.add_column(f"{label}: {heading}", justify="right")
     rows = []
     console = Console()
     for name in args.kinds.split(","):

@@ -21,6 +21,7 @@ from server.gateway.http.room import Room, allowed_connections
 from server.gateway.http.turns import Turns
 from topspin.config import GatewaySection
 from topspin.errors import ConfigError
+from topspin.listening import bound_socket
 
 KEEP_ALIVE_S = 65
 BACKLOG = 2048
@@ -52,20 +53,11 @@ def bind(section: GatewaySection) -> socket.socket:
     """
     where = f"--host {section.host} --port {section.port}"
     try:
-        found = socket.getaddrinfo(
-            section.host, section.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
+        return bound_socket(section.host, section.port)
+    except socket.gaierror as error:
         raise ConfigError(f"{where}: {error}") from error
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except OSError as error:
-        listener.close()
         raise ConfigError(f"{where}: {error.strerror}") from error
-    return listener
 
 
 def check_tls(section: GatewaySection) -> None:

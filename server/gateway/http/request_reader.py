@@ -131,7 +131,7 @@ class RequestReader:
     @property
     def has_begun_head(self) -> bool:
         """Whether a part of a head has come; an empty line before it is none."""
-        return not self._is_in_body and self._unread not in (b"", b"\r", b"\r\n")
+        return not self._is_in_body and not b"\r\n".startswith(self._unread)
 
     @property
     def can_advance(self) -> bool:
