@@ -57,7 +57,7 @@ def listen(
         host = host or "127.0.0.1"
         check_host(transport, host, has_keys=has_keys, trusted_network=trusted_network)
         sock = socket.socket(_family_of(host), socket.SOCK_STREAM)
-        where = (host, 0)
+        where, place = (host, 0), in_url(host)
     try:
         tune_socket(sock)
         sock.bind(where)
@@ -71,7 +71,7 @@ def listen(
         raise
     if sock.family == socket.AF_UNIX:
         return sock, f"{prefix}{UNIX}@{name}"
-    return sock, f"{prefix}{TCP}{in_url(host)}:{sock.getsockname()[1]}"
+    return sock, f"{prefix}{TCP}{place}:{sock.getsockname()[1]}"
 
 
 def tune_socket(sock: socket.socket, buffer_bytes: int = _BUFFER_BYTES) -> None:

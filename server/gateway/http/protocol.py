@@ -126,6 +126,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._watch("idle")
         if not self._room.enter(self):
             self._refuse(EngineUnavailable("too many connections have requests in progress"))
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Free the place, and cancel the timer."""
@@ -307,7 +308,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self.transport.close()
         if self.transport.get_write_buffer_size():  # the client has not read its last answer
-            self.transport.abort()
+            delay_s = 0 if self._phase == "idle" else self.timeout_keep_alive
+            self._timer = self.loop.call_later(delay_s, self.transport.abort)
 
     def _refuse(self, error: TopspinError) -> None:
         """Answer with `error`, unless an answer has begun, and close."""
