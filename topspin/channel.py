@@ -20,6 +20,7 @@ import os
 import socket
 import time
 from collections.abc import Collection
+from socket import AF_INET6
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
@@ -27,8 +28,10 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from topspin.errors import ConfigError, PeerLost, ProtocolError, SchedulerLost
+from topspin.listening import family_of
 from topspin.messages import AnyMessage, Message, Refused, decode, encode
-from topspin.secure_channel import Gatekeeper, check_protected, secure_client
+from topspin.network import place_of
+from topspin.secure_channel import NAME, Gatekeeper, check_protected, secure_client
 
 if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
     from topspin.keys import KeyDirectory
@@ -92,8 +95,16 @@ class PeerGone(NamedTuple):
 Event = Received | Malformed | PeerGone
 
 
-def _configure(socket: zmq.Socket[Any], heartbeat: Heartbeat = RELAXED_HEARTBEAT) -> None:
-    """Set the limits and heartbeats that libzmq leaves unbounded or off by default."""
+def _configure(
+    socket: zmq.Socket[Any], address: str, heartbeat: Heartbeat = RELAXED_HEARTBEAT
+) -> None:
+    """Set the limits and heartbeats that libzmq leaves unbounded or off by default.
+
+    So is IPv6, which libzmq takes instead of IPv4, not beside it; but for `::`.
+    """
+    if address.startswith("tcp:"):
+        host, _ = place_of(address, name=NAME)
+        socket.setsockopt(zmq.IPV6, family_of(host) == AF_INET6)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat.interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, heartbeat.timeout_ms)
@@ -168,7 +179,7 @@ class ControlServer:
         check_protected(address, keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        _configure(self._socket, heartbeat)
+        _configure(self._socket, address, heartbeat)
         self._heartbeat = heartbeat
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if address.startswith("ipc:"):
@@ -333,7 +344,7 @@ class ControlClient:
         self._loss = ""
         self._line: _Line | None = None
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, self._heartbeat)
+        _configure(self._socket, self._address, self._heartbeat)
         if self._keys is not None:
             secure_client(self._socket, self._keys.read(), self._server)
         self._monitor = self._socket.get_monitor_socket(_CLOSED | _REFUSED)
@@ -422,7 +433,7 @@ class AsyncControlClient:
         self._heartbeat = heartbeat
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, heartbeat)
+        _configure(self._socket, address, heartbeat)
         if keys is not None:
             secure_client(self._socket, keys.read(), "scheduler")
         self._monitor = self._socket.get_monitor_socket(_CLOSED | _REFUSED)

@@ -32,6 +32,7 @@ from topspin.launch.commands import (
 )
 from topspin.launch.display import CompiledKernels, Display, open_display
 from topspin.launch.supervisor import RoleCommand, StopGraces, Supervisor
+from topspin.listening import ALL_ADDRESSES, has_ipv6, in_url
 from topspin.plan import EnginePlan, ServeConfig
 from topspin.process import CONFIG_ERROR_STATUS
 
@@ -306,7 +307,9 @@ def _describe_health(body: bytes) -> str:
 
 def _reachable_host(host: str) -> str:
     """Return the address at which this machine reaches a server that listens on `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    if host == ALL_ADDRESSES and has_ipv6():
+        return "::1"
+    return "127.0.0.1" if host in ("", "0.0.0.0", ALL_ADDRESSES) else host
 
 
 def _connection(gateway: GatewaySection, host: str, port: int) -> http.client.HTTPConnection:
@@ -320,6 +323,4 @@ def _connection(gateway: GatewaySection, host: str, port: int) -> http.client.HT
 
 def gateway_url(host: str, port: int, *, scheme: str = "http") -> str:
     """Return the URL at which this machine reaches a gateway that listens on `host`."""
-    reachable = _reachable_host(host)
-    place = f"[{reachable}]" if ":" in reachable else reachable
-    return f"{scheme}://{place}:{port}"
+    return f"{scheme}://{in_url(_reachable_host(host))}:{port}"
