@@ -16,6 +16,8 @@ from typing import Final
 from server.gateway.requests.rules import ANY, ROOT, Rule, Rules, settled, terminals
 
 MAX_REPEATS: Final = 10_000
+MAX_RULES: Final = 10_000
+"""With groups and repetitions."""
 MAX_RULE_DEPTH: Final = 250
 """Of rules and groups that lead to each other: the library follows them by recursion."""
 
@@ -82,6 +84,8 @@ def _parsed(text: str) -> Rules:
                 is_open = text[position] in '"['
                 raise ValueError("it does not end" if is_open else "this is no part of EBNF")
             _take(str(found.lastgroup), found.group(), rules, open_)
+            if len(rules) > MAX_RULES:
+                raise ValueError(f"more than {MAX_RULES} rules and groups")
         except ValueError as error:
             line, near = text.count("\n", 0, position) + 1, text[position : position + 20]
             raise ValueError(f"line {line}, at {near!r}: {error}") from None

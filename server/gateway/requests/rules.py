@@ -157,7 +157,7 @@ def terminals(rules: Rules) -> set[str]:
 def shapes_of(rules: Rules) -> dict[str, Shape]:
     """Return the shapes of texts, classes, tokens, and rules without recursion or tokens.
 
-    Of what ends with something that may be empty, often blanks, the part before becomes a rule.
+    What stands between parts that may be empty, often blanks, becomes a rule.
     """
     shapes: dict[str, Shape] = {}
     for rule in rules.values():
@@ -167,19 +167,20 @@ def shapes_of(rules: Rules) -> dict[str, Shape]:
     for key in settled(rules, needs_all=True):
         whole = Shape(False, 0, 0, 0)
         for alternative in rules[key].alternatives:
-            one = before = Shape(True, 0, 0, 0)
-            end = 0
-            for idx, symbol in enumerate(alternative, start=1):
-                one = one.then(shapes[symbol])
-                if not shapes[symbol].is_empty:
-                    before, end = one, idx
-            if 1 < end < len(alternative):
-                rules[part := f"({len(rules)})"] = Rule([alternative[:end]])
-                shapes[part] = before
-                alternative[:end] = [part]
+            full = [idx for idx, each in enumerate(alternative) if not shapes[each].is_empty]
+            core = slice(full[0], full[-1] + 1) if full else slice(0)
+            if 1 < len(alternative[core]) < len(alternative):
+                rules[part := f"({len(rules)})"] = Rule([alternative[core]])
+                shapes[part] = _sequence(shapes, alternative[core])
+                alternative[core] = [part]
+            one = _sequence(shapes, alternative)
             whole = whole.or_else(one)
         shapes[key] = whole.repeated(rules[key])
     return shapes
+
+
+def _sequence(shapes: dict[str, Shape], symbols: list[str]) -> Shape:
+    return reduce(Shape.then, map(shapes.__getitem__, symbols), Shape(True, 0, 0, 0))
 
 
 def _shape_of(symbol: str) -> Shape:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from server.gateway.requests.gbnf import MAX_REPEATS, MAX_RULE_DEPTH, is_gbnf, lark_of
+from server.gateway.requests.gbnf import MAX_REPEATS, MAX_RULE_DEPTH, MAX_RULES, is_gbnf, lark_of
 from tests.checkpoints import EOS_TOKEN_ID, write_tokenizer
 from topspin.grammars import limits
 
@@ -312,6 +312,7 @@ REFUSED = [
     ("root ::= 'a'", "line 1.*no part of EBNF"),
     ('// a comment\nroot ::= "a"', "name and `::=`|no part of EBNF"),
     (f"root ::= {'(' * MAX_RULE_DEPTH}[a]{')' * MAX_RULE_DEPTH}", f"more than {MAX_RULE_DEPTH}"),
+    ("root ::= " + "([a])" * MAX_RULES, f"more than {MAX_RULES} rules"),
     (f"root ::= [a]{'+' * MAX_RULE_DEPTH}", f"more than {MAX_RULE_DEPTH}"),
 ]
 
