@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
+
+from server.gateway.requests.rules import ANY, ROOT, Rule, Rules, settled, terminals
 
 MAX_REPEATS: Final = 10_000
+MAX_RULES: Final = 10_000
+"""With groups and repetitions."""
 MAX_RULE_DEPTH: Final = 250
 """Of rules and groups that lead to each other: the library follows them by recursion."""
-_MAX_TERMINAL_SIZE: Final = 10_000
-"""Characters of a terminal, repetitions written out. The library has a limit of its own."""
 
-_ROOT: Final = "root"
 _BEGINNING: Final = re.compile(r'(?:\s|(?:#|//)[^\r\n]*+)*+[^\s:"/#]++[ \t]*+::=')
 _CHAR: Final = r'(?:\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[nrt"\\\[\]-]|[^\\])'
 _CHARS: Final = re.compile(_CHAR, re.DOTALL)
@@ -43,25 +42,6 @@ _LETTERS: Final = {"n": "\n", "r": "\r", "t": "\t"}
 _TIMES: Final = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
-class _Rule(NamedTuple):
-    """One of `alternatives`, `least` to `most` times over.
-
-    A symbol is written as in Lark if it is a text (`"a"`), one character of a class (`/[a]/`) or a
-    token (`<[1]>`), and is a key of the rules otherwise: a rule's name, or a group's number in
-    parentheses.
-    """
-
-    alternatives: list[list[str]]
-    least: int = 1
-    most: int | None = 1
-
-    def followed(self) -> Iterator[str]:
-        return (each for alternative in self.alternatives for each in alternative if _is_rule(each))
-
-
-_Rules = dict[str, _Rule]
-
-
 def is_gbnf(text: str) -> bool:
     """Return whether a grammar begins as GBNF does, comments aside; Lark may contain `::=` too."""
     return _BEGINNING.match(text) is not None
@@ -70,23 +50,31 @@ def is_gbnf(text: str) -> bool:
 def lark_of(text: str) -> str:
     """Return the Lark of a GBNF text; raises ValueError with the reason if it has none."""
     rules = _parsed(text)
-    for key in set(rules).difference(_settled(rules, needs_all=False)):
+    for key in set(rules).difference(settled(rules, needs_all=False)):
         where = "a group" if key.startswith("(") else f"rule `{key}`"
         raise ValueError(f"{where} has no text that ends")
-    order = _reached(rules)
-    kind = "R" if _is_one_terminal(rules) else "r"
-    names = {key: f"{kind}{idx}" for idx, key in enumerate(order)}
-    lines = [f"{names[key]}: {_body(rules[key], names, is_terminal=kind == 'R')}" for key in order]
-    return "\n".join([f"start: {names[_ROOT]}", *lines])
+    whole = terminals(rules)
+    numbers = {key: idx for idx, key in enumerate(_reached(rules))}
+    waiting = [(ROOT, ROOT in whole)]
+    lines: dict[tuple[str, bool], str] = {}
+    while waiting:
+        key, is_terminal = waiting.pop()
+        if (key, is_terminal) not in lines:
+            names = {each: is_terminal or each in whole for each in rules[key].followed()}
+            waiting += names.items()
+            shown = {each: _name(numbers[each], names[each]) for each in names}
+            body = _body(rules[key], shown, is_terminal=is_terminal)
+            lines[key, is_terminal] = f"{_name(numbers[key], is_terminal)}: {body}"
+    return "\n".join([f"start: {_name(0, ROOT in whole)}", *lines.values()])
 
 
-def _is_rule(symbol: str) -> bool:
-    return symbol[0] not in '"/<'
+def _name(number: int, is_terminal: bool) -> str:
+    return f"{'R' if is_terminal else 'r'}{number}"
 
 
-def _parsed(text: str) -> _Rules:
+def _parsed(text: str) -> Rules:
     """Return the rules of a text, each of whose symbols is defined."""
-    rules: _Rules = {}
+    rules: Rules = {}
     open_: list[str] = []  # the rule under way, and the groups in it
     position = 0
     while position < len(text):
@@ -96,13 +84,15 @@ def _parsed(text: str) -> _Rules:
                 is_open = text[position] in '"['
                 raise ValueError("it does not end" if is_open else "this is no part of EBNF")
             _take(str(found.lastgroup), found.group(), rules, open_)
+            if len(rules) > MAX_RULES:
+                raise ValueError(f"more than {MAX_RULES} rules and groups")
         except ValueError as error:
             line, near = text.count("\n", 0, position) + 1, text[position : position + 20]
             raise ValueError(f"line {line}, at {near!r}: {error}") from None
         position = found.end()
     if len(open_) > 1:
         raise ValueError("the text ends in a group: `)` is missing")
-    for each in [_ROOT, *(symbol for rule in rules.values() for symbol in rule.followed())]:
+    for each in [ROOT, *(symbol for rule in rules.values() for symbol in rule.followed())]:
         if each not in rules:
             raise ValueError(f"rule `{each}` is not defined")
     for name, rule in list(rules.items()):
@@ -110,7 +100,7 @@ def _parsed(text: str) -> _Rules:
     return rules
 
 
-def _take(kind: str, part: str, rules: _Rules, open_: list[str]) -> None:
+def _take(kind: str, part: str, rules: Rules, open_: list[str]) -> None:
     """Add one token of the text to `rules`; raises ValueError."""
     if kind == "blank":
         return
@@ -121,7 +111,7 @@ def _take(kind: str, part: str, rules: _Rules, open_: list[str]) -> None:
         if name in rules:
             raise ValueError(f"rule `{name}` is defined twice")
         open_[:] = [name]
-        rules[name] = _Rule([[]])
+        rules[name] = Rule([[]])
         return
     if not open_:
         raise ValueError("a rule begins with its name and `::=`")
@@ -136,7 +126,7 @@ def _take(kind: str, part: str, rules: _Rules, open_: list[str]) -> None:
     elif part == "(":
         alternative.append(f"({len(rules)})")
         open_.append(alternative[-1])
-        rules[open_[-1]] = _Rule([[]])
+        rules[open_[-1]] = Rule([[]])
     elif kind == "times":
         if not alternative:
             raise ValueError("there is nothing to repeat")
@@ -158,11 +148,13 @@ def _bounds(part: str) -> tuple[int, int | None]:
     return least, most
 
 
-def _repeated(symbol: str, least: int, most: int | None, rules: _Rules) -> str:
+def _repeated(symbol: str, least: int, most: int | None, rules: Rules) -> str:
     """Return the symbol of `symbol` repeated."""
+    if least == 0 and most not in (0, 1):  # what may be empty is no terminal
+        symbol, most = _repeated(symbol, 1, most, rules), 1
     rule = rules.get(symbol) if symbol.startswith("(") else None
     if rule is None or (rule.least, rule.most) != (1, 1):
-        symbol, rule = f"({len(rules)})", _Rule([[symbol]])
+        symbol, rule = f"({len(rules)})", Rule([[symbol]])
     rules[symbol] = rule._replace(least=least, most=most)
     return symbol
 
@@ -175,7 +167,7 @@ def _symbol(kind: str, part: str) -> str:
     if kind == "chars":
         return f"/{_class(part)}/"
     if part == ".":
-        return "/(?s:.)/"
+        return ANY
     if part.startswith("!"):
         if not re.fullmatch(r"!<\[[0-9]{1,9}\]>", part):
             raise ValueError("of tokens only ids can be excluded: !<[id]>")
@@ -229,65 +221,20 @@ def _escaped(code: int) -> str:
     return char if char.isascii() and char.isalnum() else f"\\x{{{code:x}}}"
 
 
-def _without_right_recursion(name: str, rule: _Rule, rules: _Rules) -> None:
+def _without_right_recursion(name: str, rule: Rule, rules: Rules) -> None:
     """Make a loop of a rule that ends with itself: the parser keeps all its levels otherwise."""
     before = [each[:-1] for each in rule.alternatives if each[-1:] == [name]]
     others = [each for each in rule.alternatives if each[-1:] != [name]]
     if before and others and (rule.least, rule.most) == (1, 1):
         loop = f"({len(rules)})"
-        rules[loop] = _Rule([each for each in before if each] or [[]], 0, None)
-        rules[name] = _Rule([[loop, *each] for each in others])
+        rules[loop] = Rule([each for each in before if each] or [[]], 0, None)
+        rules[name] = Rule([[loop, *each] for each in others])
 
 
-def _settled(rules: _Rules, *, needs_all: bool) -> list[str]:
-    """Return the rules that are made of earlier ones only, in an order in which each is.
-
-    A rule is if all its alternatives are, or, not `needs_all`, if one is or none is needed.
-    """
-    users: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    missing: dict[tuple[str, int], int] = {}
-    left: dict[str, int] = {}
-    for key, rule in rules.items():
-        left[key] = len(rule.alternatives) if needs_all else 1
-        for idx, alternative in enumerate(rule.alternatives):
-            symbols = [each for each in alternative if _is_rule(each)]
-            has_token = any(each.startswith("<") for each in alternative)
-            is_free = not needs_all and not rule.least
-            missing[key, idx] = 0 if is_free else len(symbols) + (needs_all and has_token)
-            for each in symbols:
-                users[each].append((key, idx))
-    order: list[str] = []
-    ready = [each for each, num in missing.items() if num == 0]
-    while ready:
-        key, _ = ready.pop()
-        left[key] -= 1
-        if left[key] == 0:
-            order.append(key)
-            for user in users[key]:
-                missing[user] -= 1
-                if missing[user] == 0:
-                    ready.append(user)
-    return order
-
-
-def _is_one_terminal(rules: _Rules) -> bool:
-    """Return whether the root has no recursion, no token, and is not too large for a terminal."""
-    sizes: dict[str, int] = {}
-    for key in _settled(rules, needs_all=True):
-        rule = rules[key]
-        once = sum(
-            sizes[each] if _is_rule(each) else len(each) if each.startswith('"') else 1
-            for alternative in rule.alternatives
-            for each in alternative
-        )
-        sizes[key] = min(once * (rule.most or rule.least or 1), _MAX_TERMINAL_SIZE + 1)
-    return sizes.get(_ROOT, _MAX_TERMINAL_SIZE + 1) <= _MAX_TERMINAL_SIZE
-
-
-def _reached(rules: _Rules) -> list[str]:
+def _reached(rules: Rules) -> list[str]:
     """Return the rules that the root leads to; raises ValueError if one is too far from it."""
-    order = {_ROOT: None}
-    path = [rules[_ROOT].followed()]
+    order = {ROOT: None}
+    path = [rules[ROOT].followed()]
     while path:
         key = next(path[-1], None)
         if key is None:
@@ -300,7 +247,7 @@ def _reached(rules: _Rules) -> list[str]:
     return list(order)
 
 
-def _body(rule: _Rule, names: dict[str, str], *, is_terminal: bool) -> str:
+def _body(rule: Rule, names: dict[str, str], *, is_terminal: bool) -> str:
     """Return what stands behind a rule's name in Lark."""
     if rule.most == 0:
         return '""'
