@@ -50,7 +50,7 @@ def bind(section: GatewaySection) -> socket.socket:
 
     Raises ConfigError if the name does not resolve or the port is taken.
     """
-    where = f"--host {section.host} --port {section.port}"
+    where = f"--host {section.host}" + (f" --port {section.port}" if section.port else "")
     try:
         found = socket.getaddrinfo(
             section.host, section.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
