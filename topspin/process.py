@@ -1,7 +1,7 @@
-"""The life cycle of a role process: it dies with its supervisor, and exits.
+"""The life cycle of a process: its standard streams, its end with its supervisor, its exit.
 
-Owns the parent-death link, freed memory after loading, the limit of open files, and the exit
-statuses. Knows no role.
+Owns the streams that are missing, the parent-death link, freed memory after loading, the limit of
+open files, and the exit statuses. Knows no role.
 """
 
 from __future__ import annotations
@@ -19,6 +19,20 @@ PARENT_PID_VARIABLE = "TOPSPIN_PARENT_PID"
 CONFIG_ERROR_STATUS = 2
 
 _PR_SET_PDEATHSIG = 1
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null for each standard stream with which this process was not started.
+
+    Python has None in its place, and the next file or socket gets its number, to which C libraries
+    and child processes write.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # The lowest number that is free is the stream's, unless an import has opened a file.
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, opened == descriptor)
+            setattr(sys, name, open(opened, "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 def follow_parent() -> None:

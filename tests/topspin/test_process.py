@@ -59,3 +59,21 @@ def test_the_limit_of_open_files_is_raised_as_far_as_the_system_lets(
     assert limits[-1] == (9000, resource.RLIM_INFINITY)
     limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert allow_open_files(9000) > 9000
+
+
+@pytest.mark.parametrize("closed", [(2,), (0, 1, 2)])
+def test_a_process_without_standard_streams_gets_them(closed: tuple[int, ...]) -> None:
+    code = (
+        "import os, subprocess, sys\n"
+        "from topspin.process import open_standard_streams\n"
+        "open_standard_streams()\n"
+        "assert not sys.stderr.isatty()\n"
+        "print('said', file=sys.stderr, flush=True)\n"
+        "assert os.readlink('/proc/self/fd/2') == os.devnull\n"
+        "child = 'import os; os.fstat(0), os.fstat(1), os.fstat(2)'\n"
+        "sys.exit(subprocess.call([sys.executable, '-c', child]))\n"
+    )
+    shut = " ".join(f"{each}{'<' if each == 0 else '>'}&-" for each in closed)
+    shell = f'exec "$0" -c "$1" {shut}'
+    done = subprocess.run(["/bin/sh", "-c", shell, sys.executable, code], timeout=60, check=False)
+    assert done.returncode == 0

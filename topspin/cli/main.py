@@ -16,6 +16,7 @@ from pathlib import Path
 
 import topspin
 from topspin.errors import ConfigError, TopspinError
+from topspin.process import open_standard_streams
 
 # Folders whose names others use too: `kernels` is a package on PyPI, and `models` and
 # `server` are likely names of a directory that somebody starts Topspin in.
@@ -48,6 +49,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: the process's); returns the exit status."""
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         check_installation()

@@ -25,6 +25,7 @@ from topspin.cores import LayoutChoice
 from topspin.devices import TRITON
 from topspin.errors import ConfigError
 from topspin.launch.calibrate import choose_layout
+from topspin.launch.display import write_line
 from topspin.launch.engine import launch
 from topspin.launch.gpu_check import check_gpus
 from topspin.logs import FORMAT_VARIABLE
@@ -213,7 +214,7 @@ def serve_config(asked: Asked) -> ServeConfig:
 
 
 def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    write_line(sys.stderr, line)
 
 
 def without_effect(arguments: argparse.Namespace, plan: EnginePlan) -> list[str]:

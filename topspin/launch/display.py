@@ -51,7 +51,7 @@ class PlainDisplay:
 
     def line(self, text: str) -> None:
         """Write `text` to stderr."""
-        _write(sys.stderr, text)
+        write_line(sys.stderr, text)
 
     def progress(self, state: str, elapsed_s: float) -> None:
         """Write the state to stderr if it has changed."""
@@ -65,7 +65,7 @@ class PlainDisplay:
 
     def announce(self, text: str) -> None:
         """Write `text` to stdout."""
-        _write(sys.stdout, text)
+        write_line(sys.stdout, text)
 
 
 class JsonDisplay(PlainDisplay):
@@ -86,7 +86,7 @@ class TerminalDisplay:
     def line(self, text: str) -> None:
         """Write `text` to stderr, above the status line."""
         if self._live is None:
-            _write(sys.stderr, text)
+            write_line(sys.stderr, text)
         else:
             self._live.console.out(text, highlight=False)
 
@@ -122,7 +122,7 @@ class TerminalDisplay:
     def announce(self, text: str) -> None:
         """Write `text` to stdout."""
         self.finish()
-        _write(sys.stdout, text)
+        write_line(sys.stdout, text)
 
 
 class CompiledKernels:
@@ -160,7 +160,7 @@ def open_display() -> Display:
     return TerminalDisplay() if sys.stderr.isatty() else PlainDisplay()
 
 
-def _write(stream: TextIO, text: str) -> None:
+def write_line(stream: TextIO, text: str) -> None:
     """Write a line. If the stream's reader has gone, its lines are dropped: that must not end a
     server that others use."""
     try:

@@ -18,11 +18,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.gateway.errors import MESSAGES, error_response
 from server.gateway.http.exchange import exchange_of
+from server.gateway.http.listener import bind
 from topspin.config import API_KEY_VARIABLE, GatewaySection
 from topspin.errors import ConfigError
 from topspin.network import is_loopback
@@ -150,6 +152,8 @@ def keys_of(section: GatewaySection) -> ApiKeys:
     file = None if section.api_key_file is None else Path(section.api_key_file)
     keys = ApiKeys(os.environ.get(API_KEY_VARIABLE), file)
     if not keys and not is_loopback(section.host):
+        # A host that is not this one needs no keys, but another name.
+        bind(msgspec.structs.replace(section, port=0)).close()
         raise ConfigError(
             f"--host {section.host}: other hosts can reach it, so it needs keys: set the variable "
             f"{API_KEY_VARIABLE}, or give --api-key or --api-key-file"

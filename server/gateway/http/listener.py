@@ -51,7 +51,7 @@ def bind(section: GatewaySection) -> socket.socket:
 
     Raises ConfigError if the name does not resolve or the port is taken.
     """
-    where = f"--host {section.host} --port {section.port}"
+    where = f"--host {section.host}" + (f" --port {section.port}" if section.port else "")
     try:
         return bound_socket(section.host, section.port)
     except socket.gaierror as error:

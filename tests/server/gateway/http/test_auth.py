@@ -289,7 +289,17 @@ def test_a_file_that_all_may_read_or_that_is_missing(file: Path) -> None:
         ApiKeys(None, file.with_name("none"))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", ""])
+def test_a_host_on_which_nobody_can_listen_is_called_so(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=rf"^--host {host}: ") as raised:
+        keys_of(GatewaySection(host=host))
+    assert "keys" not in str(raised.value)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_host_that_others_reach_needs_keys(
     host: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
