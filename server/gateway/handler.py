@@ -201,9 +201,6 @@ class GenerationHandler:
                 "the model has no chat template; use /v1/completions", param="messages"
             )
         formats = self.formats
-        if body.tools and body.tool_choice == "none" and not self.template.mentions("tools"):
-            # Agents send them with every request, to any model.
-            body, ignored = msgspec.structs.replace(body, tools=None), ("tools", *ignored)
         tools = tool_use(body, template=self.template, formats=formats)
         prompt = chat_prompt(
             body,

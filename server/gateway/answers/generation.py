@@ -44,7 +44,7 @@ class Delta(NamedTuple):
     """The text and tokens that one engine output adds to its choice.
 
     `is_first` marks the choice's first delta. `token_ids` are the tokens that count, including a
-    stop token; `shown_ids` those that the client may see, `logprobs` are theirs if it asked for them.
+    stop token; `logprobs` are theirs if the client asked for them.
     `stopped_here`: a stop string ended the choice and the engine does not know it yet;
     `stop_reason`: that string, or the stop token that the client named. `parts` are the text as
     parts of a message, if it is one.
@@ -53,7 +53,6 @@ class Delta(NamedTuple):
     is_first: bool
     text: str
     token_ids: Sequence[int]
-    shown_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
     finish_reason: Literal["stop", "length"] | None
     stopped_here: bool
@@ -79,8 +78,6 @@ class ChoiceText:
             else None
         )
         self._num_tokens = 0
-        # Tokens of which it cannot be told yet whether they are reasoning.
-        self._undecided = Shown()
 
     def push(self, output: RequestOutput) -> Delta:
         """Return the delta of `output`.
@@ -105,14 +102,10 @@ class ChoiceText:
         return output.token_ids[:-1]
 
     def _push_plain(self, output: RequestOutput) -> Delta:
-        visible = self._visible(output)
-        if self.message is not None and self.message.options.hides_reasoning_tokens:
-            texts = [self._detokenizer.push((token_id,)) for token_id in visible]
-        else:
-            texts = [self._detokenizer.push(visible)]
+        text = self._detokenizer.push(self._visible(output))
         if output.finish_reason is not None:
-            texts.append(self._detokenizer.flush())
-        return self._delta(output, texts=texts)
+            text += self._detokenizer.flush()
+        return self._delta(output, text=text)
 
     def _push_scanned(self, output: RequestOutput, scanner: StopScanner) -> Delta:
         """Push token by token: the one that completes a stop string is the last one counted."""
@@ -125,34 +118,30 @@ class ChoiceText:
             if scanned.stop is not None:
                 num_tokens = self._num_tokens - output.index
                 return self._delta(
-                    output, texts=shown, stop=scanned.stop, num_tokens=num_tokens
+                    output, text="".join(shown), stop=scanned.stop, num_tokens=num_tokens
                 )
         if output.finish_reason is None:
-            return self._delta(output, texts=shown)
+            return self._delta(output, text="".join(shown))
         tail = scanner.push(self._detokenizer.flush())
         shown.append(tail.text)
         shown.append(scanner.flush())
-        return self._delta(output, texts=shown, stop=tail.stop)
+        return self._delta(output, text="".join(shown), stop=tail.stop)
 
     def _delta(
         self,
         output: RequestOutput,
         *,
-        texts: Sequence[str],
+        text: str,
         stop: str | None = None,
         num_tokens: int | None = None,
     ) -> Delta:
         reason = output.finish_reason
         assert reason != "abort", "refused by push"
         is_end = reason is not None or stop is not None
-        token_ids, text = output.token_ids[:num_tokens], "".join(texts)
-        shown = Shown(token_ids, output.logprobs[:num_tokens])
+        token_ids = output.token_ids[:num_tokens]
         parts: Sequence[Part] = ()
         if self.message is not None:
-            if self.message.options.hides_reasoning_tokens:
-                parts, shown = self._push_single(self.message, shown, texts, is_end=is_end)
-            else:
-                parts = self.message.push(text, num_tokens=len(token_ids), is_last=is_end)
+            parts = self.message.push(text, num_tokens=len(token_ids), is_last=is_end)
         stop_reason: str | int | None = stop
         if stop is None and output.stop_token_id in self._options.stop_token_ids:
             stop_reason = output.stop_token_id
@@ -160,34 +149,9 @@ class ChoiceText:
             is_first=output.index == 0,
             text=text,
             token_ids=token_ids,
-            shown_ids=shown.token_ids,
-            logprobs=shown.logprobs,
+            logprobs=output.logprobs[:num_tokens],
             finish_reason="stop" if stop is not None else reason,
             stopped_here=stop is not None and reason is None,
             stop_reason=stop_reason,
             parts=parts,
         )
-
-    def _push_single(
-        self, message: Message, given: Shown, texts: Sequence[str], *, is_end: bool
-    ) -> tuple[Sequence[Part], Shown]:
-        """Add tokens with their texts, one by one; return the parts, and the tokens shown.
-
-        A token is not shown if it is part of the reasoning or of its marks.
-        """
-        parts: list[Part] = []
-        shown = Shown()
-        for nth in range(len(given.token_ids)):
-            was_inside = message.place == "reasoning"
-            parts += message.push("".join(texts[nth : nth + 1]), num_tokens=1)
-            single = Shown(given.token_ids[nth : nth + 1], given.logprobs[nth : nth + 1])
-            waiting, self._undecided = self._undecided, Shown()
-            if message.place == "undecided":
-                self._undecided = waiting + single
-            elif message.place == "answer":
-                is_new = not (was_inside and message.content == "")
-                shown = shown + waiting + (single if is_new else Shown())
-        if is_end:
-            parts += message.push("".join(texts[len(given.token_ids) :]), is_last=True)
-            shown = shown + self._undecided
-        return parts, shown

@@ -28,8 +28,7 @@ class MessageOptions:
 
     `calls` None: text is never read as a call; `tool_names` are those of the request's tools.
     `is_named`: the client named the function to be called. `reasons`: the model marks its
-    reasoning; `is_inside_reasoning`: the prompt ends within it. `hides_reasoning_tokens`: its tokens
-    are not shown either.
+    reasoning; `is_inside_reasoning`: the prompt ends within it.
     """
 
     calls: CallFormat | None = None
@@ -39,7 +38,6 @@ class MessageOptions:
     reasons: bool = False
     is_inside_reasoning: bool = False
     shows_reasoning: bool = True
-    hides_reasoning_tokens: bool = False
 
     @property
     def markers(self) -> frozenset[str]:
@@ -87,11 +85,6 @@ class Message:
         self.items: list[Text | Call] = []
         self.calls: list[Call] = []
         self.num_reasoning_tokens = 0
-
-    @property
-    def place(self) -> Literal["undecided", "reasoning", "answer"]:
-        """Where its text so far ends."""
-        return "answer" if self._reasoning is None else self._reasoning.place
 
     def push(self, text: str, *, num_tokens: int = 0, is_last: bool = False) -> list[Part]:
         """Return the parts that `text`, of so many tokens, completes.

@@ -307,25 +307,3 @@ def test_a_refused_use_of_tools_is_named(
         assert fake.added == []
 
     asyncio.run(test())
-
-
-def test_tools_that_may_not_be_called_are_ignored_by_a_template_without_them() -> None:
-    plain = template_of("{% for message in messages %}{{ message.content }}{% endfor %}")
-    for path, more, none in (
-        (CHAT, {"tools": TOOLS}, "none"),
-        ("/v1/messages", {"tools": [{"name": "add", "input_schema": {}}]}, {"type": "none"}),
-    ):
-        body = {**CHAT_BODY, **more, "tool_choice": none, "max_tokens": 9}
-        fake = FakeEngine(saying("ok"))
-        answer = post(path, body, fake, chat_template=plain)
-        assert answer.headers["x-topspin-ignored"] == "tools"
-        assert prompt_of(fake.added[0]) == "hi"
-
-
-def test_a_tool_may_have_nothing_to_say() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    fake = FakeEngine(saying("3"))
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages.append({"role": "tool", "content": None, "tool_call_id": "c1"})
-    ask("", fake=fake, messages=messages, tools=None)
-    assert "\ntool: (c1)\n" in prompt_of(fake.added[0])
