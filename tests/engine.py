@@ -58,6 +58,7 @@ from topspin.messages import (
     Message,
     Outputs,
     RequestFailed,
+    RequestQueued,
     SamplingParams,
     Stats,
     StatsQuery,
@@ -394,6 +395,9 @@ class Engine:
             request = self.requests[message.request_id]
             assert not request.ended, f"{message.request_id} ended twice"
             request.failed = message
+            return
+        if isinstance(message, RequestQueued):
+            assert set(message.request_ids) <= set(self.requests)
             return
         assert isinstance(message, Outputs), message
         for output in message.outputs:

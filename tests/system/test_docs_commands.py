@@ -143,7 +143,7 @@ def test_other_blocks_hold_no_command(page: Path) -> None:
 
 
 def test_extras_to_install_exist() -> None:
-    named = {name for page in PAGES for name in re.findall(r"topspin\[(\w+)\]", page.read_text())}
+    named = {name for page in PAGES for name in re.findall(r"\.\[(\w+)\]", page.read_text())}
     assert named
     assert named <= set(importlib.metadata.metadata("topspin").get_all("Provides-Extra") or ())
 

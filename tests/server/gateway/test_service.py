@@ -103,7 +103,8 @@ class Scheduler:
         """Wait until the peer's connection has closed."""
         deadline_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline_s:
-            if PeerGone(self.peer) in self._server.poll(0.1):
+            events = self._server.poll(0.1)
+            if any(isinstance(each, PeerGone) and each.peer == self.peer for each in events):
                 return
         raise AssertionError(f"the gateway is still there after {DEADLINE_S} s")
 
