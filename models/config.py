@@ -15,7 +15,6 @@ from typing import Literal
 
 from models.checkpoint_index import read_index
 from models.config_fields import Fields, read_json
-from models.endings import ending_token_ids
 from models.families import FAMILIES, Family, QkNorm
 from models.overrides import overridden
 from models.quantised.config import parse_quantisation
@@ -155,6 +154,9 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
     sparse = _moe_flags(fields, family, num_layers=num_layers, moe=moe)
     bias = _biases(fields, family)
     vocab_size = fields.positive_int("vocab_size")
+    # It reads tokenizers and templates, whose libraries machines that run kernels only lack.
+    from models.endings import ending_token_ids
+
     return ModelConfig(
         family=family.model_type,
         vocab_size=vocab_size,

@@ -8,16 +8,14 @@ models.config, so that they agree. Imports no torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
+from models.chat_template import ChatTemplate
 from models.config_fields import Fields, read_json
 from models.tokenizer_files import TOKENIZER_FILE, effective_tokenizer, read_special_tokens
 from topspin.errors import ConfigError, InvalidRequest
-
-if TYPE_CHECKING:
-    from models.chat_template import ChatTemplate
 
 _MARK: Final = "0123456789"
 
@@ -75,9 +73,6 @@ def _end_of_turn(path: Path, known: list[int]) -> int | None:
         added = msgspec.json.decode(file.read_bytes(), type=_Added).added_tokens
         if any(token.id in known for token in added if token.content == text):
             return None
-        # Machines with GPUs that run kernels only have no jinja2.
-        from models.chat_template import ChatTemplate
-
         template = ChatTemplate.find(path)
         if template is None or not _ends_turn(template, text):
             return None

@@ -189,8 +189,10 @@ class Grammars:
 
     def release_all(self) -> None:
         """Let all grammars go."""
-        for key in list(self._kept):
+        self._kept.clear()
+        for key in list(self._compiling):
             self.release(key)
+        self._evict()
 
     @property
     def is_compiling(self) -> bool:
