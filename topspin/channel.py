@@ -14,10 +14,8 @@ encrypts (topspin.secure_channel).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import socket
 import time
 from collections.abc import Collection
 from socket import AF_INET6
@@ -27,6 +25,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from topspin.connection import Line
 from topspin.errors import ConfigError, PeerLost, ProtocolError, SchedulerLost
 from topspin.listening import family_of
 from topspin.messages import AnyMessage, Message, Refused, decode, encode
@@ -114,35 +113,7 @@ def _configure(
     socket.setsockopt(zmq.LINGER, LINGER_MS)
 
 
-class _Line:
-    """A second handle of a peer's connection, which outlives libzmq's and tells how that ended.
-
-    libzmq reports the same for a connection that its peer has closed and for one that it has given
-    up. Without the number of a descriptor the peer counts as the one that closed it.
-    """
-
-    def __init__(self, fd: int | None, heartbeat: Heartbeat) -> None:
-        self._silence = f"was silent for {heartbeat.limit_s:g} s"
-        self._socket: socket.socket | None = None
-        with contextlib.suppress(OSError):  # it has closed already
-            if fd is not None:
-                self._socket = socket.socket(fileno=os.dup(fd))
-
-    def end(self) -> str | None:
-        """Let go of the connection; returns how its peer was silent, None: it closed it."""
-        line, self._socket = self._socket, None
-        if line is None:
-            return None
-        with line, contextlib.suppress(ConnectionError):
-            try:
-                is_open = line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-            except BlockingIOError:
-                is_open = True
-            return self._silence if is_open else None
-        return None
-
-
-def _loss(report: list[bytes], line: _Line | None) -> str:
+def _loss(report: list[bytes], line: Line | None) -> str:
     """Return the text of a loss that a monitor reports; `line` is None until something has come."""
     silence = None if line is None else line.end()
     event = parse_monitor_message(report)
@@ -188,7 +159,7 @@ class ControlServer:
         self._monitor = self._socket.get_monitor_socket(_CLOSED)
         self._gatekeeper: Gatekeeper | None = None
         self._group_of: dict[bytes, str] = {}
-        self._lines: dict[bytes, _Line] = {}
+        self._lines: dict[bytes, Line] = {}
         self._keys_checked_s = 0.0
         try:
             self._listen(address, keys, groups)
@@ -263,10 +234,10 @@ class ControlServer:
         """Map a new peer to its descriptor; an older connection may have had the same number."""
         self._collect_gone(gone)
         if fd in self._unclaimed_closed_fds and not self._is_reachable(peer):
-            self._lines[peer] = _Line(None, self._heartbeat)
+            self._lines[peer] = Line(None, self._heartbeat.limit_s)
             gone.append(self._gone(peer))
         else:
-            self._lines[peer] = _Line(fd, self._heartbeat)
+            self._lines[peer] = Line(fd, self._heartbeat.limit_s)
             self._peer_of_fd[fd] = peer
         self._unclaimed_closed_fds.discard(fd)
 
@@ -342,7 +313,7 @@ class ControlClient:
 
     def _connect(self) -> None:
         self._loss = ""
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket, self._address, self._heartbeat)
         if self._keys is not None:
@@ -390,7 +361,8 @@ class ControlClient:
                 continue
             if isinstance(frame, zmq.Frame):
                 is_first = not self._monitor.poll(0)  # else libzmq has connected again by itself
-                self._line = _Line(frame.get(zmq.SRCFD) if is_first else None, self._heartbeat)
+                fd = frame.get(zmq.SRCFD) if is_first else None
+                self._line = Line(fd, self._heartbeat.limit_s)
                 frame = frame.bytes
             if not (data := frame):  # an empty frame is the scheduler's probe
                 continue
@@ -441,7 +413,7 @@ class AsyncControlClient:
         self._poller = zmq.asyncio.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self._is_lost = False
 
     async def recv(self) -> AnyMessage:
@@ -453,7 +425,7 @@ class AsyncControlClient:
                 raise PeerLost(_loss(await self._monitor.recv_multipart(), self._line))
             frame = await self._socket.recv(copy=self._line is not None)
             if isinstance(frame, zmq.Frame):
-                self._line = _Line(frame.get(zmq.SRCFD), self._heartbeat)
+                self._line = Line(frame.get(zmq.SRCFD), self._heartbeat.limit_s)
                 frame = frame.bytes
             if not (data := frame):  # an empty frame is the scheduler's probe
                 continue

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from models.checkpoint import Checkpoint
 from models.checkpoint_index import TensorEntry
 from models.fingerprint import BLOCK_BYTES, STRIDE_BYTES, WHOLE_BYTES, sampled
-from tests.checkpoints import make_checkpoint
 from topspin.errors import CheckpointError
 
 _SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -128,11 +127,3 @@ def test_blocks_lie_in_their_tensor_and_reach_both_ends(size: int) -> None:
         assert {length for _, length in blocks} == {BLOCK_BYTES}
         gaps = [later - sooner for (sooner, _), (later, _) in pairwise(blocks)]
         assert max(gaps) <= STRIDE_BYTES
-
-
-def test_a_small_part_of_a_large_checkpoint_is_read(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, "mixtral")
-    entries = Checkpoint(path).entries.values()
-    large = [TensorEntry(e.file, e.dtype, e.shape, 10**4 * e.size_bytes, 0) for e in entries]
-    total = sum(each.size_bytes for each in large)
-    assert sum(size for each in large for _, size in sampled(each)) < total / 1000

@@ -187,7 +187,7 @@ class _Dead:
                 self._num_silent += 1
                 if restarts and self._num_silent > MAX_SILENT_TICKS:
                     self._num_silent = None
-                    supervisor.kill_coordinator()
+                    supervisor.kill(None)
 
     def _on_readable(self) -> None:
         for line in (self._reader.read() or b"").split():

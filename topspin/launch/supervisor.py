@@ -274,21 +274,14 @@ class Supervisor:
         """
         self._restarting.add(part)
 
-    def kill(self, pid: int) -> None:
-        """Kill the running node with process id `pid`, if there is one."""
-        for child in self._running(self._of("worker", "optional", "helper")):
-            if child.process.pid == pid:
-                self._kill_dead(child)
-
-    def kill_coordinator(self) -> None:
-        """Kill the running coordinator, if there is one."""
-        for child in self._running(self._of("coordinator")):
-            self._kill_dead(child)
-
-    def _kill_dead(self, child: _Child) -> None:
-        name, pid = child.command.name, child.process.pid
-        self._emit(f"{name} (pid {pid}) is taken for dead and is killed")
-        child.kill()
+    def kill(self, pid: int | None) -> None:
+        """Kill the running node with process id `pid` (None: the coordinator), if there is one."""
+        nodes: tuple[Part, ...] = ("worker", "optional", "helper")
+        for child in self._running(self._of(*(nodes if pid is not None else ("coordinator",)))):
+            if pid in (None, child.process.pid):
+                who = f"{child.command.name} (pid {child.process.pid})"
+                self._emit(f"{who} is taken for dead and is killed")
+                child.kill()
 
     def watch(self, fd: int, on_readable: Callable[[], None]) -> None:
         """Call `on_readable` in step() whenever `fd` can be read, until forget()."""
