@@ -28,8 +28,8 @@ class MessageOptions:
 
     `calls` None: text is never read as a call; `tool_names` are those of the request's tools.
     `is_named`: the client named the function to be called. `reasons`: the model marks its
-    reasoning; `is_inside_reasoning`: the prompt ends within it. `hides_reasoning_tokens`: its tokens
-    are not shown either.
+    reasoning; `is_inside_reasoning`: the prompt ends within it. `hides_reasoning_tokens`: the
+    reasoning's tokens are not shown either.
     """
 
     calls: CallFormat | None = None
@@ -92,6 +92,11 @@ class Message:
     def place(self) -> Literal["undecided", "reasoning", "answer"]:
         """Where its text so far ends."""
         return "answer" if self._reasoning is None else self._reasoning.place
+
+    @property
+    def is_inside_reasoning(self) -> bool:
+        """Whether its next text is reasoning, as far as can be told."""
+        return self._reasoning is not None and self._reasoning.is_inside
 
     def push(self, text: str, *, num_tokens: int = 0, is_last: bool = False) -> list[Part]:
         """Return the parts that `text`, of so many tokens, completes.
