@@ -28,6 +28,7 @@ def connect_worker(
     model_path: Path,
     make_drafter: MakeDrafter = text_drafter,
     wires: Wires = ON_ONE_HOST,
+    expects_grammars: bool = False,
 ) -> None:
     """Run attention node `index` with its experts in other processes."""
 
@@ -87,6 +88,7 @@ def connect_worker(
         open_net=connect,
         make_drafter=make_drafter,
         open_relay=relay,
+        expects_grammars=expects_grammars,
     )
     worker.introduce()
     worker.serve()
@@ -103,6 +105,7 @@ def main(drafter_for: Callable[[Wires], MakeDrafter] = lambda wires: text_drafte
             model_path=args.model,
             make_drafter=drafter_for(wires),
             wires=wires,
+            expects_grammars=True,
         ),
         about=__doc__,
     )

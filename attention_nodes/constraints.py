@@ -1,43 +1,47 @@
 """The tokens that requests leave to be chosen: by grammars, allowed_token_ids and bad_words.
 
-Owns, per sequence with one of these, a matcher that has consumed what the sequence has emitted
-(after a replay or preemption: all of it again), and the mask of its allowed tokens. Makes a
-step's masks and bans; knows no logits. Called by sampler.py.
+Owns, per sequence with one of these, the matcher that is told what the sequence has emitted (after
+a replay or preemption: all of it again), and the mask of its allowed tokens. Makes a step's masks
+and bans; knows no logits, and no grammar's text but to ask for its matcher. Called by sampler.py.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import (
+    COMPILE_WAIT_S,
+    Answer,
+    Grammars,
+    Matcher,
+    Step,
+)
 from attention_nodes.sequences import SequenceTable
 from attention_nodes.step_inputs import Drafted
 from kernels.sampling import AllowedTokens
-from spec_decode.draft import ROOT, Draft
-from topspin.errors import InvalidRequest
-from topspin.grammars import reason_of
+from spec_decode.draft import Draft
+from topspin.errors import EngineUnavailable, InvalidRequest
 from topspin.messages import SamplingParams
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 Words = npt.NDArray[np.int32]
 
 
 class Constrained(NamedTuple):
     """What constrains R rows: masks, (row, token) pairs that are banned, and, by sequence id, why
-    some sequences cannot go on.
+    some sequences cannot go on: by what they ask for, or (`failed`) by what else the node does.
     """
 
     allowed: AllowedTokens | None
     banned: list[tuple[int, int]]
     refused: dict[int, str]
+    failed: dict[int, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,35 +51,35 @@ class _State:
     """
 
     num_seen: int
-    matcher: LLMatcher | None = None
+    matcher: Matcher | None = None
     allowed: Words | None = None
-    refusal: str = ""
+    refusal: Answer | None = None
 
 
 class _Masks:
-    """The masks of a step: `rows`, and of each its mask in `bits` i32[most rows, words].
-
-    `address` is that of the bits, all of which are 0 before: numpy takes longer to tell each row's
-    than a mask takes to be computed.
-    """
+    """The masks of a step: `rows`, and of each its mask in `bits` i32[most rows, words]."""
 
     def __init__(self, most: int, num_words: int) -> None:
-        self.rows: list[int] = []
-        self.bits: Words = np.zeros((most, num_words), dtype=np.int32)
-        self.row_bytes = self.bits.strides[0]
-        self._address = torch.from_numpy(self.bits).data_ptr()
+        self._rows: list[int] = []
+        self._bits: Words = np.empty((most, num_words), dtype=np.int32)
 
-    def add(self, row: int) -> int:
-        """Add a row and return the address of its mask."""
-        self.rows.append(row)
-        return self._address + self.row_bytes * (len(self.rows) - 1)
+    def add(self, row: int, mask: Words, allowed: Words | None) -> None:
+        """Add the mask of a row, which may have more words than the logits; or less."""
+        own = self._bits[len(self._rows)]
+        num_words = min(len(own), len(mask))
+        own[:num_words] = mask[:num_words]
+        own[num_words:] = 0
+        if allowed is not None:
+            own &= allowed
+        self._rows.append(row)
 
-    def allowed(self, num_words: int) -> AllowedTokens | None:
-        """Return the masks, without what a tokenizer has beyond `num_words`."""
-        if not self.rows:
+    def allowed(self) -> AllowedTokens | None:
+        """Return the masks."""
+        if not self._rows:
             return None
-        bits = torch.from_numpy(self.bits[: len(self.rows), :num_words])
-        return AllowedTokens(torch.tensor(self.rows), bits)
+        return AllowedTokens(
+            torch.tensor(self._rows), torch.from_numpy(self._bits[: len(self._rows)])
+        )
 
 
 def is_constrained(params: SamplingParams) -> bool:
@@ -95,7 +99,10 @@ class Constraints:
 
     def end(self, seq_id: int) -> None:
         """Forget a sequence, constrained or not."""
-        self._states.pop(seq_id, None)
+        state = self._states.pop(seq_id, None)
+        if state is not None and state.matcher is not None:
+            assert self._grammars is not None, "it gave the matcher"
+            self._grammars.end(state.matcher)
 
     def of(
         self,
@@ -110,11 +117,13 @@ class Constraints:
         """
         constrained = [idx for idx, each in enumerate(params) if is_constrained(each)]
         if not constrained:
-            return Constrained(None, [], {})
+            return Constrained(None, [], {}, {})
         drafts = {each.first: each.draft for each in drafted}
-        masks = _Masks(len(constrained), self._mask_words(params))
+        masks = _Masks(len(constrained), self._num_words)
         banned: list[tuple[int, int]] = []
-        refused: dict[int, str] = {}
+        followed: list[tuple[int, _State, Step]] = []
+        states: dict[int, _State] = {}
+        deadline_s = time.monotonic() + COMPILE_WAIT_S
         end_of_draft = 0
         for idx in constrained:
             if idx < end_of_draft:
@@ -125,21 +134,39 @@ class Constraints:
             banned += self._bad_words(row, idx, own, draft)
             state = self._states.get(seq_id)
             if state is None:
-                state = self._states[seq_id] = self._begin(row, own)
-            self._follow(row, state)
-            self._mask(idx, state, draft, masks)
-            if state.refusal:
-                refused[seq_id] = state.refusal
-        return Constrained(masks.allowed(self._num_words), banned, refused)
+                state = self._states[seq_id] = self._begin(row, own, deadline_s)
+            states[seq_id] = state
+            new = self._new_tokens(row, state)
+            if state.refusal is not None:
+                continue
+            if state.matcher is not None:
+                followed.append((idx, state, Step(state.matcher, new, draft)))
+            elif state.allowed is not None:
+                for each in range(idx, end_of_draft):
+                    masks.add(each, state.allowed, None)
+        self._follow(followed, masks)
+        ends = {seq_id: each.refusal for seq_id, each in states.items() if each.refusal is not None}
+        return Constrained(
+            masks.allowed(),
+            banned,
+            refused={seq_id: end.refusal for seq_id, end in ends.items() if not end.may_retry},
+            failed={seq_id: end.refusal for seq_id, end in ends.items() if end.may_retry},
+        )
 
-    def _mask_words(self, params: Sequence[SamplingParams]) -> int:
-        """Return how many words a matcher writes, of which there may be more than logits need."""
-        grammars = self._grammars
-        if grammars is None or not any(each.grammar for each in params):
-            return self._num_words
-        return max(self._num_words, grammars.num_words)
+    def _follow(self, followed: Sequence[tuple[int, _State, Step]], masks: _Masks) -> None:
+        """Add the masks of sequences with grammars, or note why they cannot go on."""
+        if not followed:
+            return
+        assert self._grammars is not None, "it gave the matchers"
+        answers = self._grammars.follow([step for _, _, step in followed])
+        for (idx, state, _), answer in zip(followed, answers, strict=True):
+            if answer.refusal:
+                state.refusal = answer
+            elif answer.masks is not None:
+                for row, mask in zip(answer.rows, answer.masks, strict=True):
+                    masks.add(idx + row, mask, state.allowed)
 
-    def _begin(self, row: int, params: SamplingParams) -> _State:
+    def _begin(self, row: int, params: SamplingParams, deadline_s: float) -> _State:
         state = _State(int(self._table.num_prompt[row]))
         if params.allowed_token_ids:
             flags = np.zeros(32 * self._num_words, dtype=np.uint8)
@@ -149,59 +176,18 @@ class Constraints:
             try:
                 if self._grammars is None:
                     raise InvalidRequest("this node serves no grammars")
-                state.matcher = self._grammars.matcher(params.grammar)
+                state.matcher = self._grammars.matcher(params.grammar, deadline_s)
             except InvalidRequest as error:
-                state.refusal = str(error)
+                state.refusal = Answer(str(error))
+            except EngineUnavailable as error:
+                state.refusal = Answer(str(error), may_retry=True)
         return state
 
-    def _follow(self, row: int, state: _State) -> None:
-        """Consume what the sequence has emitted since the last call."""
-        end = int(self._table.num_known[row])
-        if state.matcher is not None and not state.refusal:
-            new = self._table.tokens[row, state.num_seen : end].tolist()
-            if new and not state.matcher.consume_tokens(new):
-                state.refusal = _refusal(state.matcher)
-        state.num_seen = end
-
-    def _mask(self, idx: int, state: _State, draft: Draft | None, masks: _Masks) -> None:
-        """Add the masks of row `idx` and of the rows of a draft behind it.
-
-        A token of a draft that is not allowed cannot be sampled before it, so that nothing behind
-        it is accepted: these rows need no mask.
-        """
-        if state.refusal:
-            return
-        matcher = state.matcher
-        if matcher is None:
-            if state.allowed is not None:
-                for row in range(idx, idx + 1 + (0 if draft is None else len(draft.tokens))):
-                    masks.add(row)
-                    masks.bits[len(masks.rows) - 1, : self._num_words] = state.allowed
-            return
-        self._add(idx, matcher, state, masks)
-        if draft is None:
-            return
-        path, allowed = [ROOT], {ROOT}
-        for token_idx in _depth_first(draft):
-            parent = draft.parents[token_idx]
-            if parent not in allowed:
-                continue
-            while path[-1] != parent:
-                path.pop()
-                matcher.rollback(1)
-            if matcher.try_consume_tokens([draft.tokens[token_idx]]):
-                allowed.add(token_idx)
-                path.append(token_idx)
-                self._add(idx + 1 + token_idx, matcher, state, masks)
-        matcher.rollback(len(path) - 1)
-
-    def _add(self, idx: int, matcher: LLMatcher, state: _State, masks: _Masks) -> None:
-        """Add the mask of the matcher's state for row `idx`."""
-        matcher.unsafe_compute_mask_ptr(masks.add(idx), masks.row_bytes)
-        if matcher.is_error():
-            state.refusal = _refusal(matcher)
-        elif state.allowed is not None:
-            masks.bits[len(masks.rows) - 1, : self._num_words] &= state.allowed
+    def _new_tokens(self, row: int, state: _State) -> list[int]:
+        """Return what the sequence has emitted since the last call."""
+        begin, state.num_seen = state.num_seen, int(self._table.num_known[row])
+        tokens: list[int] = self._table.tokens[row, begin : state.num_seen].tolist()
+        return tokens
 
     def _bad_words(
         self, row: int, idx: int, params: SamplingParams, draft: Draft | None
@@ -223,22 +209,3 @@ class Constraints:
             for word in params.bad_words
             if len(word) == 1 or each[1 - len(word) :] == word[:-1]
         ]
-
-
-def _depth_first(draft: Draft) -> list[int]:
-    """Return the indices of a draft's tokens so that what follows a token comes behind it."""
-    if draft.is_chain:
-        return list(range(len(draft.tokens)))
-    children: dict[int, list[int]] = {}
-    for idx, parent in enumerate(draft.parents):
-        children.setdefault(parent, []).append(idx)
-    order: list[int] = []
-    waiting = children.get(ROOT, [])[::-1]
-    while waiting:
-        order.append(waiting.pop())
-        waiting += children.get(order[-1], [])[::-1]
-    return order
-
-
-def _refusal(matcher: LLMatcher) -> str:
-    return f"the grammar cannot be followed: {reason_of(matcher.get_error())}"

@@ -15,7 +15,7 @@ import torch
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import Grammars
 from attention_nodes.local_experts import LocalExperts
 from attention_nodes.long_contexts import bytes_beside, spilled_blocks, without_spill
 from attention_nodes.memory_budget import (

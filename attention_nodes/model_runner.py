@@ -24,7 +24,7 @@ import torch
 from attention_nodes.decoder import Decoder
 from attention_nodes.device_executor import DeviceExecutor
 from attention_nodes.executor import Executor
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import Grammars
 from attention_nodes.host_executor import HostExecutor
 from attention_nodes.launched import LaunchedStep, check_of
 from attention_nodes.long_contexts import LongContexts

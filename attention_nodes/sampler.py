@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attention_nodes.constraints import Constrained, Constraints, is_constrained
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import Grammars
 from attention_nodes.sequences import REALS, IntArray, SequenceTable
 from attention_nodes.step_inputs import Drafted, Slices, joined
 from kernels.dispatch import Ops
@@ -91,7 +91,7 @@ NO_VERDICT: Final = Verdict(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.in
 class Asked(NamedTuple):
     """The R rows that a step samples, and their settings.
 
-    `refused`, by sequence id: why some cannot go on, whatever is drawn.
+    `refused` and `failed` (Constrained), by sequence id: why some cannot go on, whatever is drawn.
     """
 
     sampled: Sampled
@@ -99,6 +99,7 @@ class Asked(NamedTuple):
     batch: SamplingBatch
     num_top_logprobs: int | None
     refused: dict[int, str]
+    failed: dict[int, str]
 
 
 class Sampler:
@@ -130,7 +131,7 @@ class Sampler:
         )
         batch = self._batch(sampled.rows, params, _paths(sampled), constrained)
         most = max(wanted) if wanted else None
-        return Asked(sampled, params, batch, most, constrained.refused)
+        return Asked(sampled, params, batch, most, constrained.refused, constrained.failed)
 
     def draw(self, logits: Tensor, asked: Asked) -> list[Tensor]:
         """Draw a token for each row of fp32 logits [R, V]; return the tensors for answer().
@@ -183,11 +184,12 @@ class Sampler:
         rows, counts = verdict
         seq_ids = asked.sampled.seq_ids
         is_failed = ~valid[rows]
-        refused = dict(asked.refused)
-        if refused:
-            is_failed |= np.isin(seq_ids[rows], list(refused))
-        errors: dict[int, str] = {}
+        refused, errors = dict(asked.refused), dict(asked.failed)
+        if refused or errors:
+            is_failed |= np.isin(seq_ids[rows], [*refused, *errors])
         for row in rows[is_failed].tolist():
+            if int(seq_ids[row]) in errors:
+                continue
             if is_number[row]:
                 refused.setdefault(int(seq_ids[row]), NO_TOKEN)
             else:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import Grammars
 from attention_nodes.launched import check_of
 from attention_nodes.loading import OpenDryNet, load_runner
 from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
@@ -31,8 +31,10 @@ from topspin.errors import Interrupted, ProtocolError
 from topspin.messages import (
     AnyMessage,
     CompileGrammar,
+    GrammarLost,
     GrammarReady,
     PrepareTable,
+    ReleaseGrammar,
     StepPlan,
     StepTicket,
     TablePrepared,
@@ -76,8 +78,13 @@ class AttentionWorker:
         make_drafter: MakeDrafter = text_drafter,
         can_reform: bool = True,
         open_relay: OpenRelay | None = None,
+        expects_grammars: bool = False,
     ) -> None:
-        """`open_relay` connects to the node's stages, if it has some."""
+        """`open_relay` connects to the node's stages, if it has some.
+
+        `expects_grammars`: reads the vocabulary for grammars at once, not for the first of them.
+        """
+        self._expects_grammars = expects_grammars
         self._open_relay = open_relay
         self._relay: Relay | None = None
         self._life = NodeLife(control, role="attention", index=index, can_reform=can_reform)
@@ -95,7 +102,7 @@ class AttentionWorker:
 
     def introduce(self) -> None:
         """Say Hello."""
-        self._life.introduce(Checkpoint(self._model_path).fingerprint())
+        self._life.introduce(Checkpoint(self._model_path))
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -116,6 +123,8 @@ class AttentionWorker:
         self._grammars = Grammars(
             self._model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
+        if self._expects_grammars:
+            self._grammars.prepare()
         self._runner = load_runner(
             self._model_path,
             welcome.config,
@@ -151,6 +160,8 @@ class AttentionWorker:
         net, self._net = self._net, None
         relay, self._relay = self._relay, None
         self._is_formed = False
+        if self._grammars is not None:
+            self._grammars.release_all()
         try:
             if net is not None:
                 net.close()  # ends a device's waits
@@ -167,9 +178,12 @@ class AttentionWorker:
         0 while a step runs, so that plans are polled.
         """
         assert self._grammars is not None
-        for compiled in self._grammars.take_compiled():
-            answer = GrammarReady(index=self._index, key=compiled.key, error=compiled.error)
-            self._life.send(answer)
+        for key, error, may_retry in self._grammars.take_compiled():
+            self._life.send(
+                GrammarReady(index=self._index, key=key, error=error, may_retry=may_retry)
+            )
+        for key, error in self._grammars.take_lost():
+            self._life.send(GrammarLost(index=self._index, key=key, error=error))
         runner = self.runner
         while runner.head is not None:
             if runner.is_done:
@@ -203,6 +217,9 @@ class AttentionWorker:
         elif isinstance(message, CompileGrammar):
             assert self._grammars is not None
             self._grammars.start(message.key, message.grammar)
+        elif isinstance(message, ReleaseGrammar):
+            assert self._grammars is not None
+            self._grammars.release(message.key)
         elif isinstance(message, PrepareTable):
             if self._net is not None:  # else a Reform follows, which brings a table
                 self._net.set_table(message.table)

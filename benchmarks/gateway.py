@@ -19,7 +19,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,13 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-def _start_gateway(model: Path, control: str) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a gateway on a free port; returns it and its URL."""
+def start_gateway(
+    model: Path, control: str, environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a gateway on a free port; returns it and its URL.
+
+    With an `environment` (None: ours) its log is thrown away.
+    """
     asked = EngineConfig(model=ModelSection(path=str(model)))
     gateway = GatewaySection(port=0, served_names=("stub",), access_log=False)
     config = ServeConfig(plan=resolve_for(asked, load_model_config(model), model), gateway=gateway)
@@ -90,7 +95,12 @@ def _start_gateway(model: Path, control: str) -> tuple[subprocess.Popen[bytes], 
     port_reader, port_writer = os.pipe()
     command = [sys.executable, "-P", "-m", "server.gateway", "--control", control]
     command += ["--config", f"/dev/fd/{config_reader}", "--port-fd", str(port_writer)]
-    process = subprocess.Popen(command, pass_fds=(config_reader, port_writer))
+    process = subprocess.Popen(
+        command,
+        pass_fds=(config_reader, port_writer),
+        env=environment,
+        stderr=None if environment is None else subprocess.DEVNULL,
+    )
     os.close(config_reader)
     os.close(port_writer)
     with os.fdopen(port_reader) as announcement:
@@ -100,7 +110,8 @@ def _start_gateway(model: Path, control: str) -> tuple[subprocess.Popen[bytes], 
     return process, f"http://127.0.0.1:{port}"
 
 
-def _start_stub(control: str, *, period_ms: float, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+def start_stub(control: str, *, period_ms: float, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start benchmarks.engine_stub."""
     command = [sys.executable, "-P", "-m", "benchmarks.engine_stub", "--control", control]
     return subprocess.Popen(
         [*command, "--period-ms", str(period_ms), *flags], stdout=subprocess.PIPE
@@ -113,8 +124,8 @@ def measure_large_bodies(
     """Return the rows of benchmarks.large_bodies for an engine with that limit of tokens."""
     control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
     flags = ("--max-request-tokens", str(max_request_tokens))
-    stub = _start_stub(control, period_ms=large_bodies.TOKEN_PERIOD_MS, flags=flags)
-    gateway, url = _start_gateway(model, control)
+    stub = start_stub(control, period_ms=large_bodies.TOKEN_PERIOD_MS, flags=flags)
+    gateway, url = start_gateway(model, control)
     try:
         wait_until_ready(url, READY_TIMEOUT_S)
         bodies = large_bodies.make_bodies(size_bytes)
@@ -134,8 +145,8 @@ def measure(
     period_s = num_streams / rate
     num_tokens = max(2, round(seconds / period_s))
     control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
-    stub = _start_stub(control, period_ms=period_s * 1e3, flags=("--groups", str(num_groups)))
-    gateway, url = _start_gateway(model, control)
+    stub = start_stub(control, period_ms=period_s * 1e3, flags=("--groups", str(num_groups)))
+    gateway, url = start_gateway(model, control)
     try:
         wait_until_ready(url, READY_TIMEOUT_S)
         gateway_cpu_s, started_cpu_s = _cpu_s(gateway.pid), time.process_time()

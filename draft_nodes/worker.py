@@ -18,6 +18,7 @@ from spec_decode.forest import Growth
 from spec_decode.rounds import Counts, DraftRounds
 from topspin.channel import ControlClient, ControlServer, Event, PeerGone, Received
 from topspin.errors import ProtocolError
+from topspin.listening import in_url
 from topspin.messages import AnyMessage, DraftCounts, Verdict, Verdicts, Welcome, pack_ints
 from topspin.node_life import CacheSize, NodeLife
 from topspin.plan import NodeConfig
@@ -63,7 +64,7 @@ class DraftWorker:
     @torch.inference_mode()
     def serve(self) -> None:
         """Join, serve until told to stop; raises Stopped, or an error."""
-        self._life.introduce("")
+        self._life.introduce(None)
         self._life.serve(self)
 
     def load(self, welcome: Welcome) -> CacheSize:
@@ -76,7 +77,7 @@ class DraftWorker:
         assert address is not None, "the launcher gives draft nodes their addresses"
         if self._wires.host is not None:
             # Others find it by a name, to which no socket can be bound.
-            address = f"tcp://{self._wires.host}:{address.rpartition(':')[2]}"
+            address = f"tcp://{in_url(self._wires.host)}:{address.rpartition(':')[2]}"
         self._server = ControlServer(address, keys=self._wires.keys, groups=self._wires.peers)
         return CacheSize()
 

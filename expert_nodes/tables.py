@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from expert_nodes.experts import Experts
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
 from models.expert_reader import ExpertReader
+from topspin.errors import CheckpointError
 from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared
 from topspin.plan import NodeConfig
@@ -31,8 +32,16 @@ class TableChange:
     """The preparation of a table (PrepareTable) by expert node `index`; one at a time."""
 
     def __init__(
-        self, experts: Experts, *, model_path: Path, config: NodeConfig, index: int
+        self,
+        experts: Experts,
+        *,
+        model_path: Path,
+        config: NodeConfig,
+        index: int,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check` raises CheckpointError if the files have other experts than those in use."""
+        self._check = check
         self._experts = experts
         self._index = index
         self._reader = ExpertReader(
@@ -55,8 +64,8 @@ class TableChange:
     def start(self, table: ExpertTable) -> None:
         """Begin to prepare `table`; an unfinished one is cancelled.
 
-        A table that the device has no memory for is refused: the one in use stays. A table
-        prepared under the same version is dropped first.
+        A table that the device has no memory for, or whose experts another checkpoint has by now,
+        is refused: the one in use stays. A table prepared under the same version is dropped first.
         """
         self.cancel()
         self._version = table.version
@@ -76,7 +85,7 @@ class TableChange:
     def work(self) -> TablePrepared | None:
         """Work for about a millisecond; returns the answer once the table is ready or refused.
 
-        Raises CheckpointError if the checkpoint cannot be read any more.
+        It is refused, too, if the checkpoint cannot be read any more.
         """
         if self._refusal is not None:
             return self._answer()
@@ -86,8 +95,10 @@ class TableChange:
             for _ in self._pieces:
                 if time.monotonic() >= until_s:
                     return None
-        except torch.OutOfMemoryError as error:
-            # Other processes have taken the device memory that was free at start().
+            self._check()
+        except (torch.OutOfMemoryError, CheckpointError) as error:
+            # Other processes have taken the device memory that was free at start(), or somebody
+            # has replaced the files.
             self._refuse(str(error))
         self._pieces = None
         return self._answer()
@@ -100,6 +111,7 @@ class TableChange:
 
     def _refuse(self, reason: str) -> None:
         self.cancel()
+        self._experts.drop_from(self._version)
         self._refusal = reason
         self._logger.warning(
             "expert %d: table %d is not prepared, the one in use stays: %s",

@@ -222,7 +222,7 @@ class ExpertWorker:
     @torch.inference_mode()
     def serve(self, data_address: str) -> None:
         """Join, serve until told to stop; raises Stopped, or an error."""
-        self._life.introduce(Checkpoint(self._model_path).fingerprint(), data_address)
+        self._life.introduce(Checkpoint(self._model_path), data_address)
         self._life.serve(self)
 
     def load(self, welcome: Welcome) -> CacheSize:
@@ -232,7 +232,11 @@ class ExpertWorker:
         self._slow = config.node.slow
         self._graphs = graphs_of(config, experts)
         self._change = TableChange(
-            experts, model_path=self._model_path, config=welcome.config, index=self._index
+            experts,
+            model_path=self._model_path,
+            config=welcome.config,
+            index=self._index,
+            check=self._life.check_checkpoint,
         )
         return CacheSize()
 
@@ -264,7 +268,7 @@ class ExpertWorker:
         while (answer := self.change.work()) is None:
             self._life.check()
         if answer.refusal:
-            raise EngineError(f"expert {self._index} has no room for its table: {answer.refusal}")
+            raise EngineError(f"expert {self._index} cannot take its table: {answer.refusal}")
         self._logger.info("expert %d: has read the experts of its new table", self._index)
 
     def disband(self) -> None:

@@ -1,8 +1,8 @@
 """Data addresses of expert nodes: their forms, their sockets, and the peers allowed to connect.
 
-"unix:@NAME" is shm and "tcp:HOST:PORT" tcp; "nixl:" before either and "cuda_ipc:" before the
-first name the address of the handshake. Owns the rule which hosts are allowed: loopback ones, and
-others where peers prove keys. Knows no handshake; open.py calls it.
+"unix:@NAME" is shm and "tcp:HOST:PORT" tcp (an IPv6 address in brackets); "nixl:" before either and
+"cuda_ipc:" before the first name the address of the handshake. Owns the rule which hosts are
+allowed: loopback ones, and others where peers prove keys. Knows no handshake; open.py calls it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from typing import Literal
 
 from topspin.errors import ConfigError, DeadlineExceeded, PeerLost
+from topspin.listening import in_url
 
 UNIX = "unix:"
 TCP = "tcp:"
@@ -55,8 +56,8 @@ def listen(
     else:
         host = host or "127.0.0.1"
         check_host(transport, host, has_keys=has_keys, trusted_network=trusted_network)
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        where = (host, 0)
+        sock = socket.socket(_family_of(host), socket.SOCK_STREAM)
+        where, place = (host, 0), in_url(host)
     try:
         tune_socket(sock)
         sock.bind(where)
@@ -70,7 +71,7 @@ def listen(
         raise
     if sock.family == socket.AF_UNIX:
         return sock, f"{prefix}{UNIX}@{name}"
-    return sock, f"{prefix}{TCP}{host}:{sock.getsockname()[1]}"
+    return sock, f"{prefix}{TCP}{place}:{sock.getsockname()[1]}"
 
 
 def tune_socket(sock: socket.socket, buffer_bytes: int = _BUFFER_BYTES) -> None:
@@ -79,7 +80,7 @@ def tune_socket(sock: socket.socket, buffer_bytes: int = _BUFFER_BYTES) -> None:
     BBR, where it is the system's congestion control, paces what is sent; a frame of many rows then
     takes two to three times as long, even on loopback.
     """
-    if sock.family != socket.AF_INET:
+    if sock.family == socket.AF_UNIX:
         return
     congestion = socket.TCP_CONGESTION
     if sock.getsockopt(socket.IPPROTO_TCP, congestion, 16).startswith(b"bbr"):
@@ -110,12 +111,13 @@ def connect(
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     elif handshake.startswith(TCP):
         host, _, port = handshake.removeprefix(TCP).rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
         if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"expert {expert}: {address!r} is not tcp:HOST:PORT")
         transport = transport_of(address)
         check_host(transport, host, has_keys=has_keys, trusted_network=trusted_network)
         where = (host, int(port))
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(_family_of(host), socket.SOCK_STREAM)
     else:
         raise ConfigError(f"expert {expert}: {address!r} is neither unix:@NAME nor tcp:HOST:PORT")
     try:
@@ -146,23 +148,28 @@ def check_host(transport: str, host: str, *, has_keys: bool, trusted_network: bo
         return
     if not has_keys:
         raise ConfigError(
-            f"--transport {transport}: host {host!r} is not an IPv4 loopback address (127.0.0.1), "
-            "and beyond this host nodes need keys, without which anybody could send them frames"
+            f"--transport {transport}: host {host!r} is not an IPv4 loopback address (127.0.0.1) "
+            "or ::1, and beyond this host nodes need keys, without which anybody could send them "
+            "frames"
         )
     if transport == "nixl" and not trusted_network:
         raise ConfigError(
-            f"--transport nixl: host {host!r} is not an IPv4 loopback address (127.0.0.1), and "
-            "one-sided writes carry no authentication code; set trusted_network if nobody else "
+            f"--transport nixl: host {host!r} is not an IPv4 loopback address (127.0.0.1) or ::1, "
+            "and one-sided writes carry no authentication code; set trusted_network if nobody else "
             "can send to this network, or use tcp"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is an IPv4 loopback address."""
+    """Return whether `host` is a loopback address."""
     try:
-        return ipaddress.IPv4Address(host).is_loopback
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return False
+
+
+def _family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def same_user(sock: socket.socket) -> bool:

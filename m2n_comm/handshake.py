@@ -35,6 +35,7 @@ from topspin.errors import (
     UntrustedPeer,
     VersionMismatch,
 )
+from topspin.listening import in_url
 
 if TYPE_CHECKING:
     from m2n_comm.session import Agreement, Session, Trust
@@ -235,11 +236,11 @@ def shown(reason: str) -> str:
 
 def address_of(sock: socket.socket) -> str:
     """Return the peer's address, for errors; on a Unix socket it has none."""
-    if sock.family != socket.AF_INET:
+    if sock.family == socket.AF_UNIX:
         return "this host"
     with contextlib.suppress(OSError):  # it has gone already
-        host, port = sock.getpeername()
-        return f"{host}:{port}"
+        host, port = sock.getpeername()[:2]
+        return f"{in_url(host)}:{port}"
     return "an address unknown"
 
 

@@ -119,7 +119,7 @@ class ExpertListener:
 
     def __init__(self, sock: socket.socket, address: str, trust: Trust | None = None) -> None:
         self._sock = sock
-        self._trust = trust if sock.family == socket.AF_INET else None
+        self._trust = None if sock.family == socket.AF_UNIX else trust
         self._transport = transport_of(address)
         self.address = address
 
@@ -260,7 +260,7 @@ def listen_expert(
 
     With `keys`, peers over tcp must prove a key of one of `groups` (None: of any group that `keys`
     accepts), and tcp frames carry authentication codes, though they are not encrypted; only then
-    may `host` be another IPv4 address than loopback. nixl also needs `trusted_network` for that,
+    may `host` be another address than loopback. nixl also needs `trusted_network` for that,
     as its frames have no codes. Raises ConfigError for such a host, another transport, an
     unsupported machine, a missing package.
     """
@@ -443,7 +443,7 @@ def _call(
         undo.callback(sock.close)
     sessions: Mapping[int, Session] = {}
     if trust is not None:
-        wired = {expert: sock for expert, sock in socks.items() if sock.family == socket.AF_INET}
+        wired = {expert: sock for expert, sock in socks.items() if sock.family != socket.AF_UNIX}
         sessions = introduce(wired, trust, deadline_s=deadline_s, check=waits.check)
     for expert, offer in offers.items():
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from models.config_fields import read_json
-from models.tokenizer import SPECIAL_TOKEN_NAMES, read_special_tokens
+from models.message_forms import MessageForms
+from models.tokenizer_files import SPECIAL_TOKEN_NAMES, read_special_tokens
 from topspin.errors import ConfigError, InvalidRequest
 
 _TEMPLATE_FILE = "chat_template.jinja"
@@ -79,7 +81,7 @@ class ChatTemplate:
                 read |= find_undeclared_variables(parsed)
             except jinja2.TemplateError as error:
                 raise ConfigError(f"{source}: chat template {name!r}: {error}") from error
-        self.options = frozenset(filter(may_set, read))
+        self.options = frozenset(filter(may_set, read - special_tokens.keys()))
         """The variables that a request may set and that a template reads."""
 
     @classmethod
@@ -110,6 +112,11 @@ class ChatTemplate:
         text = _read(Path(file).expanduser())
         special = read_special_tokens(checkpoint)
         return cls({"default": text}, special_tokens=special, source=file)
+
+    @cached_property
+    def forms(self) -> MessageForms:
+        """The forms in which the template takes messages."""
+        return MessageForms(partial(self.render, add_generation_prompt=False))
 
     def mentions(self, word: str) -> bool:
         """Return whether the code of a template has `word` as a name, a key or a string.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.checkpoint_index import CheckpointIndex, TensorEntry, read_index
+from models.fingerprint import digests_of, fingerprint_of
 from topspin.errors import CheckpointError
 
 _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -77,9 +79,32 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._index.tensors
 
+    @cached_property
+    def digests(self) -> Mapping[str, str]:
+        """The digest of each file by name, which covers a sample of every tensor's bytes.
+
+        Raises CheckpointError if a file cannot be read.
+        """
+        return digests_of(self._index)
+
     def fingerprint(self) -> str:
-        """Return the hex SHA-256 of config.json and all headers, equal for equal checkpoints."""
-        return self._index.fingerprint
+        """Return the hex SHA-256 of all digests, equal for equal checkpoints on any host."""
+        return fingerprint_of(self.digests)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError naming a file whose digest has changed since the first call of
+        `digests`, or which cannot be read any more; a file that was copied or touched may stay.
+        """
+        before = self.digests
+        if self._index.is_untouched():
+            return
+        now = digests_of(read_index(self.path))
+        changed = sorted(name for name in before if now.get(name) != before[name])
+        if changed or len(now) > len(before):
+            raise CheckpointError(
+                f"{self.path}: {', '.join(changed or now)}: replaced since this process began to "
+                "read it; have every node of the engine start anew"
+            )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`. Raises CheckpointError if there is none."""

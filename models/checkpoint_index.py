@@ -1,7 +1,7 @@
 """The index of a checkpoint's tensors and their files, read from safetensors headers only.
 
 Owns finding the shards (model.safetensors, or model.safetensors.index.json), parsing and
-checking their headers, and the checkpoint's fingerprint. Reads no tensor data and knows
+checking their headers, and noticing that a file has changed since. Reads no tensor data and knows
 no model; imports no torch. models.checkpoint reads tensors with it.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from topspin.errors import CheckpointError
 
@@ -21,6 +23,10 @@ from topspin.errors import CheckpointError
 _MAX_HEADER_BYTES = 100_000_000
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+COMPUTED: Final = ".rotary_emb.inv_freq"
+"""The end of names of tensors that some old checkpoints have and that config.json says."""
+
+_log = logging.getLogger("checkpoint")
 
 
 class TensorEntry(NamedTuple):
@@ -38,34 +44,65 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIndex:
-    """All tensors of a checkpoint; every shard exists and is as long as its header says."""
+    """All tensors of a checkpoint; every shard exists and is as long as its header says.
+
+    `headers` are digests of config.json and of every shard's header, `states` these files' states
+    when they were read.
+    """
 
     tensors: Mapping[str, TensorEntry]
-    fingerprint: str
+    headers: Mapping[Path, bytes]
+    states: Mapping[Path, FileState]
+
+    def is_untouched(self) -> bool:
+        """Say whether no file was replaced or written to since then; False: one may have been."""
+        try:
+            return all(FileState.of(os.stat(file)) == then for file, then in self.states.items())
+        except OSError:
+            return False
+
+
+class FileState(NamedTuple):
+    """What a file's replacement and each writing to it change, of the file behind any links."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> FileState:
+        """Return the state in `stat`."""
+        return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 class _Shard(NamedTuple):
     header: bytes
+    state: FileState
     tensors: dict[str, TensorEntry]
 
 
 def read_index(path: Path) -> CheckpointIndex:
     """Return the index of the checkpoint directory `path`.
 
-    The fingerprint is a SHA-256 over config.json and every shard's name and header: it needs no
-    reading of weights and is equal on every node that has the same checkpoint. Raises
-    CheckpointError naming the file or tensor for a missing or truncated shard, a tensor stored
-    twice, or one that is in the index file but in no shard.
+    Raises CheckpointError naming the file or tensor for a missing or truncated shard, a tensor
+    stored twice of which the index file assigns none, or one that is in that file but in no shard.
     """
     weight_map = _weight_map(path)
     files = sorted({path / _SINGLE} if weight_map is None else set(weight_map.values()))
-    digest = hashlib.sha256(_config_bytes(path))
+    config, state = _config(path)
+    headers = {path / "config.json": hashlib.sha256(config).digest()}
+    states = {path / "config.json": state}
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         shard = _read_shard(file)
-        digest.update(file.name.encode() + b"\0" + struct.pack("<Q", len(shard.header)))
-        digest.update(shard.header)
+        headers[file] = hashlib.sha256(shard.header).digest()
+        states[file] = shard.state
         for name, entry in shard.tensors.items():
+            if weight_map is not None and weight_map.get(name, file) != file:
+                _log.warning("%s: tensor %s is that of another shard, by %s", file, name, _INDEX)
+                continue
             if name in tensors:
                 raise CheckpointError(
                     f"{file}: tensor {name} is also stored in {tensors[name].file.name}"
@@ -73,12 +110,13 @@ def read_index(path: Path) -> CheckpointIndex:
             tensors[name] = entry
     if weight_map is not None:
         _check_weight_map(weight_map, tensors)
-    return CheckpointIndex(tensors=tensors, fingerprint=digest.hexdigest())
+    return CheckpointIndex(tensors=tensors, headers=headers, states=states)
 
 
-def _config_bytes(path: Path) -> bytes:
+def _config(path: Path) -> tuple[bytes, FileState]:
     try:
-        return (path / "config.json").read_bytes()
+        with (path / "config.json").open("rb") as stream:
+            return stream.read(), FileState.of(os.fstat(stream.fileno()))
     except OSError as error:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read: {error}") from error
 
@@ -108,17 +146,17 @@ def _weight_map(path: Path) -> dict[str, Path] | None:
 def _check_weight_map(weight_map: Mapping[str, Path], tensors: Mapping[str, TensorEntry]) -> None:
     for name, file in weight_map.items():
         entry = tensors.get(name)
-        if entry is None or entry.file != file:
+        if entry is None and not name.endswith(COMPUTED):
             raise CheckpointError(f"{file}: tensor {name}, promised by {_INDEX}, is missing")
 
 
 def _read_shard(file: Path) -> _Shard:
     try:
-        file_size = file.stat().st_size
         with file.open("rb") as stream:
+            state = FileState.of(os.fstat(stream.fileno()))
             prefix = stream.read(8)
             header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= header_size <= min(_MAX_HEADER_BYTES, file_size - 8):
+            if not 2 <= header_size <= min(_MAX_HEADER_BYTES, state.size_bytes - 8):
                 raise CheckpointError(f"{file}: is truncated, or no safetensors file")
             header = stream.read(header_size)
     except FileNotFoundError:
@@ -134,11 +172,12 @@ def _read_shard(file: Path) -> _Shard:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{file}: its header is damaged: {error!r}") from error
     expected = 8 + header_size + max(ends, default=0)
-    if file_size != expected:
+    if state.size_bytes != expected:
         raise CheckpointError(
-            f"{file}: is {file_size} bytes long, its header says {expected}; download it again"
+            f"{file}: is {state.size_bytes} bytes long, its header says {expected}; "
+            "download it again"
         )
-    return _Shard(header=header, tensors=tensors)
+    return _Shard(header=header, state=state, tensors=tensors)
 
 
 def _entry(file: Path, value: Mapping[str, object], *, start: int) -> TensorEntry:

@@ -1,25 +1,27 @@
 """ModelConfig: a checkpoint's config.json, read and checked for serving.
 
-Owns reading config.json and generation_config.json (written by transformers 4 or 5)
-and refusing, with ConfigError, every option that Topspin would not compute exactly as
-transformers does. Knows no tensors (and imports no torch) and no server option; every
-role, the server and the planner call load_model_config.
+Owns reading config.json (written by transformers 4 or 5) and refusing, with ConfigError, every
+option that Topspin would not compute exactly as transformers does. Knows no tensors (and imports
+no torch) and no server option; every role, the server and the planner call load_model_config.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from models.checkpoint_index import read_index
 from models.config_fields import Fields, read_json
+from models.endings import ending_token_ids
 from models.families import FAMILIES, Family, QkNorm
 from models.overrides import overridden
 from models.quantised.config import parse_quantisation
 from models.quantised.scheme import Quantisation
 from models.rope_config import RopeConfig, parse_rope
-from topspin.errors import ConfigError
+from topspin.errors import CheckpointError, ConfigError
 
 __all__ = ["LayerConfig", "ModelConfig", "MoeConfig", "RopeConfig", "load_model_config"]
 
@@ -30,6 +32,8 @@ _DTYPES: dict[str, DtypeName] = {
     "bfloat16": "bfloat16",
     "float16": "float16",
 }
+_WINDOWED = ("mixtral", "qwen2_moe", "qwen3_moe")
+_STORED_DTYPES: dict[str, DtypeName] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +71,8 @@ class ModelConfig:
     after the projection (Qwen3), "full" the whole projection (OLMoE). clip_qkv clamps q, k and v to
     [-clip, clip] after qk_norm and before RoPE. intermediate_size is the width of a dense MLP
     layer. eos_token_ids end a generation, in no special order. quantisation: how the checkpoint
-    stores its projections; None: as numbers.
+    stores its projections; None: as numbers. notes: sentences for the log about what the
+    checkpoint says and is not followed.
     """
 
     family: str
@@ -92,6 +97,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     quantisation: Quantisation | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_layers(self) -> int:
@@ -122,7 +128,7 @@ class ModelConfig:
 
 
 def load_model_config(path: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
-    """Read `path`/config.json (and generation_config.json, if any) of a checkpoint directory.
+    """Read `path`/config.json, and what other files say of it, of a checkpoint directory.
 
     `overrides` replace fields of config.json: those of the plan (`model.hf_overrides`), for the
     served model. Raises ConfigError if Topspin cannot serve the model exactly; the error names the
@@ -132,12 +138,13 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
     raw, source = read_json(path / "config.json"), str(path / "config.json")
     if overrides:
         raw, source = overridden(raw, overrides), f"{source} with --hf-overrides"
-    fields = Fields(raw, source=source)
-    family = _family(fields)
-    _refuse_unsupported(fields, family)
+    family = _family(Fields(raw, source=source))
+    fields = Fields(raw, source=source, defaults=_defaults(family, raw))
+    notes = _ignored(fields, family)
+    _refuse_unsupported(fields)
     hidden_size = fields.positive_int("hidden_size")
     num_heads = fields.positive_int("num_attention_heads")
-    num_kv_heads = _num_kv_heads(fields, family, num_heads=num_heads)
+    num_kv_heads = _num_kv_heads(fields, num_heads=num_heads)
     head_dim = _head_dim(fields, hidden_size=hidden_size, num_heads=num_heads)
     if family.qk_norm == "full" and head_dim * num_heads != hidden_size:
         raise fields.error("head_dim", f"{family.model_type} needs hidden_size / heads")
@@ -155,10 +162,10 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", default=family.default_rms_norm_eps),
+        rms_norm_eps=fields.number("rms_norm_eps", default=_number(family, "rms_norm_eps")),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         max_position_embeddings=max_positions,
-        dtype=_dtype(fields),
+        dtype=_dtype(fields, path),
         qkv_bias=bias.qkv,
         o_bias=bias.o,
         mlp_bias=bias.mlp,
@@ -166,7 +173,7 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
         clip_qkv=_clip_qkv(fields, family),
         rope=parse_rope(
             fields,
-            default_theta=family.default_rope_theta,
+            default_theta=_number(family, "rope_theta"),
             max_position_embeddings=max_positions,
         ),
         layers=tuple(
@@ -175,9 +182,10 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
         ),
         intermediate_size=fields.positive_int("intermediate_size"),
         moe=moe if any(sparse) else None,
-        eos_token_ids=_eos_token_ids(path, fields, vocab_size=vocab_size),
+        eos_token_ids=ending_token_ids(path, fields, vocab_size=vocab_size, notes=notes),
         bos_token_id=fields.optional_int("bos_token_id"),
-        quantisation=parse_quantisation(fields),
+        quantisation=parse_quantisation(fields, notes),
+        notes=tuple(notes),
     )
 
 
@@ -199,22 +207,43 @@ def _family(fields: Fields) -> Family:
     return family
 
 
-def _refuse_unsupported(fields: Fields, family: Family) -> None:
+def _defaults(family: Family, raw: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the family's defaults; a count of experts has two names."""
+    if not raw.keys() & {"num_experts", "num_local_experts"}:
+        return family.defaults
+    return {name: value for name, value in family.defaults.items() if name != "num_experts"}
+
+
+def _number(family: Family, option: str) -> float:
+    """Return the family's default of an option that may be null."""
+    value = family.defaults[option]
+    assert isinstance(value, float)
+    return value
+
+
+def _ignored(fields: Fields, family: Family) -> list[str]:
+    """Return a sentence for each option that is not followed, as transformers does not."""
+    options = {"dual_chunk_attention_config": "attention is full and exact"}
+    if family.model_type not in _WINDOWED:
+        options["sliding_window"] = f"{family.model_type} attends to all positions"
+    return [
+        f"{fields.error(option, reason)}; the option is ignored"
+        for option, reason in options.items()
+        if fields.raw.get(option) is not None
+    ]
+
+
+def _refuse_unsupported(fields: Fields) -> None:
     """Raise ConfigError for options that change the computation in an unsupported way."""
     if fields.raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.error("hidden_act", "supported: silu")
     if fields.raw.get("per_layer_config"):
         raise fields.error("per_layer_config", "supported: layers of equal shape")
-    reads_window = family.model_type in ("mixtral", "qwen2_moe", "qwen3_moe")
-    if not reads_window and fields.raw.get("sliding_window") is not None:
-        raise fields.error("sliding_window", f"{family.model_type} attends to all positions")
 
 
-def _num_kv_heads(fields: Fields, family: Family, *, num_heads: int) -> int:
+def _num_kv_heads(fields: Fields, *, num_heads: int) -> int:
     num_kv_heads = fields.optional_int("num_key_value_heads")
     if num_kv_heads is None:
-        if not family.kv_heads_default_to_heads and "num_key_value_heads" not in fields.raw:
-            raise fields.missing("num_key_value_heads")
         return num_heads
     if num_kv_heads <= 0 or num_heads % num_kv_heads:
         raise fields.error(
@@ -273,7 +302,8 @@ def _moe_flags(
 
 def _sliding_windows(fields: Fields, family: Family, *, num_layers: int) -> list[int | None]:
     """Return per layer the attention window, by the family's rule."""
-    window = fields.optional_int("sliding_window")
+    is_windowed = family.model_type in _WINDOWED
+    window = fields.optional_int("sliding_window") if is_windowed else None
     if family.model_type in ("qwen2_moe", "qwen3_moe") and not fields.flag(
         "use_sliding_window", default=False
     ):
@@ -327,32 +357,26 @@ def _clip_qkv(fields: Fields, family: Family) -> float | None:
     return clip
 
 
-def _dtype(fields: Fields) -> DtypeName:
-    """Return the checkpoint's dtype; float32, torch's default, if config.json names none."""
+def _dtype(fields: Fields, path: Path) -> DtypeName:
+    """Return the checkpoint's dtype; that of most of its numbers, if config.json names none."""
     option = "dtype" if fields.raw.get("dtype") is not None else "torch_dtype"
     value = fields.raw.get(option)
     if value is None:
-        return "float32"
+        return _stored_dtype(path)
     dtype = _DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else None
     if dtype is None:
         raise fields.error(option, f"supported: {', '.join(_DTYPES)}")
     return dtype
 
 
-def _eos_token_ids(path: Path, fields: Fields, *, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a generation, without duplicates.
-
-    generation_config.json overrides config.json if it names any, as in transformers' generate;
-    otherwise config.json's hold, since a server must be able to stop. An id without a logit raises
-    ConfigError: it could never be sampled, nor banned.
-    """
-    source = fields
-    generation_path = path / "generation_config.json"
-    if generation_path.exists():
-        generation = Fields(read_json(generation_path), source=str(generation_path))
-        if generation.int_list("eos_token_id"):
-            source = generation
-    ids = source.int_list("eos_token_id")
-    if any(not 0 <= token_id < vocab_size for token_id in ids):
-        raise source.error("eos_token_id", f"must be in 0..{vocab_size - 1} (vocab_size)")
-    return tuple(dict.fromkeys(ids))
+def _stored_dtype(path: Path) -> DtypeName:
+    """Return the dtype of most bytes of the tensors; float32, torch's default, if there is none."""
+    sizes: Counter[DtypeName] = Counter()
+    try:
+        tensors = read_index(path).tensors
+    except CheckpointError:
+        return "float32"  # whoever reads the weights says what is wrong
+    for entry in tensors.values():
+        if entry.dtype in _STORED_DTYPES:
+            sizes[_STORED_DTYPES[entry.dtype]] += entry.size_bytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")

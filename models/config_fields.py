@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from topspin.errors import ConfigError
 
@@ -30,9 +31,21 @@ def read_json(path: Path) -> dict[str, object]:
 class Fields:
     """One JSON object and its file; errors of every reader name the file and the option."""
 
-    def __init__(self, raw: Mapping[str, object], *, source: str) -> None:
-        self.raw = raw
+    def __init__(
+        self,
+        raw: Mapping[str, object],
+        *,
+        source: str,
+        defaults: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        """Wrap `raw`; an option that it lacks has its value in `defaults`, null is a value."""
+        self.raw = {**defaults, **raw}
         self.source = source
+        self._given = frozenset(raw)
+
+    def is_default(self, option: str) -> bool:
+        """Return whether the object itself lacks the option."""
+        return option not in self._given
 
     def error(self, option: str, reason: str) -> ConfigError:
         """Return the error for `option`: its value and the `reason`."""

@@ -7,6 +7,7 @@ the config classes and checkpoint layouts of HuggingFace transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,19 +18,17 @@ QkNorm = Literal["none", "head", "full"]
 class Family:
     """The defaults of one `model_type` for options missing in config.json, and its tensor names.
 
-    moe_blocks: names of the MoE block inside a layer, as published first. expert_gate, expert_up,
-    expert_down: the three projections of one routed expert. kv_heads_default_to_heads: whether a
-    missing num_key_value_heads means plain MHA; the other families require it.
-    rounds_routing_weights: whether the weights of the chosen experts are rounded to the model's
-    dtype before they are used.
+    defaults: those of transformers' config class for options that are read, but for what means "as
+    many as" or "none" (num_key_value_heads, flags). moe_blocks: names of the MoE block inside a
+    layer, as published first. expert_gate, expert_up, expert_down: the three projections of one
+    routed expert. rounds_routing_weights: whether the weights of the chosen experts are rounded to
+    the model's dtype before they are used.
     """
 
     model_type: str
     architecture: str
-    default_rope_theta: float
-    default_rms_norm_eps: float
+    defaults: Mapping[str, object]
     qk_norm: QkNorm
-    kv_heads_default_to_heads: bool
     moe_blocks: tuple[str, ...] = ()
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
@@ -41,18 +40,39 @@ _FAMILIES = (
     Family(
         model_type="llama",
         architecture="LlamaForCausalLM",
-        default_rope_theta=10_000.0,
-        default_rms_norm_eps=1e-6,
+        defaults={
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
         qk_norm="none",
-        kv_heads_default_to_heads=True,
     ),
     Family(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
-        default_rope_theta=1_000_000.0,
-        default_rms_norm_eps=1e-5,
+        defaults={
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
         qk_norm="none",
-        kv_heads_default_to_heads=False,
         moe_blocks=("block_sparse_moe", "mlp"),
         expert_gate="w1",
         expert_up="w3",
@@ -61,30 +81,65 @@ _FAMILIES = (
     Family(
         model_type="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
-        default_rope_theta=10_000.0,
-        default_rms_norm_eps=1e-6,
+        defaults={
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "sliding_window": 4096,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
         qk_norm="none",
-        kv_heads_default_to_heads=False,
         moe_blocks=("mlp",),
         rounds_routing_weights=True,
     ),
     Family(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        default_rope_theta=10_000.0,
-        default_rms_norm_eps=1e-6,
+        defaults={
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
         qk_norm="head",
-        kv_heads_default_to_heads=False,
         moe_blocks=("mlp",),
         rounds_routing_weights=True,
     ),
     Family(
         model_type="olmoe",
         architecture="OlmoeForCausalLM",
-        default_rope_theta=10_000.0,
-        default_rms_norm_eps=1e-5,
+        defaults={
+            "vocab_size": 50_304,
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10_000.0,
+            "eos_token_id": 50_279,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
         qk_norm="full",
-        kv_heads_default_to_heads=True,
         moe_blocks=("mlp",),
         rounds_routing_weights=True,
     ),

@@ -1,8 +1,8 @@
 """Text to token ids and back, for whole texts and for streams.
 
-Owns a checkpoint's tokenizer (tokenizer.json through the `tokenizers` library, special
-tokens from tokenizer_config.json) and IncrementalDetokenizer. Knows no requests and no
-chat template, imports no torch; gateways call it. A Tokenizer is immutable and may be
+Owns a checkpoint's tokenizer (from its files by models.tokenizer_files, through the `tokenizers`
+library) and IncrementalDetokenizer. Knows no requests and no chat template, imports no torch;
+gateways call it. A Tokenizer is immutable and may be
 shared by threads; a detokenizer belongs to one stream.
 """
 
@@ -16,19 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import tokenizers
 
-from models.config_fields import read_json
 from models.token_bound import Description, token_bound
+from models.tokenizer_files import TOKENIZER_FILE, effective_tokenizer, read_special_tokens
 from topspin.errors import ConfigError, InvalidRequest
-
-SPECIAL_TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 # Decoding so many takes about a millisecond.
 LONG_IDS = 1024
@@ -59,27 +49,25 @@ class Tokenizer:
         description = msgspec.json.decode(backend.to_str(), type=Description)
         self._alphabet = _alphabet(description, source=source)
         self._bound = token_bound(backend, description, byte_of=self._alphabet.byte_of)
-        added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(idx for idx, token in added.items() if token.special)
+        # The library's own mark of a token can differ from what it skips.
+        self._special_ids = frozenset(
+            idx
+            for idx in backend.get_added_tokens_decoder()
+            if backend.decode([idx], skip_special_tokens=True)
+            != backend.decode([idx], skip_special_tokens=False)
+        )
         self._bytes_of: dict[int, bytes] = {}
         self.special_tokens: Mapping[str, str] = dict(special_tokens)
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
-        """Read `path`/tokenizer.json and, if it is there, tokenizer_config.json.
+        """Read the tokenizer's files in `path`, of which tokenizer.json is needed.
 
         Raises ConfigError naming the file that is missing or cannot be used.
         """
-        file = Path(path) / "tokenizer.json"
-        if not file.exists():
-            raise ConfigError(
-                f"{file}: no such file; Topspin needs a checkpoint with a fast tokenizer"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"{file}: is not a tokenizer: {error}") from error
-        return cls(backend, special_tokens=read_special_tokens(path), source=str(file))
+        backend = effective_tokenizer(path)
+        special_tokens = read_special_tokens(path)
+        return cls(backend, special_tokens=special_tokens, source=str(Path(path) / TOKENIZER_FILE))
 
     @property
     def vocab_size(self) -> int:
@@ -176,24 +164,6 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.token_id(token)
-
-
-def read_special_tokens(path: Path) -> dict[str, str]:
-    """Return name -> text of the special tokens that tokenizer_config.json names.
-
-    Older checkpoints name them in special_tokens_map.json; tokenizer_config.json wins.
-    """
-    found: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (Path(path) / file).exists():
-            continue
-        raw = read_json(Path(path) / file)
-        for name in SPECIAL_TOKEN_NAMES:
-            value = raw.get(name)
-            content = value.get("content") if isinstance(value, dict) else value
-            if isinstance(content, str):
-                found[name] = content
-    return found
 
 
 class _TextStream(Protocol):

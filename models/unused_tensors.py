@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import Final
 
+from models.checkpoint_index import COMPUTED
 from models.config import ModelConfig
 from models.families import FAMILIES, layer_name
 
 # Of quantised matrices, of which their reader needs the codes and the scales only: sizes that the
-# configuration has, and the scales of rows, which the kernels choose themselves.
+# configuration has, GPTQ's order without desc_act, and the scales of rows, which the kernels choose
+# themselves.
 _BESIDE_CODES: Final = (
     "weight_shape",
+    "g_idx",
     "input_scale",
     "input_zero_point",
     "input_global_scale",
     "activation_scale",
 )
-# Some old checkpoints store tensors that are computed from the configuration.
-_COMPUTED = ".rotary_emb.inv_freq"
 
 
 def unused_tensors(names: Iterable[str], config: ModelConfig, *, read: frozenset[str]) -> list[str]:
@@ -31,7 +32,7 @@ def unused_tensors(names: Iterable[str], config: ModelConfig, *, read: frozenset
     They belong to layers or experts beyond those of `config`, or to parts that its family
     does not have.
     """
-    rest = [name for name in names if name not in read and not name.endswith(_COMPUTED)]
+    rest = [name for name in names if name not in read and not name.endswith(COMPUTED)]
     if config.quantisation is not None:
         modules = {name.rpartition(".")[0] for name in read}
         rest = [name for name in rest if not _is_beside_codes(name, modules)]

@@ -159,7 +159,7 @@ def engine_config(
             deadline_s=deadline_s,
         ),
         balance=balance or BalanceSection(),
-        failover=failover or FailoverSection(),
+        failover=failover or FailoverSection(restart=False),
         compute=ComputeSection(
             kernels=kernels,
             expert_kernels=expert_kernels,

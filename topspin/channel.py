@@ -14,9 +14,13 @@ encrypts (topspin.secure_channel).
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import socket
 import time
 from collections.abc import Collection
+from socket import AF_INET6
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
@@ -24,8 +28,10 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from topspin.errors import ConfigError, PeerLost, ProtocolError, SchedulerLost
+from topspin.listening import family_of
 from topspin.messages import AnyMessage, Message, Refused, decode, encode
-from topspin.secure_channel import Gatekeeper, check_protected, secure_client
+from topspin.network import place_of
+from topspin.secure_channel import NAME, Gatekeeper, check_protected, secure_client
 
 if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
     from topspin.keys import KeyDirectory
@@ -80,16 +86,25 @@ class Malformed(NamedTuple):
 
 
 class PeerGone(NamedTuple):
-    """The connection of `peer`, which had sent something before, has closed."""
+    """The connection of `peer`, which had sent something before, has ended; `how` says why."""
 
     peer: bytes
+    how: str = "closed its connection"
 
 
 Event = Received | Malformed | PeerGone
 
 
-def _configure(socket: zmq.Socket[Any], heartbeat: Heartbeat = RELAXED_HEARTBEAT) -> None:
-    """Set the limits and heartbeats that libzmq leaves unbounded or off by default."""
+def _configure(
+    socket: zmq.Socket[Any], address: str, heartbeat: Heartbeat = RELAXED_HEARTBEAT
+) -> None:
+    """Set the limits and heartbeats that libzmq leaves unbounded or off by default.
+
+    So is IPv6, which libzmq takes instead of IPv4, not beside it; but for `::`.
+    """
+    if address.startswith("tcp:"):
+        host, _ = place_of(address, name=NAME)
+        socket.setsockopt(zmq.IPV6, family_of(host) == AF_INET6)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat.interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, heartbeat.timeout_ms)
@@ -99,11 +114,46 @@ def _configure(socket: zmq.Socket[Any], heartbeat: Heartbeat = RELAXED_HEARTBEAT
     socket.setsockopt(zmq.LINGER, LINGER_MS)
 
 
-def _loss(report: list[bytes]) -> str:
-    """Return the text of a loss that a monitor reports."""
-    if parse_monitor_message(report)["event"] & _REFUSED:
-        return "the scheduler closed the control connection in the handshake: keys or users differ"
-    return "the scheduler closed the control connection"
+class _Line:
+    """A second handle of a peer's connection, which outlives libzmq's and tells how that ended.
+
+    libzmq reports the same for a connection that its peer has closed and for one that it has given
+    up. Without the number of a descriptor the peer counts as the one that closed it.
+    """
+
+    def __init__(self, fd: int | None, heartbeat: Heartbeat) -> None:
+        self._silence = f"was silent for {heartbeat.limit_s:g} s"
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError):  # it has closed already
+            if fd is not None:
+                self._socket = socket.socket(fileno=os.dup(fd))
+
+    def end(self) -> str | None:
+        """Let go of the connection; returns how its peer was silent, None: it closed it."""
+        line, self._socket = self._socket, None
+        if line is None:
+            return None
+        with line, contextlib.suppress(ConnectionError):
+            try:
+                is_open = line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            except BlockingIOError:
+                is_open = True
+            return self._silence if is_open else None
+        return None
+
+
+def _loss(report: list[bytes], line: _Line | None) -> str:
+    """Return the text of a loss that a monitor reports; `line` is None until something has come."""
+    silence = None if line is None else line.end()
+    event = parse_monitor_message(report)
+    if event["event"] & _REFUSED:
+        if event["value"] == errno.EAGAIN:
+            return f"the scheduler did not answer for {HANDSHAKE_MS / 1000:g} s"
+        return (
+            "the scheduler closed the control connection in the handshake: keys or users differ, "
+            "or it has ended"
+        )
+    return f"the scheduler {silence or 'closed the control connection'}"
 
 
 class ControlServer:
@@ -129,7 +179,8 @@ class ControlServer:
         check_protected(address, keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        _configure(self._socket, heartbeat)
+        _configure(self._socket, address, heartbeat)
+        self._heartbeat = heartbeat
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if address.startswith("ipc:"):
             # An abstract socket has no file permissions; the kernel vouches for the user.
@@ -137,6 +188,7 @@ class ControlServer:
         self._monitor = self._socket.get_monitor_socket(_CLOSED)
         self._gatekeeper: Gatekeeper | None = None
         self._group_of: dict[bytes, str] = {}
+        self._lines: dict[bytes, _Line] = {}
         self._keys_checked_s = 0.0
         try:
             self._listen(address, keys, groups)
@@ -147,7 +199,6 @@ class ControlServer:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._peer_of_fd: dict[int, bytes] = {}
-        self._fd_of_peer: dict[bytes, int] = {}
         self._unclaimed_closed_fds: set[int] = set()
 
     def _listen(
@@ -178,7 +229,7 @@ class ControlServer:
             events.append(event)
         self._collect_gone(gone)
         for peer in gone:
-            self._fd_of_peer.pop(peer.peer, None)
+            self._lines.pop(peer.peer, None)
             self._group_of.pop(peer.peer, None)
         if gone:
             # Those that are back have a new connection, and take the place of the old one.
@@ -197,7 +248,7 @@ class ControlServer:
         except zmq.Again:
             return None
         peer = frames[0].bytes
-        if peer not in self._fd_of_peer:
+        if peer not in self._lines:
             if self._gatekeeper is not None:
                 self._group_of[peer] = self._gatekeeper.group_of(frames[-1])
             self._register(peer, int(frames[-1].get(zmq.SRCFD)), gone)
@@ -211,10 +262,11 @@ class ControlServer:
     def _register(self, peer: bytes, fd: int, gone: list[PeerGone]) -> None:
         """Map a new peer to its descriptor; an older connection may have had the same number."""
         self._collect_gone(gone)
-        self._fd_of_peer[peer] = fd
         if fd in self._unclaimed_closed_fds and not self._is_reachable(peer):
-            gone.append(PeerGone(peer))
+            self._lines[peer] = _Line(None, self._heartbeat)
+            gone.append(self._gone(peer))
         else:
+            self._lines[peer] = _Line(fd, self._heartbeat)
             self._peer_of_fd[fd] = peer
         self._unclaimed_closed_fds.discard(fd)
 
@@ -239,7 +291,10 @@ class ControlServer:
             if peer is None:
                 self._unclaimed_closed_fds.add(report["value"])
             else:
-                gone.append(PeerGone(peer))
+                gone.append(self._gone(peer))
+
+    def _gone(self, peer: bytes) -> PeerGone:
+        return PeerGone(peer, self._lines[peer].end() or PeerGone(peer).how)
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Queue `message` for `peer`; False if it is gone or has stopped reading."""
@@ -254,6 +309,8 @@ class ControlServer:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
+        for line in self._lines.values():
+            line.end()
         if self._gatekeeper is not None:
             self._gatekeeper.close()
         self._context.term()
@@ -285,8 +342,9 @@ class ControlClient:
 
     def _connect(self) -> None:
         self._loss = ""
+        self._line: _Line | None = None
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, self._heartbeat)
+        _configure(self._socket, self._address, self._heartbeat)
         if self._keys is not None:
             secure_client(self._socket, self._keys.read(), self._server)
         self._monitor = self._socket.get_monitor_socket(_CLOSED | _REFUSED)
@@ -318,7 +376,7 @@ class ControlClient:
             if self._loss:
                 raise SchedulerLost(self._loss)
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
+                frame = self._socket.recv(zmq.NOBLOCK, copy=self._line is not None)
             except zmq.Again:
                 timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000))
                 ready = dict(self._poller.poll(timeout_ms))
@@ -328,9 +386,13 @@ class ControlClient:
                     os.eventfd_read(self._wake_fd)
                     return None
                 if self._socket not in ready:
-                    self._loss = _loss(self._monitor.recv_multipart())
+                    self._loss = _loss(self._monitor.recv_multipart(), self._line)
                 continue
-            if not data:  # an empty frame is the scheduler's probe
+            if isinstance(frame, zmq.Frame):
+                is_first = not self._monitor.poll(0)  # else libzmq has connected again by itself
+                self._line = _Line(frame.get(zmq.SRCFD) if is_first else None, self._heartbeat)
+                frame = frame.bytes
+            if not (data := frame):  # an empty frame is the scheduler's probe
                 continue
             message = decode(data)
             # libzmq connects again by itself, without a Hello; a refusal may be the answer to that.
@@ -352,17 +414,26 @@ class ControlClient:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(linger)
+        if self._line is not None:
+            self._line.end()
 
 
 class AsyncControlClient:
     """The gateway's end, for asyncio; the same promises as ControlClient."""
 
-    def __init__(self, address: str, *, keys: KeyDirectory | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        heartbeat: Heartbeat = RELAXED_HEARTBEAT,
+        keys: KeyDirectory | None = None,
+    ) -> None:
         """Connect as ControlClient does."""
         check_protected(address, keys)
+        self._heartbeat = heartbeat
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket)
+        _configure(self._socket, address, heartbeat)
         if keys is not None:
             secure_client(self._socket, keys.read(), "scheduler")
         self._monitor = self._socket.get_monitor_socket(_CLOSED | _REFUSED)
@@ -370,6 +441,7 @@ class AsyncControlClient:
         self._poller = zmq.asyncio.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        self._line: _Line | None = None
         self._is_lost = False
 
     async def recv(self) -> AnyMessage:
@@ -378,9 +450,12 @@ class AsyncControlClient:
             ready = dict(await self._poller.poll())
             self._is_lost = self._is_lost or self._monitor in ready
             if self._socket not in ready:
-                raise PeerLost(_loss(await self._monitor.recv_multipart()))
-            data = await self._socket.recv()
-            if not data:  # an empty frame is the scheduler's probe
+                raise PeerLost(_loss(await self._monitor.recv_multipart(), self._line))
+            frame = await self._socket.recv(copy=self._line is not None)
+            if isinstance(frame, zmq.Frame):
+                self._line = _Line(frame.get(zmq.SRCFD), self._heartbeat)
+                frame = frame.bytes
+            if not (data := frame):  # an empty frame is the scheduler's probe
                 continue
             message = decode(data)
             # libzmq connects again by itself, without a Hello; a refusal may be the answer to that.
@@ -398,4 +473,6 @@ class AsyncControlClient:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0 if self._is_lost else None)
+        if self._line is not None:
+            self._line.end()
         self._context.term()

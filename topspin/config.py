@@ -476,21 +476,23 @@ class TraceSection(Section, frozen=True, kw_only=True):
     ] = 2**17
 
 
-class FailoverSection(Section, frozen=True, kw_only=True):
+Restart = Annotated[
+    bool,
+    Setting(
+        "when a node is lost: restart it and replay its requests, or end the engine",
+        flag="--restart on|off",
+        parse=parse_switch,
+    ),
+]
+
+
+class FailoverPolicy(Section, frozen=True, kw_only=True):
     """The reaction to the loss of a node.
 
     `progress_deadline_s` bounds one layer and holds without restarts too.
     """
 
-    restart: Annotated[
-        bool,
-        Setting(
-            "when an attention or expert node is lost: restart it and replay its requests, or "
-            "end the engine",
-            flag="--restart on|off",
-            parse=parse_switch,
-        ),
-    ] = False
+    restart: Restart = False
     restart_deadline_s: Annotated[
         float,
         Setting(
@@ -515,6 +517,12 @@ class FailoverSection(Section, frozen=True, kw_only=True):
             within=(2.0, None),
         ),
     ] = 20.0
+
+
+class FailoverSection(FailoverPolicy, frozen=True, kw_only=True):
+    """The reaction to the loss of a node; an engine of flags stays up, a plan says what it does."""
+
+    restart: Restart = True
 
 
 class GatewaySection(Section, frozen=True, kw_only=True):

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES: Final = 256 * 1024
 MAX_REASON_CHARS: Final = 400
 
+COMPILE_CPU_S: Final = 5.0
+"""CPU time of compiling a grammar."""
+MAX_COMPILED_BYTES: Final = 256 * 1024 * 1024
+"""Memory of one grammar, compiled and followed."""
+MAX_ALL_COMPILED_BYTES: Final = 2 * 1024**3
+"""Memory of all grammars that a node compiles, follows and keeps; the largest is given up."""
+
 
 def grammar_key(grammar: str) -> str:
     """Return the name of a grammar in messages and caches."""
@@ -26,7 +33,8 @@ def limits() -> LLParserLimits:
     """Return the limits of compiling and of each step.
 
     By llguidance's account 50,000 units of initial fuel take a millisecond, and so do 14,000 of a
-    step's, and 20,000 items; a lexer's state has 1 to 2 kB.
+    step's, and 20,000 items; a lexer's state has 1 to 2 kB. A row has an item for each choice and
+    more for each tool; all rows of a text are kept.
     """
     from llguidance import LLParserLimits
 
@@ -34,6 +42,7 @@ def limits() -> LLParserLimits:
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=100_000,
         step_max_items=50_000,
+        max_items_in_row=10_000,
         max_lexer_states=50_000,
         max_grammar_size=250_000,
         verbose_errors=False,

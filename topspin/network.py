@@ -33,12 +33,15 @@ class NetworkSpec(Section, frozen=True, kw_only=True):
 
 
 def place_of(address: str, *, name: str) -> tuple[str, int]:
-    """Return host and port of tcp://HOST:PORT. Raises ConfigError with `name` for another form."""
+    """Return host and port of tcp://HOST:PORT; an IPv6 address stands in brackets.
+
+    Raises ConfigError with `name` for another form.
+    """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     is_port = port.isascii() and port.isdigit() and int(port) < 2**16
     if not (address.startswith("tcp://") and host and is_port):
         raise ConfigError(f"{name} {address!r} is not tcp://HOST:PORT")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def is_loopback(host: str) -> bool:

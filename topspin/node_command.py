@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
+from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient, Heartbeat
 from topspin.errors import ConfigError
 from topspin.logs import start_logging
 from topspin.messages import Role
@@ -39,9 +39,7 @@ def run_command(
     )
     if transports:
         parser.add_argument("--transport", choices=transports, required=True)
-    parser.add_argument(
-        "--failover", action="store_true", help="leave soon when the scheduler is not heard"
-    )
+    add_failover_argument(parser)
     add_arguments(parser)
     args = parser.parse_args()
     logger = start_logging(role)
@@ -53,9 +51,21 @@ def run_command(
             args.control,
             logger=logger,
             body=lambda control: body(control, args, wires),
-            heartbeat=FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT,
+            heartbeat=heartbeat_of(args),
             keys=wires.keys,
         )
     except ConfigError as error:
         logger.error("%s %d: %s", role, args.index, error)
         return CONFIG_ERROR_STATUS
+
+
+def add_failover_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of nodes whose engine goes on without lost processes."""
+    parser.add_argument(
+        "--failover", action="store_true", help="leave soon when the scheduler is not heard"
+    )
+
+
+def heartbeat_of(args: argparse.Namespace) -> Heartbeat:
+    """Return the heartbeat of a node's control connection."""
+    return FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT

@@ -20,7 +20,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
@@ -77,6 +77,20 @@ class CacheSize(NamedTuple):
     num_frames: int = 0
 
 
+class Served(Protocol):
+    """The checkpoint of a node: models.checkpoint.Checkpoint."""
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The digest of each file by name."""
+
+    def fingerprint(self) -> str:
+        """Return what is equal for equal checkpoints."""
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if a file has changed since the digests were made."""
+
+
 class Worker(Protocol):
     """One role's part in its node's life; all of it runs in the node's one busy thread."""
 
@@ -118,30 +132,38 @@ class NodeLife:
         self._restarts = False
         self._is_asked_to_leave = False
         self._has_said_so = False
-        self._fingerprint = self._data_address = ""
+        self._checkpoint: Served | None = None
+        self._data_address = ""
         self._generation = 0
         self._word = ProgressWord.of_process()
         self.progress.on_beat = self._word.touch
         self._logger = logging.getLogger(role)
 
-    def introduce(self, fingerprint: str, data_address: str = "") -> None:
-        """Say Hello, with the checkpoint's fingerprint."""
-        self._fingerprint, self._data_address = fingerprint, data_address
+    def introduce(self, checkpoint: Served | None, data_address: str = "") -> None:
+        """Say Hello, with the fingerprint of the checkpoint that it will load (None: of none)."""
+        self._checkpoint, self._data_address = checkpoint, data_address
         self._say_hello()
 
     def _say_hello(self) -> None:
+        checkpoint = self._checkpoint
         self.send(
             Hello(
                 role=self._role,
                 index=self._index,
                 incarnation=self.incarnation,
                 revision=__version__,
-                fingerprint=self._fingerprint,
+                fingerprint="" if checkpoint is None else checkpoint.fingerprint(),
+                files={} if checkpoint is None else dict(checkpoint.digests),
                 data_address=self._data_address,
                 pid=os.getpid(),
                 generation=self._generation,
             )
         )
+
+    def check_checkpoint(self) -> None:
+        """Raise CheckpointError if what was read since introduce() is not what Hello named."""
+        if self._checkpoint is not None:
+            self._checkpoint.check_unchanged()
 
     def send(self, message: Message) -> None:
         """Send the scheduler a message."""
@@ -192,6 +214,7 @@ class NodeLife:
         started_s = time.monotonic()
         self._word.set("loading")
         cache = worker.load(welcome)
+        self.check_checkpoint()
         load_s = time.monotonic() - started_s
         ready = Ready(
             role=self._role,

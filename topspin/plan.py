@@ -21,7 +21,7 @@ from topspin.config import (
     BalancePolicy,
     Dtype,
     ExecutionPolicy,
-    FailoverSection,
+    FailoverPolicy,
     GatewaySection,
     SchedulingPolicy,
     Section,
@@ -243,7 +243,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     scheduling: SchedulingPolicy = SchedulingPolicy()
     speculation: Speculation | None = None
     balance: BalancePolicy = BalancePolicy()
-    failover: FailoverSection = FailoverSection()
+    failover: FailoverPolicy = FailoverPolicy()
     trace: TraceSection = TraceSection()
     local_experts: LocalExperts | None = None
     network: NetworkSpec | None = None

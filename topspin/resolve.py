@@ -22,6 +22,7 @@ from topspin.config import (
     ComputeSection,
     EngineConfig,
     ExecutionPolicy,
+    FailoverPolicy,
     M2NSection,
     ModelSection,
     SchedulerSection,
@@ -126,7 +127,7 @@ def resolve(
         scheduling=_scheduling(config.scheduler, nodes, link, compute, model),
         speculation=config.speculation.config,
         balance=_policy(BalancePolicy, config.balance),
-        failover=config.failover,
+        failover=_policy(FailoverPolicy, config.failover),
         trace=config.trace,
     )
     plan.check()

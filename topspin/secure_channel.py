@@ -23,6 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from topspin.errors import ConfigError
+from topspin.listening import bound_socket, in_url
 from topspin.network import is_loopback, place_of
 from topspin.process import allow_open_files
 
@@ -45,12 +46,14 @@ _log = logging.getLogger("keys")
 
 
 def check_protected(address: str, keys: KeyDirectory | None) -> None:
-    """Raise ConfigError for a control address that other hosts can reach, unless there are keys."""
-    if (
-        keys is None
-        and address.startswith("tcp:")
-        and not is_loopback(place_of(address, name=NAME)[0])
-    ):
+    """Raise ConfigError for a control address that other hosts can reach, unless there are keys.
+
+    And for one of tcp that is none.
+    """
+    if not address.startswith("tcp:"):
+        return
+    host, _ = place_of(address, name=NAME)
+    if keys is None and not is_loopback(host):
         raise ConfigError(
             f"control address {address}: other hosts can reach it, so it needs keys: make some "
             "with `topspin keys`, and give every process its folder with --keys"
@@ -107,24 +110,18 @@ class Gatekeeper:
         self._socket.curve_secretkey = secret
         listener = self._listener()
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
-        self._socket.bind(f"tcp://{self._place[0]}:{self._place[1]}")
+        self._socket.bind(f"tcp://{in_url(self._place[0])}:{self._place[1]}")
         self._secret = secret
         self._num_listeners += 1
 
     def _listener(self) -> socket.socket:
         """Return a socket that from now on gets all new connections of the address."""
         try:
-            found = socket.getaddrinfo(*self._place, type=socket.SOCK_STREAM)[0]
-            listener = socket.socket(found[0], socket.SOCK_STREAM)
+            if self._num_listeners == 0:
+                # Another process must not have it; ours shares it with itself.
+                bound_socket(*self._place).close()
+            listener = bound_socket(*self._place, shares_port=True)
             try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if self._num_listeners == 0:
-                    # Another process must not have it; ours shares it with itself.
-                    with socket.socket(found[0], socket.SOCK_STREAM) as probe:
-                        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                        probe.bind(found[4])
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                listener.bind(found[4])
                 listener.listen(_BACKLOG)
                 listener.setblocking(False)
                 _steer(listener, self._num_listeners)

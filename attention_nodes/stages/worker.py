@@ -54,7 +54,7 @@ class StageWorker:
     @torch.inference_mode()
     def serve(self, data_address: str) -> None:
         """Join, serve until told to stop; raises Stopped, or an error."""
-        self._life.introduce(Checkpoint(self._model_path).fingerprint(), data_address)
+        self._life.introduce(Checkpoint(self._model_path), data_address)
         self._life.serve(self)
 
     def load(self, welcome: Welcome) -> CacheSize:

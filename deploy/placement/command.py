@@ -23,6 +23,7 @@ from deploy.placement.write import plan_of
 from models.checkpoint_index import read_index
 from models.config import load_model_config
 from models.facts import facts_of
+from models.fingerprint import digests_of, fingerprint_of
 from models.hub import resolve_model
 from topspin.errors import ConfigError
 from topspin.plan_file import print_plan
@@ -103,7 +104,7 @@ def read_inputs(
     measured = None
     if sensitivity is not None:
         has_weights = any(directory.glob("*.safetensors"))
-        fingerprint = read_index(directory).fingerprint if has_weights else None
+        fingerprint = fingerprint_of(digests_of(read_index(directory))) if has_weights else None
         measured = read_sensitivity(sensitivity, shape, fingerprint=fingerprint)
     found = read_cluster(cluster)
     hosts = hosts_of(found, cluster)

@@ -8,13 +8,14 @@ benchmarks.cost_model for real nodes.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import Grammars
 from deploy.profiling.parts import Measured, config_of, make_experts, make_runner
 from deploy.profiling.solo import Attention
 from topspin.process import release_freed_memory
@@ -34,14 +35,27 @@ class Resident(msgspec.Struct, frozen=True):
 
 
 def resident_bytes(pid: int | Literal["self"]) -> Resident:
-    """Return what a process of this machine has in memory (/proc/PID/smaps_rollup)."""
-    kilobytes: dict[str, int] = {}
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-        name, _, rest = line.partition(":")
-        kilobytes[name] = int(rest.split()[0])
+    """Return what a process of this machine and those that it has started have in memory.
+
+    As the kernel says in /proc/PID/smaps_rollup.
+    """
+    kilobytes: Counter[str] = Counter()
+    for each in (str(pid), *_children(pid)):
+        for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()[1:]:
+            name, _, rest = line.partition(":")
+            kilobytes[name] += int(rest.split()[0])
     own = kilobytes["Pss_Anon"] + kilobytes["Pss_Shmem"]
     files = kilobytes["Rss"] - kilobytes["Anonymous"]
     return Resident(1024 * own, 1024 * max(0, files), 1024 * kilobytes["Pss"])
+
+
+def _children(pid: int | Literal["self"]) -> list[str]:
+    """Return the processes that a process's threads have started: an attention node has one."""
+    return [
+        child
+        for children in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in children.read_text().split()
+    ]
 
 
 def resident(measured: Measured, role: MeasuredRole, path: Path) -> Resident:
@@ -76,7 +90,7 @@ def resident(measured: Measured, role: MeasuredRole, path: Path) -> Resident:
         visited.decode(1, 16)
         visited.prompt(16, 0)
         grammars = Grammars(path, vocab_size=tiny.vocab_size, eos_token_ids=tiny.eos_token_ids)
-        # Waits for the vocabulary.
+        # Its process goes on until this one ends.
         assert grammars.num_words >= 0
     release_freed_memory()
     return resident_bytes("self")

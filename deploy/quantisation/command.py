@@ -24,6 +24,7 @@ from deploy.quantisation.writing import (
 )
 from models.checkpoint_index import read_index
 from models.config import load_model_config
+from models.fingerprint import digests_of, fingerprint_of
 from models.hub import resolve_model
 from topspin.errors import ConfigError
 from topspin.plan_file import read_plan
@@ -131,9 +132,10 @@ def _request(args: argparse.Namespace, source: Path) -> tuple[Rules, float | Non
     """Return the rules and the bound that were asked for."""
     if args.mean_bits is not None:
         shape = ModelShape.from_config(load_model_config(source))
+        fingerprint = fingerprint_of(digests_of(read_index(source)))
         formats = mixed(
             shape,
-            read_sensitivity(args.sensitivity, shape, fingerprint=read_index(source).fingerprint),
+            read_sensitivity(args.sensitivity, shape, fingerprint=fingerprint),
             args.mean_bits,
             group=args.group_size,
             symmetric=args.symmetric,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.services.engine import HTTP_PORT, MODELS
+from topspin.listening import ALL_ADDRESSES
 from topspin.plan import EnginePlan
 
 ROOT: Final = "/topspin"
@@ -48,7 +49,7 @@ OFFLINE: Final = {"HF_HUB_OFFLINE": "1"}
 _PLAN: Final = ("--plan", PLAN_FILE)
 _KEYS: Final = ("--keys", KEYS)
 _HTTP: Final = (
-    *("--host", "0.0.0.0"),
+    *("--host", ALL_ADDRESSES),
     *("--port", str(HTTP_PORT)),
     *("--api-key-file", API_KEY_FILE),
     *("--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)),
@@ -57,7 +58,7 @@ _HTTP: Final = (
 
 def scheduler_arguments() -> tuple[str, ...]:
     """Return the arguments of the scheduler, which listens on all of its pod's addresses."""
-    bind = ("--bind", "0.0.0.0")
+    bind = ("--bind", ALL_ADDRESSES)
     return ("scheduler", *_PLAN, *_KEYS, *bind, "--progress", progress_file("scheduler"))
 
 

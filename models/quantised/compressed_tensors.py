@@ -16,22 +16,23 @@ from models.quantised.scheme import EVERY, Quantisation, Rule, Scheme
 FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 STRATEGIES: Final = ("tensor", "channel", "group", "block")
 _MIXED: Final = "mixed-precision"
-_STATUS: Final = "compressed"
 
 
-def parse_compressed_tensors(fields: Fields) -> Quantisation:
-    """Return the schemes of all config_groups. Raises ConfigError as parse_quantisation."""
-    for option in ("kv_cache_scheme", "transform_config", "moe_sparsity_config"):
+def parse_compressed_tensors(fields: Fields, notes: list[str]) -> Quantisation:
+    """Return the schemes of all config_groups; what is not followed goes to `notes`.
+
+    quantization_status is not read: the tensors say how they are stored. Raises ConfigError as
+    parse_quantisation.
+    """
+    if fields.raw.get("kv_cache_scheme"):
+        reason = "--kv-cache-dtype sets the precision of the cache; the option is ignored"
+        notes.append(str(fields.error("kv_cache_scheme", reason)))
+    for option in ("transform_config", "moe_sparsity_config"):
         if fields.raw.get(option):
-            reason = "supported: null"
-            if option == "kv_cache_scheme":
-                reason += "; --kv-cache-dtype sets the precision of the cache"
-            raise fields.error(option, reason)
+            raise fields.error(option, "supported: null")
     sparsity = fields.raw.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise fields.error("sparsity_config", "supported: format dense")
-    if fields.raw.get("quantization_status", _STATUS) != _STATUS:
-        raise fields.error("quantization_status", f"supported: {_STATUS}")
     groups = fields.raw.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise fields.error("config_groups", "must be an object with at least one group")

@@ -1,8 +1,8 @@
 """Parses `quantization_config` of config.json into schemes, or refuses it by name.
 
-Owns the methods fp8 (blocks, as DeepSeek and Qwen3 publish), GPTQ and AWQ;
-models.quantised.compressed_tensors has the fourth. What a configuration says of activations is
-not followed: rows stay in the kernels' own precision, which is no coarser. Imports no torch.
+Owns the methods fp8 (blocks, as DeepSeek and Qwen3 publish), GPTQ (also as AutoRound writes it)
+and AWQ; models.quantised.compressed_tensors has the last. What a configuration says of activations
+is not followed: rows stay in the kernels' own precision, which is no coarser. Imports no torch.
 Called by models.config.
 """
 
@@ -17,14 +17,17 @@ from models.quantised.compressed_tensors import parse_compressed_tensors
 from models.quantised.scheme import EVERY, Quantisation, Rule, Scheme
 from topspin.errors import ConfigError
 
-METHODS: Final = ("awq", "compressed-tensors", "fp8", "gptq")
+METHODS: Final = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq")
+_PLAIN_BITS: Final = 16
+"""AutoRound's word for what is not quantised."""
 _OPTIONS: Final = ("quantization_config", "compression_config")
 
 
-def parse_quantisation(fields: Fields) -> Quantisation | None:
+def parse_quantisation(fields: Fields, notes: list[str] | None = None) -> Quantisation | None:
     """Return how the checkpoint of config.json is quantised, None if it is not.
 
-    Raises ConfigError naming the option, its value and what is supported.
+    What is not followed goes to `notes`. Raises ConfigError naming the option, its value and what
+    is supported.
     """
     given = [option for option in _OPTIONS if fields.raw.get(option)]
     if not given:
@@ -37,11 +40,13 @@ def parse_quantisation(fields: Fields) -> Quantisation | None:
     own = Fields(raw, source=f"{fields.source}: {given[0]}")
     method = raw.get("quant_method")
     if method == "compressed-tensors":
-        return parse_compressed_tensors(own)
+        return parse_compressed_tensors(own, [] if notes is None else notes)
     if method == "fp8":
         return Quantisation(method=method, rules=(Rule(EVERY, _fp8(own)),))
     if method == "gptq":
         return Quantisation(method=method, rules=_gptq(own))
+    if method == "auto-round":
+        return Quantisation(method=method, rules=_auto_round(own))
     if method == "awq":
         return Quantisation(method=method, rules=(Rule(EVERY, _awq(own)),))
     raise own.error("quant_method", f"supported: {', '.join(METHODS)}")
@@ -88,6 +93,23 @@ def _gptq(fields: Fields) -> tuple[Rule, ...]:
             raise fields.error("dynamic", f"{pattern!r} must have an object")
         own = Fields(options, source=f"{fields.source}: dynamic[{pattern!r}]")
         rules.append(Rule(target, _gptq_options(own, scheme)))
+    return (*rules, Rule(EVERY, scheme))
+
+
+def _auto_round(fields: Fields) -> tuple[Rule, ...]:
+    """Read the options of AutoRound where it packs as GPTQ; `extra_config` has those of modules."""
+    if "gptq" not in str(fields.raw.get("packing_format")):
+        raise fields.error("packing_format", "supported: auto_round:auto_gptq")
+    _among(fields, "data_type", ("int",), default="int")
+    scheme = _gptq_options(fields, Scheme(layout="gptq", bits=4, symmetric=False, zero_offset=1))
+    extra = fields.raw.get("extra_config") or {}
+    if not isinstance(extra, dict) or not all(isinstance(each, dict) for each in extra.values()):
+        raise fields.error("extra_config", "must be an object of objects")
+    rules = []
+    for name, options in extra.items():
+        own = Fields(options, source=f"{fields.source}: extra_config[{name!r}]")
+        is_plain = own.positive_int("bits", default=scheme.bits) >= _PLAIN_BITS
+        rules.append(Rule(name, None if is_plain else _gptq_options(own, scheme)))
     return (*rules, Rule(EVERY, scheme))
 
 

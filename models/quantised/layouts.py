@@ -151,7 +151,8 @@ def _outputs(packed: Tensor, scheme: Scheme) -> Tensor:
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """Return the codes u8[n, words * 32 / bits] of words i32[n, words], the lowest bits first."""
-    codes = words.contiguous().view(torch.uint8)
+    # Not contiguous(): it returns a single column as it is, whose stride no other dtype can have.
+    codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return codes
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
@@ -179,13 +180,14 @@ def _of_rows(values: Tensor, name: str, scheme: Scheme, shape: Shape, rows: rang
 
 def _order(checkpoint: Checkpoint, stored: Stored, shape: Shape) -> Tensor | None:
     """Return i64[I], the group of each input, or None if groups are consecutive inputs."""
-    if stored.order is None:
-        return None
+    scheme = stored.scheme
+    if stored.order is None or (scheme.layout == "gptq" and not scheme.any_order):
+        return None  # GPTQ without desc_act: whatever was written there
     order = checkpoint.read_raw(stored.order, ("I32", "I64")).long()
     _expect(order.shape, (shape.num_in,), stored.order)
     if (order < 0).all():  # compressed-tensors: no order was recorded
         return None
-    group = _group(stored.scheme, shape)
+    group = _group(scheme, shape)
     if torch.equal(order, torch.arange(shape.num_in) // group):
         return None
     num_groups = -(-shape.num_in // group)

@@ -90,7 +90,15 @@ class Call:
     raises after it has returned all earlier outputs.
     """
 
-    def __init__(self, close: Callable[[Call], None], abort: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        close: Callable[[Call], None],
+        abort: Callable[[str], None],
+        *,
+        grammar_field: str = "",
+    ) -> None:
+        """`grammar_field` is the client's field that asks for the grammar, if one does."""
+        self.grammar_field = grammar_field
         self._close = close
         self._abort = abort
         self._arrived: list[Arrival] = []
@@ -220,12 +228,15 @@ class EngineClient:
             detail = f": {self.state.detail}" if is_told else ""
             raise EngineUnavailable(f"the engine is not ready ({self.state.state}){detail}")
 
-    def submit(self, requests: Sequence[AddRequest]) -> Call:
-        """Send `requests`, the choices of one call in order; raises EngineUnavailable."""
+    def submit(self, requests: Sequence[AddRequest], *, grammar_field: str = "") -> Call:
+        """Send `requests`, the choices of one call in order; raises EngineUnavailable.
+
+        `grammar_field` is named in errors about their grammar.
+        """
         self.check_ready()
         if self.is_waiting and self.num_in_flight >= self.max_waiting:
             raise EngineUnavailable(f"{self.num_in_flight} requests wait for another scheduler")
-        call = Call(self._release, self._abort)
+        call = Call(self._release, self._abort, grammar_field=grammar_field)
         for choice_idx, request in enumerate(requests):
             assert request.request_id not in self._requests, "request ids are unique"
             call.request_ids.append(request.request_id)
@@ -328,7 +339,8 @@ class EngineClient:
             if not self.is_waiting:
                 in_flight = self._requests.pop(message.request_id, None)
                 if in_flight is not None:
-                    in_flight.call.fail(_typed_error(message))
+                    call = in_flight.call
+                    call.fail(_typed_error(message, call.grammar_field))
         elif isinstance(message, Stats | Trace):
             query = self._queries.get(message.query_id)
             if query is not None and not query.done():
@@ -434,8 +446,8 @@ class EngineClient:
         self.fail_all(error)
 
 
-def _typed_error(failed: RequestFailed) -> TopspinError:
-    """Return the error that a RequestFailed stands for."""
+def _typed_error(failed: RequestFailed, grammar_field: str) -> TopspinError:
+    """Return the error that a RequestFailed stands for, in terms of the client's fields."""
     kinds: tuple[type[TopspinError], ...] = (
         InvalidRequest,
         NotFound,
@@ -447,6 +459,10 @@ def _typed_error(failed: RequestFailed) -> TopspinError:
         ProtocolError,
     )
     for kind in kinds:
-        if kind.code == failed.code and kind.status == failed.status:
+        if kind.code == failed.code and kind.status == failed.status and failed.status != 400:
             return kind(failed.message)
-    return InvalidRequest(failed.message) if failed.status == 400 else EngineError(failed.message)
+    if failed.status != 400:
+        return EngineError(failed.message)
+    if failed.param == "grammar" and grammar_field:
+        return InvalidRequest(f"`{grammar_field}`: {failed.message}", param=grammar_field)
+    return InvalidRequest(failed.message, param=failed.param or None)

@@ -236,7 +236,7 @@ class GenerationHandler:
         )
         if grammar:
             check_end(body, "tools")
-            params = params.with_grammar(grammar)
+            params = params.with_grammar(grammar, field="tools")
         options = MessageOptions(
             calls=formats.calls if tools.may_call else None,
             tool_names=tools.names,
@@ -357,7 +357,7 @@ class GenerationHandler:
                 text = ChoiceText(params.text, detokenizer, message)
                 choices.append(Choice(index=index, prompt=prompt, is_first=nth == 0, text=text))
         return Run(
-            self.engine.submit(requests),
+            self.engine.submit(requests, grammar_field=params.grammar_field),
             choices=choices,
             prompts=prepared.prompts,
             metrics=self.metrics,

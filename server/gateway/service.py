@@ -104,11 +104,9 @@ async def serve(
         contextlib.closing(bind(config.gateway)) as listener,
     ):
         plan = config.plan
-        # On one host the engine ends with its scheduler.
-        may_return = plan.network is not None and plan.failover.restart
         engine = EngineClient(
             connect(),
-            replay_deadline_s=plan.failover.restart_deadline_s if may_return else None,
+            replay_deadline_s=plan.failover.restart_deadline_s if plan.failover.restart else None,
             max_waiting=plan.scheduling.max_queued_requests,
         )
         try:

@@ -31,6 +31,8 @@ from topspin.wires import add_key_arguments, read_keys_of
 if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
     from topspin.keys import KeyDirectory
 
+SIGN_OF_LIFE_S = 1.0
+
 
 def main() -> int:
     """Run one engine's scheduler; returns its exit status."""
@@ -61,7 +63,8 @@ def serve(
     """Listen on `control` and serve the engine; raises ConfigError if that is impossible.
 
     With `dead_fd`, the process id of every lost node is written there, one per line, for the
-    supervisor to end it: a node that counts as dead must not keep running.
+    supervisor to end it: a node that counts as dead must not keep running. And 0 every second, by
+    which the supervisor sees that this process is not dead itself.
     """
     relax_garbage_collection()
     plan = load_serve_config(config_path).plan
@@ -74,7 +77,15 @@ def serve(
             with contextlib.suppress(OSError):  # the supervisor is ending
                 os.write(dead_fd, f"{pid}\n".encode())
 
-    word = ProgressWord.of_process()
+    word, told_s = ProgressWord.of_process(), 0.0
+
+    def on_turn(is_ready: bool) -> None:
+        nonlocal told_s
+        word.set("working" if is_ready else "starting")
+        if time.monotonic() >= told_s + SIGN_OF_LIFE_S:
+            told_s = time.monotonic()
+            report_dead(0)
+
     service = Service(
         channel,
         plan,
@@ -83,7 +94,7 @@ def serve(
         logger=logger,
         report_dead=report_dead,
         note=request_log(),
-        on_turn=lambda is_ready: word.set("working" if is_ready else "starting"),
+        on_turn=on_turn,
     )
 
     def stop(number: int, frame: FrameType | None) -> None:

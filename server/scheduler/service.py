@@ -58,6 +58,7 @@ from topspin.messages import (
     ClockPong,
     ExpertCounts,
     Goodbye,
+    GrammarLost,
     GrammarReady,
     Halted,
     Hello,
@@ -120,7 +121,7 @@ class Service:
         note: Note | None = None,
         on_turn: Callable[[bool], None] = lambda is_ready: None,
     ) -> None:
-        """`report_dead` gets the process id of each lost node (`--restart on`).
+        """`report_dead` gets the process id of each lost node without which the engine goes on.
 
         `on_turn` is called in every turn of the loop, with whether requests are taken.
         """
@@ -211,6 +212,7 @@ class Service:
             while (step := policy.schedule(self._clock())) is not None:
                 self._send(step)
         if policy is not None:
+            self._gateways.deliver(policy.displace_grammars())
             self._nodes.compile(policy.compilations.take_unsent())
         for event in self._receive():
             member = self._nodes.roster.member(event.peer)
@@ -310,9 +312,9 @@ class Service:
             if peer in self._nodes.roster.gateways:
                 self._gateways.left(peer)
             elif self._drafts.index(peer) is not None:
-                self._lose_draft(peer, "it closed its connection")
+                self._lose_draft(peer, f"it {event.how}")
             elif member is not None:
-                raise self._closed(member)
+                raise self._gone(member, event)
         elif isinstance(event, Malformed):
             if member is not None:
                 raise ProtocolError(f"{member}: {event.reason}")
@@ -328,8 +330,8 @@ class Service:
         else:
             self._gateways.refuse(peer, f"{type(event.message).__name__} before Hello")
 
-    def _closed(self, member: Member) -> NodeLost:
-        return NodeLost(f"{self._nodes.roster.describe(member)} closed its connection")
+    def _gone(self, member: Member, event: PeerGone) -> NodeLost:
+        return NodeLost(f"{self._nodes.roster.describe(member)} {event.how}")
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         roster = self._nodes.roster
@@ -393,7 +395,10 @@ class Service:
                 self._on_prepared(member, answer)
             case GrammarReady() as compiled:
                 if self._policy is not None:
-                    self._gateways.deliver(self._policy.compiled(compiled))
+                    self._gateways.deliver(self._policy.compiled(compiled, self._clock()))
+            case GrammarLost() as lost:
+                if self._policy is not None:
+                    self._policy.lost_grammar(lost, self._clock())
             case ClockPong() | TraceDump() as answer:
                 self._gateways.trace_answer(member, answer)
             case Ready() as ready if self._policy is None:
@@ -533,7 +538,7 @@ class Service:
     def _lose_draft(self, peer: bytes, reason: str) -> None:
         """Go on without a draft node; before the engine is ready its loss ends the start."""
         index = self._drafts.index(peer)
-        self._drafts.leave(peer)
+        self._report_dead(self._drafts.leave(peer))
         error = NodeLost(f"lost draft {index}: {reason}")
         if self._policy is None:
             raise error
@@ -547,7 +552,7 @@ class Service:
         for event in self._events:
             lost = self._nodes.roster.member(event.peer)
             if isinstance(event, PeerGone) and lost is not None and lost != member:
-                raise self._closed(lost)
+                raise self._gone(lost, event)
 
     # The end.
 

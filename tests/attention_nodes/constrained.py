@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from llguidance import LLMatcher, LLTokenizer
 
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import CompiledGrammar, Grammars
 from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.sequences import Limits, SequenceTable
 from kernels.cpu import sampling as ops
 from models.tokenizer import Tokenizer
 from tests.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
+from topspin.grammars import grammar_key, limits
 from topspin.messages import NewSequence, SamplingParams, pack_ints
 
 PROMPT = [BOS_TOKEN_ID, 7, 8]
 MAX_LEN = 700
 # More than the tokenizer has, and no multiple of 32: as a model's, padded.
 VOCAB = 301
+TIMEOUT_S = 60.0
 
 
 class Checkpoint:
@@ -30,6 +34,18 @@ class Checkpoint:
         write_tokenizer(directory)
         self.tokenizer = Tokenizer.from_directory(directory)
         self.grammars = Grammars(directory, vocab_size=VOCAB, eos_token_ids=(EOS_TOKEN_ID,))
+        file = str(directory / "tokenizer.json")
+        self._library = LLTokenizer(file, n_vocab=VOCAB, eos_token=[EOS_TOKEN_ID])
+
+    def compile(self, *grammars: str) -> dict[str, str]:
+        """Have the node compile grammars and keep them; return the reasons against some."""
+        for each in grammars:
+            self.grammars.start(grammar_key(each), each)
+        return {key: error for key, error, _ in wait_for_compiled(self.grammars) if error}
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher of this process, made by the library alone."""
+        return LLMatcher(self._library, grammar, log_level=0, limits=limits())
 
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -38,6 +54,16 @@ class Checkpoint:
         """Return the text of an output, whose eos token shows if it is not at the end."""
         end = len(tokens) - (tokens[-1:] == [EOS_TOKEN_ID])
         return self.tokenizer.decode(tokens[:end], skip_special_tokens=False)
+
+
+def wait_for_compiled(grammars: Grammars) -> list[CompiledGrammar]:
+    """Wait for what is under way; return it."""
+    ended: list[CompiledGrammar] = []
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while grammars.is_compiling:
+        ended += grammars.take_compiled()
+        assert time.monotonic() < deadline_s, "a grammar is compiled for ever"
+    return ended
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -53,6 +79,8 @@ class Bench:
         self.table = SequenceTable(Limits(MAX_LEN, 4, 1, VOCAB))
         self.sampler = Sampler(self.table, ops, checkpoint.grammars)  # type: ignore[arg-type]
         self.refused: dict[int, str] = {}
+        # As the scheduler does before a sequence comes.
+        checkpoint.compile(*{each.grammar for each in asked if each.grammar})
         for seq_id, each in enumerate(asked):
             self.admit(seq_id, each)
 

@@ -49,7 +49,7 @@ def masks_of(bench: Bench, seq_id: int, draft: Draft | None = None) -> dict[int,
 
 def can_follow(checkpoint: Checkpoint, grammar: str, output: list[int]) -> set[int]:
     """Return the tokens after `output`, each asked for alone."""
-    matcher = checkpoint.grammars.matcher(grammar)
+    matcher = checkpoint.matcher(grammar)
     assert matcher.consume_tokens(output) or not output
     return {token for token in range(VOCAB) if matcher.validate_tokens([token]) == 1}
 
@@ -74,7 +74,7 @@ def test_rows_of_a_tree_have_the_masks_of_their_paths(checkpoint: Checkpoint, se
         masks = masks_of(bench, 1, draft)
         for idx in range(ROOT, len(draft.tokens)):
             text = [*output, *draft.path(idx)]
-            matcher = checkpoint.grammars.matcher(WORDS)
+            matcher = checkpoint.matcher(WORDS)
             if EOS_TOKEN_ID in text or matcher.try_consume_tokens(text) < len(text):
                 continue  # nothing is accepted behind it
             wanted = can_follow(checkpoint, WORDS, text) - {c}

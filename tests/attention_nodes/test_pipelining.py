@@ -15,7 +15,7 @@ import torch
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import Grammars
 from attention_nodes.model_runner import ModelRunner
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime, Runtime

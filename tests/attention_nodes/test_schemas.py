@@ -13,11 +13,21 @@ import jsonschema
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
+from server.gateway.parsing.call_formats import HERMES
 from server.gateway.requests.grammars import grammar_of, json_grammar
-from server.gateway.requests.schema import decode_completion
+from server.gateway.requests.schema import (
+    MAX_STRUCTURED_CHOICES,
+    MAX_TOOLS,
+    FunctionDefinition,
+    Tool,
+    decode_completion,
+)
+from server.gateway.requests.tool_grammars import constrained, marker_terminal
+from server.gateway.requests.tools import ToolUse
 from tests.attention_nodes.constrained import Bench, Checkpoint, params
 from tests.attention_nodes.schemas import REFUSED, Schema, all_schemas
 from topspin.errors import InvalidRequest
+from topspin.grammars import MAX_GRAMMAR_BYTES
 
 NUM_SEEDS = 2
 
@@ -89,16 +99,23 @@ def test_texts_follow_their_schemas(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_kept_is_refused_by_name(reason: str) -> None:
+def test_what_cannot_be_kept_is_refused_by_name(checkpoint: Checkpoint, reason: str) -> None:
+    """By the gateway, or by the node, whose reason the gateway then gives with the field."""
     schemas = [REFUSED[reason]]
     if reason != "x-guidance":  # options are those of the whole schema
         schemas.append({"type": "object", "properties": {"a": REFUSED[reason]}, "required": ["a"]})
     for schema in schemas:
-        with pytest.raises(InvalidRequest) as raised:
-            json_grammar(schema, param="the.schema")
-        assert raised.value.param is not None
-        assert raised.value.param.startswith("the.schema")
-        assert reason in str(raised.value)
+        refusal = refusal_of(checkpoint, schema)
+        assert reason in refusal
+
+
+def refusal_of(checkpoint: Checkpoint, schema: Schema) -> str:
+    try:
+        grammar = json_grammar(schema, param="the.schema")
+    except InvalidRequest as error:
+        return f"{error.param}: {error}" if (error.param or "").startswith("the.schema") else ""
+    (refusal,) = checkpoint.compile(grammar).values()
+    return refusal
 
 
 def test_blanks_are_bounded(checkpoint: Checkpoint) -> None:
@@ -115,7 +132,7 @@ def test_blanks_are_bounded(checkpoint: Checkpoint) -> None:
 
 def asked_of(**outputs: Any) -> str:
     body = {"model": "m", "prompt": "p", "structured_outputs": outputs}
-    return grammar_of(decode_completion(json.dumps(body).encode()).body)
+    return grammar_of(decode_completion(json.dumps(body).encode()).body).text
 
 
 PATTERNS = [
@@ -177,3 +194,48 @@ def test_grammars_of_clients(checkpoint: Checkpoint, grammar: str) -> None:
         assert isinstance(eval(text, {"__builtins__": {}}), int), text
     assert any("(" in text for text in texts)
     assert any("*" in text for text in texts)
+
+
+def test_choices_members_and_tools_reach_their_limits(checkpoint: Checkpoint) -> None:
+    choices = [f"choice {idx}" for idx in range(MAX_STRUCTURED_CHOICES)]
+    properties = {f"p{idx}": {"type": "integer"} for idx in range(1000)}
+    use = ToolUse(tools=tuple(tool(idx) for idx in range(MAX_TOOLS)), may_call=True)
+    terminal = marker_terminal(lambda _: None, frozenset())
+    grammars = [
+        asked_of(choice=choices),
+        asked_of(json={"type": "object", "properties": properties}),
+        constrained(
+            "", use, calls=HERMES, terminal=terminal, reasons=False, is_inside_reasoning=False
+        ),
+    ]
+    last = f'<tool_call>\n{{"name": "t{MAX_TOOLS - 1}", "arguments": {{}}}}\n</tool_call>'
+    for grammar, text in zip(grammars, [choices[-1], '{"p0": 1, "p999": 2}', last], strict=True):
+        matcher = checkpoint.matcher(grammar)
+        for token in checkpoint.tokens(text):
+            matcher.compute_bitmask()
+            assert matcher.consume_token(token), matcher.get_error()
+        assert matcher.is_accepting()
+    with pytest.raises(InvalidRequest, match=r"`structured_outputs.choice`.* <= 4096"):
+        asked_of(choice=[*choices, "one more"])
+
+
+def tool(idx: int) -> Tool:
+    return Tool(function=FunctionDefinition(name=f"t{idx}", parameters={}, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "written"),
+    [
+        ("regex", "{}".format),
+        ("json", lambda text: {"description": text}),
+        ("grammar", 'start: "b" // {}'.format),
+    ],
+)
+def test_the_size_of_what_nodes_compile_is_limited(field: str, written: Any) -> None:
+    around = len(asked_of(**{field: written("a")})) - 1
+    text = "a" * (MAX_GRAMMAR_BYTES - around)
+    assert len(asked_of(**{field: written(text)})) == MAX_GRAMMAR_BYTES
+    with pytest.raises(
+        InvalidRequest, match=f"`structured_outputs.{field}` has {MAX_GRAMMAR_BYTES + 1}"
+    ):
+        asked_of(**{field: written(text + "a")})

@@ -182,6 +182,29 @@ def test_a_change_does_a_little_at_a_time_and_answers_at_the_end(
     assert experts.versions == [1, 3]
 
 
+def test_a_table_whose_experts_another_checkpoint_has_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    experts, checkpoint = load(path, FIRST, torch.float32), Checkpoint(path)
+    assert checkpoint.fingerprint()
+    check = checkpoint.check_unchanged
+    change = TableChange(experts, model_path=path, config=node_config(path), index=0, check=check)
+
+    def answer(version: int, held: Held) -> TablePrepared:
+        slots = tuple(zip(held, ((3, 4, 5, 6, 7), (0, 1, 2, 3, 4)), strict=True))
+        change.start(ExpertTable(version=version, num_experts=8, slots=slots))
+        while (found := change.work()) is None:
+            pass
+        return found
+
+    assert answer(2, SECOND).refusal == ""
+    make_checkpoint(tmp_path, "mixtral", seed=1)
+    assert "model.safetensors: replaced" in answer(3, THIRD).refusal
+    assert experts.versions == [1, 2]
+    (tmp_path / "model.safetensors").unlink()
+    assert "missing" in answer(4, THIRD).refusal or "cannot be read" in answer(4, THIRD).refusal
+    assert experts.versions == [1, 2]
+
+
 def test_another_schedulers_table_is_read_where_this_node_has_other_experts(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "mixtral")
     experts = load(path, FIRST, torch.float32)

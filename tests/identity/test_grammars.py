@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 from tokenizers import pre_tokenizers
 
-from attention_nodes.grammars import Grammars
+from attention_nodes.grammars.processes import CompiledGrammar, Grammars
 from models.tokenizer import Tokenizer
 from server.gateway.requests.grammars import json_grammar
 from tests.checkpoints import EOS_TOKEN_ID
@@ -184,14 +184,16 @@ def test_no_stream_waits_for_a_compilation(
     """The compilation ends only after another stream has been served from its first token on."""
     case = case_of(VARIANT)
     may_end = threading.Event()
-    compile_ = Grammars._compile
+    take_compiled = Grammars.take_compiled
 
-    def slow(self: Grammars, key: str, grammar: str) -> Any:
-        assert threading.current_thread().name.startswith("grammars"), "a step compiles"
-        assert may_end.wait(60)
-        return compile_(self, key, grammar)
+    def slow(self: Grammars) -> list[CompiledGrammar]:
+        return take_compiled(self) if may_end.is_set() else []
 
-    monkeypatch.setattr(Grammars, "_compile", slow)
+    def refused(*_: Any) -> None:
+        raise AssertionError("a step compiles")
+
+    monkeypatch.setattr(Grammars, "take_compiled", slow)
+    monkeypatch.setattr(Grammars, "_compiled_now", refused)
     with Engine(engine_config(case.path)) as engine:
         requests = send(engine, case)
         free = [idx for idx, each in enumerate(asked()) if "grammar" not in each]

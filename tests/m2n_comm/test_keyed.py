@@ -51,6 +51,7 @@ from topspin.errors import (
     UntrustedPeer,
 )
 from topspin.keys import KeyDirectory
+from topspin.listening import has_ipv6
 from topspin.messages import ExpertPeer
 
 GROUPS = ("attention", "expert", "gateway")
@@ -155,6 +156,22 @@ def test_nodes_with_keys_exchange_rows(
         attention = meeting.connect(of(keys, "attention"), groups={"expert"})
         meeting.check(attention, expert.result(10))
     assert made == []
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_rows_travel_over_ipv6(keys: Path, with_keys: bool) -> None:
+    expert, attention = (
+        of(keys, group) if with_keys else None for group in ("expert", "attention")
+    )
+    with meeting_of(expert, host="::1") as meeting:
+        assert meeting.listener.address.startswith("tcp:[::1]:")
+        accepted = meeting.accept()
+        net = meeting.connect(attention)
+        if with_keys:
+            meeting.check(net, accepted.result(10))
+        else:
+            accepted.result(10)
 
 
 def test_stages_prove_their_keys_too(keys: Path) -> None:

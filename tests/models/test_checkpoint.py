@@ -120,6 +120,32 @@ def _duplicate(path: Path) -> None:
     save_file(extra, path / _SHARDS[1])
 
 
+def _unassigned_duplicate(path: Path) -> None:
+    for file in _SHARDS:
+        save_file({"extra": torch.zeros(1), **load_file(path / file)}, path / file)
+
+
+def test_the_index_decides_between_two_tensors_of_a_name(
+    sharded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = Checkpoint(sharded).read("a")
+    _duplicate(sharded)
+    assert torch.equal(Checkpoint(sharded).read("a"), expected)
+    assert f"{_SHARDS[1]}: tensor a is that of another shard" in caplog.text
+
+
+def test_a_computed_tensor_of_the_index_may_be_absent(sharded: Path) -> None:
+    file = sharded / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = _SHARDS[1]
+    file.write_text(json.dumps(index))
+    assert len(Checkpoint(sharded).names) == 3
+    index["weight_map"]["model.norm.weight"] = _SHARDS[1]
+    file.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight, promised by"):
+        Checkpoint(sharded)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -129,7 +155,7 @@ def _duplicate(path: Path) -> None:
         (_huge_header, "truncated"),
         (_damaged_header, "header is damaged"),
         (_missing, "shard is missing"),
-        (_duplicate, "tensor a is also stored in model-00001"),
+        (_unassigned_duplicate, "tensor extra is also stored in model-00001"),
     ],
 )
 def test_a_damaged_shard_is_named(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from models.config import load_model_config
+from models.config import ModelConfig, load_model_config
 from tests.checkpoints import EOS_TOKEN_ID, VARIANTS, VOCAB_SIZE, make_checkpoint, oracle_model
 from topspin.errors import ConfigError
 
@@ -69,6 +73,7 @@ def test_families_differ_as_their_variants_say(tmp_path: Path) -> None:
 
 def test_generation_config_decides_what_ends_a_generation(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
+    (tmp_path / "tokenizer_config.json").unlink()
     _rewrite(tmp_path, eos_token_id=[5, 6, 5])
     assert load_model_config(tmp_path).eos_token_ids == (EOS_TOKEN_ID,)
     _rewrite(tmp_path, "generation_config.json", eos_token_id=[7, 8, 7])
@@ -80,19 +85,141 @@ def test_generation_config_decides_what_ends_a_generation(tmp_path: Path) -> Non
     assert load_model_config(tmp_path).eos_token_ids == ()
 
 
+_CHATML = (
+    "{% for message in messages %}<|user|>{{ message.content }}<|eos|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (_CHATML, True),
+        ("{% for m in messages %}[{{ m.role }}] {{ m.content }} {{ eos_token }}{% endfor %}", True),
+        # Not after the last message, which the model is to continue.
+        (
+            "{% for m in messages %}{{ m.content }}{% if not loop.last %}<|eos|>{% endif %}"
+            "{% endfor %}",
+            True,
+        ),
+        ("{% for m in messages %}<|eos|>{{ m.role }}: {{ m.content }}\n{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content }}</end>{% endfor %}<|eos|>", False),
+        ("{{ raise_exception('tools only') }}", False),
+        ("{% for", False),
+        (None, False),
+    ],
+)
+def test_the_tokenizers_end_counts_where_the_template_writes_it(
+    tmp_path: Path, template: str | None, ends: bool
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    _rewrite(tmp_path, "generation_config.json", eos_token_id=[7, 8])
+    _rewrite(tmp_path, "tokenizer_config.json", chat_template=template)
+    config = load_model_config(tmp_path)
+    assert config.eos_token_ids == ((7, 8, EOS_TOKEN_ID) if ends else (7, 8))
+    said = [note for note in config.notes if "eos_token" in note]
+    assert len(said) == ends
+    # Also a token that only the other files add.
+    backend = json.loads((tmp_path / "tokenizer.json").read_text())
+    added = [each for each in backend["added_tokens"] if each["content"] != "<|eos|>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**backend, "added_tokens": added}))
+    assert load_model_config(tmp_path).eos_token_ids == config.eos_token_ids
+    _rewrite(tmp_path, "generation_config.json", eos_token_id=EOS_TOKEN_ID)
+    assert load_model_config(tmp_path).eos_token_ids == (EOS_TOKEN_ID,)
+    assert not load_model_config(tmp_path).notes
+
+
 @pytest.mark.parametrize("token_id", [VOCAB_SIZE, 10**6, -1])
-def test_an_eos_id_outside_the_vocabulary_is_refused(tmp_path: Path, token_id: int) -> None:
+def test_an_eos_id_outside_the_vocabulary_does_not_count(tmp_path: Path, token_id: int) -> None:
     make_checkpoint(tmp_path, "llama")
     last = VOCAB_SIZE - 1
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "tokenizer_config.json").unlink()
     _rewrite(tmp_path, "generation_config.json", eos_token_id=[last, token_id])
-    with pytest.raises(ConfigError, match=rf"generation_config.*{token_id}.*0\.\.{last}"):
-        load_model_config(tmp_path)
+    config = load_model_config(tmp_path)
+    assert config.eos_token_ids == (last,)
+    assert len(config.notes) == 1
+    assert f"[{last}, {token_id}]" in config.notes[0]
     _rewrite(tmp_path, "generation_config.json", eos_token_id=last)
     _rewrite(tmp_path, eos_token_id=token_id)
     assert load_model_config(tmp_path).eos_token_ids == (last,)  # the other is not used
     _rewrite(tmp_path, "generation_config.json", eos_token_id=None)
     with pytest.raises(ConfigError, match=rf"/config\.json: eos_token_id = {token_id}"):
         load_model_config(tmp_path)
+
+
+def _read_fields(path: Path) -> ModelConfig:
+    return dataclasses.replace(load_model_config(path), dtype="float32", notes=())
+
+
+_FAMILIES = ("Llama", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe")
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_sliding_window": True}])
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_an_absent_option_has_transformers_default(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """Every option of the family's class, one at a time and all together."""
+    theirs = getattr(importlib.import_module("transformers"), f"{family}Config")(**changes)
+    every = {**theirs.to_dict(), "sliding_window": getattr(theirs, "sliding_window", None) or None}
+    if not hasattr(theirs, "layer_types"):
+        every.pop("layer_types", None)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(every))
+    expected = _read_fields(tmp_path)
+    assert expected.vocab_size == theirs.vocab_size
+    assert expected.max_position_embeddings == theirs.max_position_embeddings
+    assert expected.rms_norm_eps == theirs.rms_norm_eps
+    assert expected.num_kv_heads == theirs.num_key_value_heads
+    has_windows = "use_sliding_window" in changes and family.startswith("Qwen")
+    assert any(layer.sliding_window == 4096 for layer in expected.layers) == has_windows
+    for option in every.keys() - {"model_type", *changes}:
+        rest = {name: value for name, value in every.items() if name != option}
+        file.write_text(json.dumps(rest))
+        assert _read_fields(tmp_path) == expected, option
+    file.write_text(json.dumps({"model_type": theirs.model_type, **changes}))
+    assert _read_fields(tmp_path) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_without_a_dtype_it_is_the_tensors(tmp_path: Path, dtype: str) -> None:
+    make_checkpoint(tmp_path, "llama")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        raw.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    file = tmp_path / "model.safetensors"
+    kind = getattr(torch, dtype)
+    save_file(
+        {name: each.to(kind) for name, each in load_file(file).items()}, file, {"format": "pt"}
+    )
+    auto = importlib.import_module("transformers").AutoModelForCausalLM
+    assert auto.from_pretrained(tmp_path).dtype == kind
+    assert load_model_config(tmp_path).dtype == dtype
+    file.unlink()
+    assert load_model_config(tmp_path).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "word"),
+    [
+        ("llama", {"sliding_window": 16}, "sliding_window = 16"),
+        ("olmoe", {"sliding_window": 16}, "sliding_window = 16"),
+        ("qwen3_moe", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention"),
+    ],
+)
+def test_what_is_ignored_is_noted(
+    tmp_path: Path, variant: str, changes: dict[str, Any], word: str
+) -> None:
+    make_checkpoint(tmp_path, variant)
+    expected = load_model_config(tmp_path)
+    assert not expected.notes
+    _rewrite(tmp_path, **changes)
+    found = load_model_config(tmp_path)
+    assert found == expected
+    assert len(found.notes) == 1
+    assert word in found.notes[0]
 
 
 def test_qwen3_as_published_says_num_experts(tmp_path: Path) -> None:
@@ -148,7 +275,6 @@ _REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("llama", {"hidden_act": "gelu"}, "hidden_act.*gelu.*silu"),
     ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quant_method.*aqlm.*gptq"),
-    ("llama", {"sliding_window": 16}, "sliding_window.*16"),
     ("llama", {"dtype": "float64"}, "dtype.*float64.*bfloat16"),
     ("llama", {"hidden_size": "64"}, "hidden_size.*'64'.*integer"),
     ("llama", {"hidden_size": None}, "hidden_size is missing"),

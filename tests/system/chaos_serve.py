@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from topspin.cli.flags import add_arguments
 from topspin.cli.serve import asked_for, serve_config
+from topspin.launch import supervisor
 from topspin.launch.engine import LaunchContext, launch, role_commands
 from topspin.launch.supervisor import RoleCommand
 
@@ -33,6 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     arguments = parser.parse_args(sys.argv[2:])  # after "serve"
+    supervisor.MAX_RESTARTS = 10**6  # a soak of losses is no fault of the configuration
     return launch(serve_config(asked_for(arguments)), roles=chaos_commands)
 
 

@@ -99,7 +99,13 @@ def test_a_killed_role_ends_every_request_with_one_typed_error(
     tiny: Tiny, tmp_path: Path, role: str, transport: str
 ) -> None:
     shared_memory = sorted(os.listdir("/dev/shm"))
-    flags = ("--transport", transport, *(TWO_BY_TWO if transport == "tcp" else ()))
+    flags = (
+        "--restart",
+        "off",
+        "--transport",
+        transport,
+        *(TWO_BY_TWO if transport == "tcp" else ()),
+    )
     with Server(tiny.path, tmp_path, *flags, settings=SLOW_LINK) as server:
         threads, results = run_streams(server, tiny.prompts)
         with measured_lateness() as lateness:

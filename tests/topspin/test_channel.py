@@ -6,11 +6,13 @@ import asyncio
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import zmq
@@ -18,11 +20,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.mutations import damaged
+from topspin import channel
 from topspin.channel import (
     AsyncControlClient,
     ControlClient,
     ControlServer,
     Event,
+    Heartbeat,
     Malformed,
     PeerGone,
     Received,
@@ -240,6 +244,85 @@ def test_a_killed_process_is_noticed_by_its_closed_connection(
     assert time.monotonic() - killed_at < 3.0  # heartbeats would take 5 s
 
 
+FROZEN = """
+import os, signal, sys
+from topspin.channel import ControlClient, ControlServer
+from topspin.messages import StatsQuery
+if sys.argv[1] == "client":
+    client = ControlClient(sys.argv[2])
+    client.send(StatsQuery(query_id=1))
+    client.recv()
+else:
+    server = ControlServer(sys.argv[2])
+    while not (events := server.poll(None)):
+        pass
+    server.send(events[0].peer, StatsQuery(query_id=1))
+    server.poll(0.1)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+QUICK = Heartbeat(50, 150)
+
+
+@contextmanager
+def frozen(end: str, address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run one end of a connection, which freezes once it has heard the other."""
+    process = subprocess.Popen([sys.executable, "-c", FROZEN, end, address])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_silent_peer_is_told_from_one_that_closed(address: str) -> None:
+    server = ControlServer(address, heartbeat=QUICK)
+    with frozen("client", address):
+        (first,) = wait_for(server, 1)
+        server.send(first.peer, StatsQuery(query_id=1))
+        assert wait_for(server, 1) == [PeerGone(first.peer, "was silent for 0.2 s")]
+    with frozen("client", address) as process:
+        (first,) = wait_for(server, 1)
+        process.kill()
+        assert wait_for(server, 1) == [PeerGone(first.peer, "closed its connection")]
+    server.close()
+
+
+def test_a_silent_scheduler_is_told_from_one_that_closed(address: str) -> None:
+    silent = "the scheduler was silent for 0.2 s"
+    with frozen("server", address):
+        client = ControlClient(address, heartbeat=QUICK)
+        client.send(StatsQuery(query_id=1))
+        assert client.recv() == StatsQuery(query_id=1)
+        with pytest.raises(PeerLost, match=silent):
+            client.recv()
+        client.close()
+
+    async def talk() -> None:
+        client = AsyncControlClient(address, heartbeat=QUICK)
+        client.send(StatsQuery(query_id=1))
+        assert await client.recv() == StatsQuery(query_id=1)
+        with pytest.raises(PeerLost, match=silent):
+            await client.recv()
+        client.close()
+
+    with frozen("server", address):
+        asyncio.run(talk())
+
+
+def test_a_scheduler_that_only_listens_does_not_answer(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is frozen, for a node that comes back: no key is wrong."""
+    monkeypatch.setattr(channel, "HANDSHAKE_MS", 100)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address.removeprefix("ipc://@"))
+        listener.listen()
+        client = ControlClient(address)
+        with pytest.raises(SchedulerLost, match=r"^the scheduler did not answer for 0\.1 s$"):
+            client.recv()
+        client.close()
+
+
 def test_client_reads_what_came_before_the_end_then_raises(address: str) -> None:
     server = ControlServer(address)
     client = ControlClient(address)
@@ -250,7 +333,7 @@ def test_client_reads_what_came_before_the_end_then_raises(address: str) -> None
     server.close()
     assert client.recv(10.0) == Stop(reason="first")
     assert client.recv(10.0) == Stop(reason="second")
-    with pytest.raises(PeerLost):
+    with pytest.raises(PeerLost, match="the scheduler closed the control connection"):
         client.recv(10.0)
     client.close()
 

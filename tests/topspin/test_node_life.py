@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -52,6 +53,25 @@ from topspin.messages import (
 from topspin.node_life import CacheSize, NodeLife, run_node
 
 TIMEOUT_S = 30.0
+
+
+class ServedCheckpoint:
+    """A checkpoint that somebody may replace while it is loaded."""
+
+    digests: Mapping[str, str] = MappingProxyType({"model.safetensors": "ab"})
+
+    def __init__(self, replaced: str = "") -> None:
+        self._replaced = replaced
+
+    def fingerprint(self) -> str:
+        return "print"
+
+    def check_unchanged(self) -> None:
+        if self._replaced:
+            raise CheckpointError(f"{self._replaced}: has changed")
+
+
+SERVED = ServedCheckpoint()
 
 
 @pytest.fixture
@@ -131,6 +151,7 @@ class Node:
         self._messages = deque(messages)
         self.sent: list[Any] = []
         self.done: list[str] = []
+        self.served = SERVED
         self.faults: dict[int, Exception] = {}
         self.step_fault: Exception = DeadlineExceeded("expert 0 is late")
         control: Any = self
@@ -154,7 +175,7 @@ class Node:
         pass
 
     def serve(self) -> None:
-        self.life.introduce("print", "unix:@x")
+        self.life.introduce(self.served, "unix:@x")
         self.life.serve(self)
 
     # The worker.
@@ -187,6 +208,15 @@ class Node:
             self.disband()
 
 
+def test_a_node_takes_no_part_with_weights_that_it_has_not_named() -> None:
+    node = Node(welcome())
+    node.served = ServedCheckpoint("model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: has changed"):
+        node.serve()
+    assert node.done == ["load"]
+    assert [type(message) for message in node.sent] == [Hello]
+
+
 def test_a_node_joins_serves_halts_and_forms_anew() -> None:
     node = Node(welcome(), Halt(generation=2), Reform(topology=topology(2)), Stop(reason="over"))
     with pytest.raises(Stopped, match="over"):
@@ -195,6 +225,7 @@ def test_a_node_joins_serves_halts_and_forms_anew() -> None:
     assert isinstance(hello, Hello)
     assert (hello.role, hello.index, hello.fingerprint) == ("expert", 3, "print")
     assert hello.data_address == "unix:@x"
+    assert hello.files == {"model.safetensors": "ab"}
     assert isinstance(first, Ready)
     assert (first.generation, first.num_blocks) == (1, 5)
     assert halted == Halted(role="expert", index=3, generation=2)

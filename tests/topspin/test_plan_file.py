@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from msgspec.structs import replace
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from tests.topspin.plans import DENSE, FACTS, plan
 from topspin.config import (
     ComputeSection,
+    FailoverSection,
     M2NSection,
     ModelSection,
     SpeculationSection,
@@ -96,7 +98,9 @@ def test_a_plan_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
         - {transport: shm, payload: bf16, window_rows: 512}
         """
     )
-    assert read_plan(str(file)) == plan()
+    assert read_plan(str(file)) == plan(failover=FailoverSection(restart=False))
+    file.write_text(dedent(file.read_text()) + "failover: {restart_deadline_s: 5}\n")
+    assert not read_plan(str(file)).failover.restart
 
 
 def test_the_plan_in_the_docs_is_one(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from topspin.channel import (
 from topspin.cli.keys import make, rotate
 from topspin.errors import ConfigError, PeerLost
 from topspin.keys import KeyDirectory, new_secret, public_of_secret, write_file
+from topspin.listening import has_ipv6
 from topspin.messages import StatsQuery, Stop
 from topspin.secure_channel import MAX_FILES
 
@@ -188,6 +189,24 @@ def test_addresses_that_others_reach_need_keys(host: str) -> None:
     for kind in (ControlServer, ControlClient, AsyncControlClient):
         with pytest.raises(ConfigError, match=r"other hosts can reach it, so it needs keys"):
             kind(f"tcp://{host}:7000")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
+def test_all_addresses_are_of_both_families(keys: Path, address: str) -> None:
+    port = address.rpartition(":")[2]
+    with contextlib.closing(
+        ControlServer(f"tcp://[::]:{port}", keys=of(keys, "scheduler"))
+    ) as all_:
+        for host in ("[::1]", "127.0.0.1", "localhost"):
+            client = ControlClient(f"tcp://{host}:{port}", keys=of(keys, "expert"))
+            peer = exchange(all_, client, 1)
+            client.close()
+            assert wait_for(all_, 1) == [PeerGone(peer)]
+    with (
+        contextlib.closing(ControlServer(f"tcp://[::1]:{port}")) as own,
+        contextlib.closing(ControlClient(f"tcp://[::1]:{port}")) as client,
+    ):
+        exchange(own, client, 2)
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://:70000"])

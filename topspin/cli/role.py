@@ -16,6 +16,7 @@ from topspin.cli.serve import (
     asked_by_plan,
     check_host,
     check_http,
+    say_ignored,
     serve_config,
     set_log_format,
 )
@@ -87,7 +88,9 @@ def _set_progress(parsed: argparse.Namespace) -> None:
 def run_scheduler(parsed: argparse.Namespace) -> int:
     """Become the scheduler of the plan. Raises ConfigError."""
     _set_progress(parsed)
-    config = serve_config(asked_by_plan(parsed.plan, GatewaySection()))
+    asked = asked_by_plan(parsed.plan, GatewaySection())
+    say_ignored(asked)
+    config = serve_config(asked)
     become(scheduler_command(config, inherited_config(config), keys=parsed.keys, bind=parsed.bind))
 
 

@@ -18,7 +18,7 @@ import msgspec
 from models.config import ModelConfig, load_model_config
 from models.facts import facts_of
 from models.hub import resolve_model
-from server.gateway.requests.sampling_defaults import load_sampling_defaults
+from server.gateway.requests.sampling_defaults import load_sampling_defaults, unapplied_defaults
 from topspin.cli.flags import given, hide_api_key, read_config
 from topspin.config import EngineConfig, GatewaySection
 from topspin.cores import LayoutChoice
@@ -54,6 +54,7 @@ def serve(arguments: argparse.Namespace) -> int:
     """
     hide_api_key(arguments)
     asked = asked_for(arguments)
+    say_ignored(asked)
     plan = asked.plan
     if arguments.print_plan:
         print(print_plan(plan), end="")
@@ -66,6 +67,19 @@ def serve(arguments: argparse.Namespace) -> int:
     check_host(plan, plan.nodes)
     set_log_format(asked.gateway)
     return launch(serve_config(asked))
+
+
+def say_ignored(asked: Asked) -> None:
+    """Name on stderr what the checkpoint says and is not followed; once for an engine."""
+    plan, gateway, path = asked
+    model = load_model_config(path, plan.model.hf_overrides)
+    for note in (*model.notes, *unapplied_defaults(path, gateway.generation_config)):
+        _to_stderr(f"topspin: {note}")
+    if model.dtype == "float16" and plan.model.dtype == "bfloat16":
+        _to_stderr(
+            f"topspin: {path}: its float16 weights are rounded to bfloat16, which has 8 bits of "
+            "precision instead of 11; --dtype float32 keeps them"
+        )
 
 
 def check_http(gateway: GatewaySection) -> None:

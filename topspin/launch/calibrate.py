@@ -152,8 +152,7 @@ def _choices(asked: EngineConfig, num_cores: int) -> list[LayoutChoice]:
         counts.append(num_cores // 2)
     choices = [LayoutChoice("shared", transport, threads) for threads in counts]
     choices.append(LayoutChoice("split", transport))
-    # With --restart on, losing one node must not lose all.
-    if asked.m2n.transport == "auto" and not asked.failover.restart:
+    if asked.m2n.transport == "auto":
         choices += [LayoutChoice("shared", "local", threads) for threads in counts]
     return choices
 
@@ -277,7 +276,7 @@ def _key(asked: EngineConfig, path: Path, cores: Sequence[int]) -> str:
     facts = (
         hashlib.sha256(shapes).hexdigest(),
         (asked.model.dtype, asked.model.quantization),
-        (asked.m2n, asked.compute, asked.failover.restart),
+        (asked.m2n, asked.compute),
         sorted((name, value) for name, value in os.environ.items() if name.startswith("OMP_")),
         (tuple(cores), _processor(), platform.release(), __version__),
     )

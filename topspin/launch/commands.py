@@ -39,6 +39,7 @@ def node_commands(plan: EnginePlan, control: str) -> list[RoleCommand]:
         *("--control", control, "--model", plan.model.path),
         *("--attention-nodes", str(len(plan.attention))),
         *("--expert-nodes", str(len(plan.experts))),
+        *(("--failover",) if plan.failover.restart else ()),
     )
     environment = _environment(plan, plan.attention[0])
     local = RoleCommand(name="local node", argv=argv, environment=environment)

@@ -32,11 +32,15 @@ from topspin.launch.commands import (
 )
 from topspin.launch.display import CompiledKernels, Display, open_display
 from topspin.launch.supervisor import RoleCommand, StopGraces, Supervisor
+from topspin.listening import ALL_ADDRESSES, has_ipv6, in_url
 from topspin.plan import EnginePlan, ServeConfig
 from topspin.process import CONFIG_ERROR_STATUS
 
 HEALTH_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
+# A scheduler writes its sign of life every second (nodes wait for another one after 2 s already).
+TICK_S = 1.0
+MAX_SILENT_TICKS = 5
 # How long the gateway may take to stop beyond the time that its requests get.
 STOP_MARGIN_S = 1.0
 
@@ -45,8 +49,8 @@ STOP_MARGIN_S = 1.0
 class LaunchContext:
     """The state shared by one engine's roles: settings, control plane and inherited files.
 
-    `config_fd` holds `config` as JSON; the gateway writes its port to `port_fd`, the scheduler the
-    process ids of nodes that it considers dead to `dead_fd`.
+    `config_fd` holds `config` as JSON; the gateway writes its port to `port_fd`, the scheduler to
+    `dead_fd` the process ids of nodes that it considers dead, and 0 as a sign of its own life.
     """
 
     config: ServeConfig
@@ -126,27 +130,24 @@ def launch(
         port_writer = stack.enter_context(os.fdopen(writer_fd, "wb", buffering=0))
         dead_reader_fd, dead_writer_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         dead_reader = stack.enter_context(os.fdopen(dead_reader_fd, "rb", buffering=0))
-        dead_writer = stack.enter_context(os.fdopen(dead_writer_fd, "wb", buffering=0))
+        stack.callback(os.close, dead_writer_fd)  # a scheduler that is restarted inherits it
         stack.callback(display.finish)
         kernels = CompiledKernels(display)
         graces = StopGraces(front_s=STOP_MARGIN_S + config.gateway.shutdown_timeout_s)
         supervisor = stack.enter_context(Supervisor(emit=kernels.line, graces=graces))
         config_fd = inherited_config(config)
-        try:
-            context = LaunchContext(
-                config=config,
-                control=control,
-                config_fd=config_fd,
-                port_fd=writer_fd,
-                dead_fd=dead_writer_fd,
-            )
-            supervisor.restart("optional")
-            for command in roles(context):
-                supervisor.start(command)
-        finally:
-            os.close(config_fd)
+        stack.callback(os.close, config_fd)  # and this, too
+        context = LaunchContext(
+            config=config,
+            control=control,
+            config_fd=config_fd,
+            port_fd=writer_fd,
+            dead_fd=dead_writer_fd,
+        )
+        supervisor.restart("optional")
+        for command in roles(context):
+            supervisor.start(command)
         port_writer.close()
-        dead_writer.close()
         start = EngineStart(config=config, port_reader=port_reader, started=started)
         if start.follow(supervisor, display, kernels):
             kernels.finish()
@@ -154,24 +155,45 @@ def launch(
             supervisor.restart("helper")
             if config.plan.failover.restart:
                 supervisor.restart("worker")
-                _kill_the_dead(supervisor, dead_reader)
-        while not supervisor.is_ending:
-            supervisor.step(None)
+                supervisor.restart("coordinator")
+            dead = _Dead(supervisor, dead_reader)
+            dead.watch(restarts=config.plan.failover.restart)
         return _finish(supervisor, display)
 
 
-def _kill_the_dead(supervisor: Supervisor, dead_reader: FileIO) -> None:
-    """Kill the nodes that the scheduler considers dead: they must not linger."""
+class _Dead:
+    """Kills the nodes that the scheduler considers dead, and a scheduler that is silent.
 
-    def on_readable() -> None:
-        data = dead_reader.read()
-        if data == b"":  # the scheduler has ended
-            supervisor.forget(dead_reader.fileno())
-        for line in (data or b"").split():
+    They must not linger: stopped processes hold memory and addresses.
+    """
+
+    def __init__(self, supervisor: Supervisor, reader: FileIO) -> None:
+        """`reader` is the non-blocking end of the pipe to which the scheduler writes."""
+        self._supervisor = supervisor
+        self._reader = reader
+        # Ticks of this process since the scheduler's last word; None: it has not begun to speak.
+        # The clock would count a pause of the whole machine.
+        self._num_silent: int | None = None
+
+    def watch(self, *, restarts: bool) -> None:
+        """Run the engine until it is ending; `restarts`: also without its scheduler."""
+        supervisor = self._supervisor
+        supervisor.watch(self._reader.fileno(), self._on_readable)
+        ticked_s = time.monotonic()
+        while not supervisor.is_ending:
+            supervisor.step(TICK_S if restarts else None)
+            if time.monotonic() >= ticked_s + TICK_S and self._num_silent is not None:
+                ticked_s = time.monotonic()
+                self._num_silent += 1
+                if restarts and self._num_silent > MAX_SILENT_TICKS:
+                    self._num_silent = None
+                    supervisor.kill_coordinator()
+
+    def _on_readable(self) -> None:
+        for line in (self._reader.read() or b"").split():
+            self._num_silent = 0
             # A line is far below PIPE_BUF, so it comes whole.
-            supervisor.kill(int(line))
-
-    supervisor.watch(dead_reader.fileno(), on_readable)
+            self._supervisor.kill(int(line))
 
 
 def _finish(supervisor: Supervisor, display: Display) -> int:
@@ -285,7 +307,9 @@ def _describe_health(body: bytes) -> str:
 
 def _reachable_host(host: str) -> str:
     """Return the address at which this machine reaches a server that listens on `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    if host == ALL_ADDRESSES and has_ipv6():
+        return "::1"
+    return "127.0.0.1" if host in ("", "0.0.0.0", ALL_ADDRESSES) else host
 
 
 def _connection(gateway: GatewaySection, host: str, port: int) -> http.client.HTTPConnection:
@@ -299,6 +323,4 @@ def _connection(gateway: GatewaySection, host: str, port: int) -> http.client.HT
 
 def gateway_url(host: str, port: int, *, scheme: str = "http") -> str:
     """Return the URL at which this machine reaches a gateway that listens on `host`."""
-    reachable = _reachable_host(host)
-    place = f"[{reachable}]" if ":" in reachable else reachable
-    return f"{scheme}://{place}:{port}"
+    return f"{scheme}://{in_url(_reachable_host(host))}:{port}"

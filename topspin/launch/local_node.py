@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,11 +37,12 @@ from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.local import LocalHub, Serve
 from m2n_comm.net import AttentionNet, NetShape
 from m2n_comm.waits import CHECK_INTERVAL_S
-from topspin.channel import ControlClient
+from topspin.channel import RELAXED_HEARTBEAT, ControlClient, Heartbeat
 from topspin.errors import PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.logs import start_logging
 from topspin.messages import Role, Welcome
+from topspin.node_command import add_failover_argument, heartbeat_of
 from topspin.node_life import NodeLife, run_node
 from topspin.process import follow_parent
 
@@ -55,12 +57,21 @@ class LocalNode:
     """All nodes of one engine as threads of this process, around one net."""
 
     def __init__(
-        self, *, address: str, model_path: Path, attention_nodes: int, expert_nodes: int
+        self,
+        *,
+        address: str,
+        model_path: Path,
+        attention_nodes: int,
+        expert_nodes: int,
+        expects_grammars: bool = False,
+        heartbeat: Heartbeat = RELAXED_HEARTBEAT,
     ) -> None:
         self._address = address
+        self._heartbeat = heartbeat
         self._model_path = model_path
         self._num_attention = attention_nodes
         self._num_experts = expert_nodes
+        self._expects_grammars = expects_grammars
         self._logger = logging.getLogger("local")
         self._lock = threading.Lock()
         self._loading = threading.Lock()
@@ -112,6 +123,7 @@ class LocalNode:
                 dry_net=lambda welcome: self._dry_net(index, welcome),
                 make_drafter=make_drafter,
                 can_reform=False,
+                expects_grammars=self._expects_grammars,
             )
             worker.introduce()
             self._may_attend.wait()
@@ -119,7 +131,12 @@ class LocalNode:
                 raise PeerLost("an expert node of this process has failed")
             worker.serve()
 
-        return run_node("attention", index, self._address, logger=self._logger, body=body)
+        return self._run("attention", index, body)
+
+    def _run(self, role: Role, index: int, body: Callable[[ControlClient], None]) -> int:
+        return run_node(
+            role, index, self._address, logger=self._logger, body=body, heartbeat=self._heartbeat
+        )
 
     def _open_net(self, index: int, shape: NetShape, welcome: Welcome) -> AttentionNet:
         """Return the net from attention node `index` to all experts; runs in that node's thread."""
@@ -183,13 +200,7 @@ class LocalNode:
         return lambda batch: staging.to_host(experts.compute(staging.to_device(batch)))
 
     def _run_expert(self, index: int) -> int:
-        status = run_node(
-            "expert",
-            index,
-            self._address,
-            logger=self._logger,
-            body=lambda control: self._serve_expert(control, index),
-        )
+        status = self._run("expert", index, lambda control: self._serve_expert(control, index))
         self._ended.append(status)
         self._may_attend.set()
         return status
@@ -253,6 +264,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--attention-nodes", type=int, default=1)
     parser.add_argument("--expert-nodes", type=int, default=1)
+    add_failover_argument(parser)
     args = parser.parse_args()
     start_logging("local")
     return LocalNode(
@@ -260,6 +272,8 @@ def main() -> int:
         model_path=args.model,
         attention_nodes=args.attention_nodes,
         expert_nodes=args.expert_nodes,
+        expects_grammars=True,
+        heartbeat=heartbeat_of(args),
     ).run()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import NoReturn
 from topspin.errors import ConfigError
 from topspin.launch.commands import import_path, module_argv, node_command
 from topspin.launch.supervisor import RoleCommand
+from topspin.listening import address_of, in_url
 from topspin.network import NetworkSpec
 from topspin.plan import EnginePlan, NodeSpec, ServeConfig
 from topspin.secure_channel import check_protected
@@ -30,7 +30,7 @@ def scheduler_command(
     """Return the scheduler's command; `bind` HOST takes the place of the address's own."""
     control = network_of(config.plan, keys).control
     if bind is not None:
-        control = f"tcp://{bind}:{control.rpartition(':')[2]}"
+        control = f"tcp://{in_url(bind)}:{control.rpartition(':')[2]}"
     return _server("scheduler", config_fd, control, keys)
 
 
@@ -128,9 +128,11 @@ def index_of(text: str, hostname: str) -> int:
 
 def _address_of(host: str) -> str:
     try:
-        return socket.gethostbyname(host)
+        return address_of(host)
     except OSError as error:
-        raise ConfigError(f"host {host!r} has no IPv4 address: {error.strerror}") from error
+        raise ConfigError(
+            f"host {host!r} has no IPv4 address and no IPv6 one: {error.strerror}"
+        ) from error
 
 
 def become(command: RoleCommand) -> NoReturn:

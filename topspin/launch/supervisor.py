@@ -28,6 +28,9 @@ NUM_TAIL_LINES = 20
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0
 HEALTHY_S = 60.0
+# A role that ends once more within this time is given up.
+MAX_RESTARTS = 5
+RESTARTS_WITHIN_S = 300.0
 
 _READ_BYTES = 65536
 _MAX_LINE_BYTES = 65536
@@ -56,11 +59,12 @@ class RoleCommand:
 
 @dataclass(slots=True)
 class _Restart:
-    """The time of a role's next start (`due`), and the delay after its next early end."""
+    """The time of a role's next start (`due`), the delay after its next early end, and its ends."""
 
     command: RoleCommand
     due: float
     delay_s: float
+    ends: list[float]
 
 
 class RoleExit(NamedTuple):
@@ -263,17 +267,28 @@ class Supervisor:
     def restart(self, part: Part) -> None:
         """From now on restart a role of this part that ends, instead of reporting its exit.
 
-        At once after a long life; each early end doubles the delay. An optional one that ends with
-        status 0, or by SIGTERM, was asked to leave and is not restarted.
+        At once after a long life; each early end doubles the delay. One that ends too often
+        (MAX_RESTARTS) is given up: its exit is reported, but for an optional one or a helper, which
+        the others do without. An optional one that ends with status 0, or by SIGTERM, was asked to
+        leave and is not restarted.
         """
         self._restarting.add(part)
 
     def kill(self, pid: int) -> None:
-        """Kill the running worker with process id `pid`, if there is one."""
-        for child in self._running(self._of("worker", "optional")):
+        """Kill the running node with process id `pid`, if there is one."""
+        for child in self._running(self._of("worker", "optional", "helper")):
             if child.process.pid == pid:
-                self._emit(f"{child.command.name} (pid {pid}) is taken for dead and is killed")
-                child.kill()
+                self._kill_dead(child)
+
+    def kill_coordinator(self) -> None:
+        """Kill the running coordinator, if there is one."""
+        for child in self._running(self._of("coordinator")):
+            self._kill_dead(child)
+
+    def _kill_dead(self, child: _Child) -> None:
+        name, pid = child.command.name, child.process.pid
+        self._emit(f"{name} (pid {pid}) is taken for dead and is killed")
+        child.kill()
 
     def watch(self, fd: int, on_readable: Callable[[], None]) -> None:
         """Call `on_readable` in step() whenever `fd` can be read, until forget()."""
@@ -331,10 +346,19 @@ class Supervisor:
             self._emit(f"topspin: {gone.name} has left")
             return
         before = self._restarts.get(gone.name)
+        ends = [end for end in before.ends if now - end < RESTARTS_WITHIN_S] if before else []
+        if len(ends) >= MAX_RESTARTS:
+            self._emit(
+                f"topspin: {gone.describe()}, after {len(ends)} restarts in {now - ends[0]:.0f} s; "
+                "it is not started again"
+            )
+            if child.command.part not in ("optional", "helper"):
+                self._exits.append(gone)
+            return
         healthy = before is None or now - child.started > HEALTHY_S
         delay_s = FIRST_DELAY_S if before is None or healthy else before.delay_s
         self._restarts[gone.name] = _Restart(
-            child.command, now + delay_s, min(2 * delay_s, MAX_DELAY_S)
+            child.command, now + delay_s, min(2 * delay_s, MAX_DELAY_S), [*ends, now]
         )
         self._emit(f"topspin: {gone.describe()}; it is started again in {delay_s:g} s")
 

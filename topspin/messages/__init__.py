@@ -7,11 +7,11 @@ sockets (topspin.channel) and no policy. Numeric arrays travel as little-endian 
 A change of meaning increments PROTOCOL_VERSION.
 
 Senders and receivers:
-    node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult and
-                          GrammarReady (attention), ExpertCounts (experts), DraftCounts
-                          (draft nodes), StepFailed, Leaving, Goodbye
+    node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult,
+                          GrammarReady and GrammarLost (attention), ExpertCounts (experts),
+                          DraftCounts (draft nodes), StepFailed, Leaving, Goodbye
     scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
-                          StepPlan and CompileGrammar (attention), Stop
+                          StepPlan, CompileGrammar and ReleaseGrammar (attention), Stop
     gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest
     scheduler -> gateway  EngineState, RequestQueued, Outputs, RequestFailed, Stats, Trace, Refused
     attention -> draft    Verdicts
@@ -77,10 +77,12 @@ from topspin.messages.steps import (
     SCORE,
     CompileGrammar,
     ExpertCounts,
+    GrammarLost,
     GrammarReady,
     MicroBatch,
     NewSequence,
     Progress,
+    ReleaseGrammar,
     StepFailed,
     StepPlan,
     StepResult,
@@ -115,6 +117,7 @@ __all__ = [
     "ExpertPeer",
     "FinishReason",
     "Goodbye",
+    "GrammarLost",
     "GrammarReady",
     "Halt",
     "Halted",
@@ -134,6 +137,7 @@ __all__ = [
     "Ready",
     "Reform",
     "Refused",
+    "ReleaseGrammar",
     "RequestFailed",
     "RequestOutput",
     "RequestQueued",
@@ -200,7 +204,9 @@ AnyMessage = (
     | StepResult
     | StepFailed
     | CompileGrammar
+    | ReleaseGrammar
     | GrammarReady
+    | GrammarLost
     | Progress
     | ExpertCounts
     | PrepareTable

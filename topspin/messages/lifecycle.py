@@ -17,9 +17,10 @@ from topspin.plan import NodeConfig
 class Hello(Message, frozen=True, kw_only=True):
     """A worker or gateway introduces itself.
 
-    `fingerprint` names the checkpoint (empty for gateways), `data_address` the address at which an
-    expert node or a stage accepts attention nodes ("unix:@NAME", "tcp:HOST:PORT", either of them
-    behind "nixl:", "local"; empty otherwise). `incarnation` is unique to this connection of this
+    `fingerprint` names the checkpoint's contents (empty for draft nodes and gateways), `files` has
+    the digest of each of its files; `data_address` is the address at which an expert node or a
+    stage accepts attention nodes ("unix:@NAME", "tcp:HOST:PORT", either of them behind "nixl:",
+    "local"; empty otherwise). `incarnation` is unique to this connection of this
     process. `generation` is the last one in which the node took part, with another scheduler.
     """
 
@@ -28,6 +29,7 @@ class Hello(Message, frozen=True, kw_only=True):
     incarnation: int
     revision: str
     fingerprint: str = ""
+    files: dict[str, str] = msgspec.field(default_factory=dict)
     data_address: str = ""
     pid: int = 0
     generation: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0

@@ -147,12 +147,16 @@ class RequestQueued(Message, frozen=True, kw_only=True):
 
 
 class RequestFailed(Message, frozen=True, kw_only=True):
-    """The request ended with an error; `code` and `status` as in topspin.errors."""
+    """The request ended with an error; `code`, `status` and `param` as in topspin.errors.
+
+    `param` "grammar" is the field of the client's request that asks for one.
+    """
 
     request_id: str
     code: str
     status: int
     message: str
+    param: str = ""
 
 
 # Upper bounds of the buckets of StepHistogram, in seconds; the last one is open.

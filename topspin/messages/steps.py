@@ -143,17 +143,39 @@ class StepResult(Message, frozen=True, kw_only=True):
 
 
 class CompileGrammar(Message, frozen=True, kw_only=True):
-    """To attention nodes: a sequence with this grammar comes soon; answer with GrammarReady.
+    """To attention nodes: sequences with this grammar come soon; answer with GrammarReady.
 
-    `key` is topspin.grammars.grammar_key's. A Halt, which may overtake it, takes it back.
+    They keep it until ReleaseGrammar. `key` is topspin.grammars.grammar_key's. A Halt, which may
+    overtake it, takes it back.
     """
 
     key: str
     grammar: str
 
 
+class ReleaseGrammar(Message, frozen=True, kw_only=True):
+    """To attention nodes: no request has this grammar any more, compiled or not."""
+
+    key: str
+
+
 class GrammarReady(Message, frozen=True, kw_only=True):
-    """The attention node has compiled a grammar; `error`: it refuses it, with the reason."""
+    """The attention node has compiled a grammar; `error`: it has not, with the reason.
+
+    `may_retry`: the grammar is not to blame.
+    """
+
+    index: int
+    key: str
+    error: str = ""
+    may_retry: bool = False
+
+
+class GrammarLost(Message, frozen=True, kw_only=True):
+    """The attention node no longer has a grammar that it had compiled.
+
+    `error`: the grammar is to blame, as sequences that followed it have been told.
+    """
 
     index: int
     key: str

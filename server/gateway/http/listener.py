@@ -18,10 +18,11 @@ from starlette.types import ASGIApp
 
 from server.gateway.http.protocol import HttpProtocol
 from server.gateway.http.room import Room, allowed_connections
+from server.gateway.http.turns import Turns
 from topspin.config import GatewaySection
 from topspin.errors import ConfigError
+from topspin.listening import bound_socket
 
-MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 65
 BACKLOG = 2048
 # At shutdown, failed requests get this long to send their error; then connections are cut.
@@ -52,20 +53,11 @@ def bind(section: GatewaySection) -> socket.socket:
     """
     where = f"--host {section.host}" + (f" --port {section.port}" if section.port else "")
     try:
-        found = socket.getaddrinfo(
-            section.host, section.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
+        return bound_socket(section.host, section.port)
+    except socket.gaierror as error:
         raise ConfigError(f"{where}: {error}") from error
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except OSError as error:
-        listener.close()
         raise ConfigError(f"{where}: {error.strerror}") from error
-    return listener
 
 
 def check_tls(section: GatewaySection) -> None:
@@ -90,14 +82,17 @@ def http_config(app: ASGIApp, section: GatewaySection) -> uvicorn.Config:
         app,
         ssl_certfile=section.ssl_certfile,
         ssl_keyfile=section.ssl_keyfile,
-        http=partial(HttpProtocol, room=Room(allowed_connections())),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            HttpProtocol, room=Room(allowed_connections()), turns=Turns()
+        ),
         ws="none",
         lifespan="off",
         log_config=None,
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        # Whoever connects could claim any address.
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CUT_S,
         backlog=BACKLOG,

@@ -2,12 +2,14 @@
 
 Owns the route, its limits and its form: JSON with each node's records in base64 (the client
 converts them to Perfetto's form, not this event loop). Only clients on this host are
-answered: stamps reveal when others are served. Called by server.gateway.app.
+answered, and not through a proxy: stamps reveal when others are served. Called by
+server.gateway.app.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -21,13 +23,15 @@ from topspin.errors import InvalidRequest, NotFound
 TRACE_DEADLINE_S = 8.0
 DEFAULT_SECONDS = 2.0
 MAX_SECONDS = 60.0
+# A proxy adds one of them. What it says of the client is not believed: the client may have said it.
+PROXY_HEADERS: Final = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
 
 
 def trace_route(engine: EngineClient) -> Route:
     """Return GET /trace?seconds=S."""
 
     async def trace(request: Request) -> Response:
-        if not _is_loopback(request):
+        if not _is_loopback(request) or not PROXY_HEADERS.isdisjoint(request.headers):
             raise NotFound("traces are shown to clients of the server's own host only")
         seconds = _seconds(request.query_params.get("seconds"))
         found = await engine.trace(seconds, TRACE_DEADLINE_S)

@@ -96,13 +96,13 @@ def _invalid(error: Exception, prefix: str, data: bytes | Raw) -> InvalidRequest
     if isinstance(error, RecursionError):
         return _too_deep(prefix)
     if not isinstance(error, msgspec.ValidationError):
+        where = f"`{prefix}`" if prefix else "the request body"
         if lone := next((each[1] for each in _ESCAPE.finditer(data) if each[1]), None):
-            where = f"`{prefix}`" if prefix else "the request body"
             return InvalidRequest(
                 f"{where} is not valid Unicode: it has the lone surrogate \\{lone.decode()}",
                 param=prefix or None,
             )
-        return InvalidRequest(f"the request body is not valid JSON: {error}")
+        return InvalidRequest(f"{where} is not valid JSON: {error}", param=prefix or None)
     message = str(error)
     found = _PATH.search(message)
     path = found.group(1).removesuffix("[...]") if found else ""

@@ -1,33 +1,33 @@
 """What an answer must look like: `response_format` and `structured_outputs` to a grammar.
 
-Owns the translation to llguidance's text and its validation, whose reasons reach the client with
-the field's name. Pure; may take tens of milliseconds for a large schema, so that server.gateway.
-handler calls it in a thread where a body has one of GRAMMAR_FIELDS. Attention nodes compile the
-text again.
+Owns the translation to llguidance's text, and what is refused before anything compiles it. Whether
+it can be compiled is said by attention nodes, whose reasons reach the client with the field's name:
+no gateway gives a stranger's grammar to native code. Pure; may take tens of milliseconds for a
+large schema, so that server.gateway.handler calls it in a thread where a body has one of
+GRAMMAR_FIELDS.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from msgspec import Raw
 
 from server.gateway.requests.decoding import check_depth, decode
+from server.gateway.requests.gbnf import is_gbnf, lark_of
+from server.gateway.requests.json_schemas import check_counts, closed
 from server.gateway.requests.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from topspin.errors import InvalidRequest
-from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
+from topspin.grammars import MAX_GRAMMAR_BYTES, reason_of
 
 # Between two parts of JSON: a space, or a line break and an indentation. Small models would
 # write blanks for ever where any number is allowed.
 WHITESPACE: Final = r" |\n[ \t]{0,24}"
 _ANY_OBJECT: Final = {"type": "object"}
 _OPTIONS: Final = "x-guidance"
-_JOINING: Final = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if"))
 GRAMMAR_FIELDS: Final = (
     b'"response_format"',
     b'"structured_outputs"',
@@ -40,12 +40,9 @@ GRAMMAR_FIELDS: Final = (
 def checked_grammar(text: str, *, param: str) -> str:
     """Return `text`, a grammar of llguidance (or of Lark, in its dialect).
 
-    Raises InvalidRequest that names `param` if it is too long or cannot be compiled.
+    Raises InvalidRequest that names `param` if it is too long.
     """
-    check_size(text.encode(errors="replace"), param=param)
-    reason = _reason_against(text)
-    if reason:
-        raise InvalidRequest(f"`{param}`: {reason}", param=param)
+    check_size(text.encode(errors="replace"), param=param, form=" as nodes compile it")
     return text
 
 
@@ -54,41 +51,37 @@ def _is_set(value: object) -> bool:
     return bytes(value) != b"null" if isinstance(value, Raw) else value not in (None, False)
 
 
-def check_size(data: bytes, *, param: str) -> None:
+def check_size(data: bytes, *, param: str, form: str = "") -> None:
     """Raise InvalidRequest for a text that is too long to be looked at."""
     if len(data) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
-            f"`{param}` has {len(data)} bytes, at most {MAX_GRAMMAR_BYTES} are served", param=param
+            f"`{param}` has {len(data)} bytes{form}, at most {MAX_GRAMMAR_BYTES} are served",
+            param=param,
         )
 
 
-@lru_cache(maxsize=64)
-def _reason_against(text: str) -> str:
-    """Return why a grammar cannot be compiled; nothing if it can."""
-    reason = LLMatcher.validate_grammar(text, None, limits=limits())
-    if "coerce_one_of" in reason:
-        return "`oneOf` is served only where its schemas exclude each other; use `anyOf`"
-    return reason_of(reason)
+class FieldGrammar(NamedTuple):
+    """A grammar, and the field of the request that asks for it; both empty: none does."""
+
+    text: str = ""
+    field: str = ""
 
 
-def grammar_of(body: GenerationBody) -> str:
-    """Return the grammar of a request, empty if it asks for none; raises InvalidRequest."""
+def grammar_of(body: GenerationBody) -> FieldGrammar:
+    """Return the grammar of a request; raises InvalidRequest."""
     form, outputs = body.response_format, body.structured_outputs
-    given = [
-        (name, grammar)
-        for name, grammar in (
-            ("response_format", "" if form is None else _of_format(form)),
-            ("structured_outputs", "" if outputs is None else _of_outputs(outputs)),
-        )
-        if grammar
-    ]
+    asked = (
+        ("response_format", FieldGrammar() if form is None else _of_format(form)),
+        ("structured_outputs", FieldGrammar() if outputs is None else _of_outputs(outputs)),
+    )
+    given = [(name, grammar) for name, grammar in asked if grammar.text]
     if len(given) > 1:
         raise InvalidRequest(
             "`response_format` and `structured_outputs` are given both; give one of them",
             param="structured_outputs",
         )
     if not given:
-        return ""
+        return FieldGrammar()
     name, grammar = given[0]
     check_end(body, name)
     return grammar
@@ -103,22 +96,26 @@ def check_end(body: GenerationBody, name: str) -> None:
             )
 
 
-def _of_format(form: ResponseFormat) -> str:
+def _of_format(form: ResponseFormat) -> FieldGrammar:
     param = "response_format.json_schema"
     if form.type != "json_schema":
         if form.json_schema is not None:
             raise InvalidRequest(f"`{param}` needs `type` to be `json_schema`", param=param)
-        return json_grammar(_ANY_OBJECT, param=param) if form.type == "json_object" else ""
+        if form.type != "json_object":
+            return FieldGrammar()
+        param = "response_format"
+        return FieldGrammar(json_grammar(_ANY_OBJECT, param=param), param)
     if form.json_schema is None:
         raise InvalidRequest(f"missing required field `{param}`", param=param)
     param += ".schema"
-    return json_grammar(closed(_schema(form.json_schema.schema, param=param)), param=param)
+    schema = closed(_schema(form.json_schema.schema, param=param))
+    return FieldGrammar(json_grammar(schema, param=param), param)
 
 
-def _of_outputs(outputs: StructuredOutputs) -> str:
+def _of_outputs(outputs: StructuredOutputs) -> FieldGrammar:
     given = [name for name in outputs.__struct_fields__ if _is_set(getattr(outputs, name))]
     if not given:
-        return ""
+        return FieldGrammar()
     if len(given) > 1:
         names = ", ".join(f"`{name}`" for name in given)
         raise InvalidRequest(
@@ -127,9 +124,10 @@ def _of_outputs(outputs: StructuredOutputs) -> str:
     param = f"structured_outputs.{given[0]}"
     match given[0]:
         case "json":
-            return json_grammar(closed(_schema(outputs.json, param=param)), param=param)
+            schema = closed(_schema(outputs.json, param=param))
+            grammar = json_grammar(schema, param=param)
         case "json_object":
-            return json_grammar(_ANY_OBJECT, param=param)
+            grammar = json_grammar(_ANY_OBJECT, param=param)
         case "regex":
             grammar = LLMatcher.grammar_from_regex(outputs.regex or "")
         case "choice":
@@ -139,14 +137,14 @@ def _of_outputs(outputs: StructuredOutputs) -> str:
             grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
         case _:
             grammar = _of_text(outputs.grammar or "", param=param)
-    return checked_grammar(grammar, param=param)
+    return FieldGrammar(checked_grammar(grammar, param=param), param)
 
 
 def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
     """Return the grammar of JSON texts that a JSON schema allows; raises InvalidRequest."""
     if _OPTIONS in schema:
         raise InvalidRequest(f"`{param}.{_OPTIONS}` is not supported", param=f"{param}.{_OPTIONS}")
-    _check_counts(schema, param=param)
+    check_counts(dict(schema), param=param)
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             dict(schema), overrides={"whitespace_pattern": WHITESPACE}
@@ -156,83 +154,23 @@ def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
     return checked_grammar(grammar, param=param)
 
 
-def closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the members that it names, unless it says more.
-
-    JSON Schema allows others, which small models would write without end; other servers close
-    objects too. Objects whose other members are named elsewhere (`anyOf`, `allOf`, `$ref` and so
-    on) or required by name, or that need more members than they name, stay open.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    result = dict(schema)
-    if _names_all_members(schema):
-        result.setdefault("additionalProperties", False)
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(key), dict):
-            result[key] = {name: closed(value) for name, value in schema[key].items()}
-    if "items" in schema:
-        result["items"] = closed(schema["items"])
-    return result
-
-
-def _names_all_members(schema: Mapping[str, Any]) -> bool:
-    named = schema.get("properties")
-    if not isinstance(named, dict) or _JOINING.intersection(schema):
-        return False
-    required, least = schema.get("required", []), schema.get("minProperties", 0)
-    is_enough = isinstance(least, int) and least <= len(named)
-    return is_enough and isinstance(required, list) and all(name in named for name in required)
-
-
-def _check_counts(schema: Mapping[str, Any], *, param: str) -> None:
-    """Raise InvalidRequest for objects that need several members of any name.
-
-    A grammar does not see that two members have the same name, and so count once.
-    """
-    for part in _objects(schema):
-        least, required = part.get("minProperties"), part.get("required")
-        num_required = len(required) if isinstance(required, list) else 0
-        is_closed = part.get("additionalProperties") is False and "patternProperties" not in part
-        if isinstance(least, int) and least > max(1, num_required) and not is_closed:
-            raise InvalidRequest(
-                f"`{param}`: `minProperties` above 1 is served only where all members are required "
-                "or named, and no others are allowed",
-                param=param,
-            )
-
-
-def _objects(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield `schema` and every object in it."""
-    waiting: list[Mapping[str, Any] | list[Any]] = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            yield part
-        parts = part.values() if isinstance(part, Mapping) else part
-        waiting += [each for each in parts if isinstance(each, Mapping | list)]
-
-
 def _schema(given: Raw, *, param: str) -> dict[str, Any]:
     """Return a schema that is an object, or JSON text of one."""
     data = bytes(given)
     check_size(data, param=param)
     if data.startswith(b'"'):
         data = decode(data, str, param=param).encode(errors="replace")
-    try:
-        schema = decode(data, dict[str, Any], param=param)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), param=error.param or param) from None
+    schema = decode(data, dict[str, Any], param=param)
     check_depth(schema, param=param)
     return schema
 
 
 def _of_text(text: str, *, param: str) -> str:
-    """Return the grammar in `text`: Lark, or EBNF as llama.cpp writes it, with `::=`."""
+    """Return the grammar in `text`: Lark, or EBNF as llama.cpp writes it."""
     check_size(text.encode(errors="replace"), param=param)
-    if "::=" in text:
+    if is_gbnf(text):
         try:
-            text = gbnf_to_lark(text)
-        except Exception as error:  # the library raises bare Exception
+            text = lark_of(text)
+        except ValueError as error:
             raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
     return LLMatcher.grammar_from_lark(text)

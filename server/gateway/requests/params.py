@@ -76,7 +76,8 @@ class RequestParams:
 
     If `max_tokens` is None, `default_max_tokens` applies; if both are None, all tokens that fit.
     `sampling` lacks only max_tokens and choice, which `sampling_of` sets for each choice; its
-    `prompt_logprobs` may be for `echo`, `num_prompt_logprobs` are the client's.
+    `prompt_logprobs` may be for `echo`, `num_prompt_logprobs` are the client's. `grammar_field` is
+    the one that asks for the grammar.
     """
 
     model: str
@@ -84,6 +85,7 @@ class RequestParams:
     max_tokens: int | None
     default_max_tokens: int | None
     sampling: SamplingParams
+    grammar_field: str
     text: TextOptions
     stream: bool
     include_usage: bool
@@ -100,9 +102,13 @@ class RequestParams:
         """Return how many log-probabilities the answer has of one token, at most."""
         return 1 + max(self.sampling.logprobs or 0, self.sampling.prompt_logprobs or 0)
 
-    def with_grammar(self, grammar: str) -> RequestParams:
-        """Return the parameters of a request whose answers follow `grammar`."""
-        return replace(self, sampling=msgspec.structs.replace(self.sampling, grammar=grammar))
+    def with_grammar(self, grammar: str, *, field: str) -> RequestParams:
+        """Return the parameters of a request whose answers follow `grammar`.
+
+        `field` asks for it if no other field has asked for one.
+        """
+        sampling = msgspec.structs.replace(self.sampling, grammar=grammar)
+        return replace(self, sampling=sampling, grammar_field=self.grammar_field or field)
 
     def sampling_of(self, choice_idx: int, *, max_tokens: int) -> SamplingParams:
         """Return the sampling parameters of one choice; the first has the prompt scored."""
@@ -250,6 +256,7 @@ def _params(
     num_prompt_logprobs = max((num for num in asked if num is not None), default=None)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     options = body.stream_options or StreamOptions()
+    grammar = grammar_of(body)
     return RequestParams(
         model=model.checked_name(body.model),
         num_choices=body.n or 1,
@@ -260,8 +267,10 @@ def _params(
             model,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
+            grammar=grammar.text,
             bad_words=bad_words,
         ),
+        grammar_field=grammar.field,
         text=TextOptions(
             stops=StopStrings(stops) if stops else None,
             min_tokens=body.min_tokens or 0,
@@ -288,6 +297,7 @@ def _sampling(
     *,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
+    grammar: str,
     bad_words: TokenSequences,
 ) -> SamplingParams:
     logit_bias = body.logit_bias or {}
@@ -320,7 +330,7 @@ def _sampling(
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
         kv_retrieval_tokens=_retrieval_tokens(body.kv_retrieval, served=model.retrieval),
-        grammar=grammar_of(body),
+        grammar=grammar,
         allowed_token_ids=allowed_token_ids,
         bad_words=bad_words,
     )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from models.chat_template import ChatTemplate, may_set
+from models.message_forms import MessageForms, marked, text_of
 from models.tokenizer import Tokenizer, text_before
 from server.gateway.answers.cache_report import PromptMap
 from server.gateway.errors import truncated
@@ -79,7 +80,10 @@ def chat_prompt(
             )
     kwargs = reasoning_variables(body, template) | kwargs
     _check_tool_use(given, template)
-    messages = [_plain(message, idx, call_id_chars) for idx, message in enumerate(given)]
+    messages = [
+        _plain(message, idx, forms=template.forms, call_id_chars=call_id_chars)
+        for idx, message in enumerate(given)
+    ]
     if tools is not None:
         kwargs["tools"] = tools
     if body.continue_final_message:
@@ -102,7 +106,7 @@ def chat_prompt(
                 param="report_prefix_cache",
             )
         places = PromptMap(text=text, begins=_begins(messages, template=template, kwargs=kwargs))
-    continued = str(messages[-1]["content"]) if body.continue_final_message else ""
+    continued = text_of(messages[-1]["content"]) if body.continue_final_message else ""
     is_off = any(kwargs.get(name) is False for name in _REASONING_SWITCHES & template.options)
     return ChatPrompt(
         _last(token_ids, body.truncate_prompt_tokens), text, places, continued, is_off
@@ -110,7 +114,7 @@ def chat_prompt(
 
 
 def _begins(
-    messages: Sequence[Mapping[str, object]], *, template: ChatTemplate, kwargs: dict[str, Any]
+    messages: Sequence[Mapping[str, Any]], *, template: ChatTemplate, kwargs: dict[str, Any]
 ) -> list[tuple[int, int, str]]:
     """Return where each message's content begins in the prompt, its index and role.
 
@@ -118,11 +122,13 @@ def _begins(
     has no place; blanks that it drops can move the places of those behind by as much.
     """
     secret = secrets.token_hex(16)
-    marked = [
-        {**message, "content": f"<{secret}:{idx}>{message['content']}"}
+    with_marks = [
+        {**message, "content": marked(message["content"], before=f"<{secret}:{idx}>")}
+        if message.get("content") is not None
+        else message
         for idx, message in enumerate(messages)
     ]
-    text = template.render(marked, add_generation_prompt=False, **kwargs)
+    text = template.render(with_marks, add_generation_prompt=False, **kwargs)
     begins: list[tuple[int, int, str]] = []
     num_marks_chars = 0
     for found in re.finditer(rf"<{secret}:([0-9]+)>", text):
@@ -271,23 +277,31 @@ def _check_tool_use(messages: Sequence[ChatMessage], template: ChatTemplate) -> 
             raise InvalidRequest(f"`tool_calls`: {reason}", param=f"messages[{idx}].tool_calls")
 
 
-def _plain(message: ChatMessage, idx: int, call_id_chars: int | None) -> dict[str, object]:
-    """Return the message as templates expect it: plain text, and no `developer` role.
+def _plain(
+    message: ChatMessage, idx: int, *, forms: MessageForms, call_id_chars: int | None
+) -> dict[str, Any]:
+    """Return the message as templates expect it: texts in a form of `forms`, and no `developer`.
 
     Of longer ids of calls the end is kept, in the call and in its result. Open models' templates
     call OpenAI's `developer` by its older name, `system`.
     """
-    content = message.content or ""
-    if not isinstance(content, str):
-        texts = [part.text or "" for part in content]
-        content = "\n".join(text for text in texts if not text.startswith(BILLING_PREFIX))
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, object] = {"role": role, "content": content}
+    content = message.content or ""
+    is_list = not isinstance(content, str)
+    texts = [content] if isinstance(content, str) else [part.text or "" for part in content]
+    texts = [text for text in texts if not (is_list and text.startswith(BILLING_PREFIX))]
+    plain: dict[str, Any] = {"role": role, "content": forms.content(role, texts, is_list=is_list)}
     if message.tool_calls:
         plain["tool_calls"] = [
             _plain_call(call, f"messages[{idx}].tool_calls[{call_idx}]", call_id_chars)
             for call_idx, call in enumerate(message.tool_calls)
         ]
+    if message.tool_calls and message.content is None:
+        del plain["content"]
+        plain |= forms.calls.members
+        if forms.calls.has_texts:
+            for call, given in zip(plain["tool_calls"], message.tool_calls, strict=True):
+                call["function"]["arguments"] = given.function.arguments
     optional = {
         "name": message.name,
         "tool_call_id": _end_of(message.tool_call_id, call_id_chars),
@@ -303,7 +317,7 @@ def _end_of(call_id: str | None, num_chars: int | None) -> str | None:
     return call_id[-num_chars:].rjust(num_chars, "0")
 
 
-def _plain_call(call: ToolCall, param: str, id_chars: int | None) -> dict[str, object]:
+def _plain_call(call: ToolCall, param: str, id_chars: int | None) -> dict[str, Any]:
     """Return the call as templates expect it: its arguments are an object, not JSON text."""
     where = f"{param}.function.arguments"
     try:
@@ -319,7 +333,7 @@ def _plain_call(call: ToolCall, param: str, id_chars: int | None) -> dict[str, o
 
 def _continued(
     body: ChatBody,
-    messages: list[dict[str, object]],
+    messages: list[dict[str, Any]],
     *,
     template: ChatTemplate,
     kwargs: dict[str, Any],
@@ -341,8 +355,8 @@ def _continued(
         )
     # A mark that no client can foresee shows where the template put the end of the text.
     mark = f"<{secrets.token_hex(16)}>"
-    marked = {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}
-    text = template.render([*messages[:-1], marked], add_generation_prompt=False, **kwargs)
+    last = {**messages[-1], "content": marked(messages[-1]["content"], after=mark)}
+    text = template.render([*messages[:-1], last], add_generation_prompt=False, **kwargs)
     shown, found, _ = text.partition(mark)
     if not found:
         raise InvalidRequest(

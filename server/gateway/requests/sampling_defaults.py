@@ -7,6 +7,7 @@ server.gateway.service to serve it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,39 @@ RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPE
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 
 _FILE = "generation_config.json"
+# Options that change what transformers' generate returns and that are not applied, with the values
+# that mean "off"; null, too, does.
+_NOT_APPLIED: Mapping[str, object] = {
+    "bad_words_ids": [],
+    "begin_suppress_tokens": [],
+    "constraints": [],
+    "diversity_penalty": 0,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": [],
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "max_length": 20,
+    "max_time": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "penalty_alpha": 0,
+    "sequence_bias": {},
+    "stop_strings": [],
+    "suppress_tokens": [],
+    "token_healing": False,
+    "top_h": None,
+    "typical_p": 1,
+    "watermarking_config": None,
+}
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +86,9 @@ def load_sampling_defaults(checkpoint: Path, source: str) -> SamplingDefaults:
     `do_sample: false` means greedy decoding, as in transformers. A checkpoint may have no
     file, a directory must have one. Raises ConfigError naming the file and the value.
     """
-    if source == "none":
+    file = _file(checkpoint, source)
+    if file is None:
         return SamplingDefaults()
-    file = (checkpoint if source == "auto" else Path(source).expanduser()) / _FILE
-    if source == "auto" and not file.exists():
-        return SamplingDefaults()
-    if not file.exists():
-        raise ConfigError(f"--generation-config {source}: there is no {file}")
     given = {name: value for name, value in read_json(file).items() if value is not None}
     if given.get("do_sample") is False:
         given["temperature"] = 0
@@ -66,3 +96,33 @@ def load_sampling_defaults(checkpoint: Path, source: str) -> SamplingDefaults:
         return msgspec.convert(given, SamplingDefaults)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {error} (--generation-config none ignores the file)") from None
+
+
+def unapplied_defaults(checkpoint: Path, source: str) -> list[str]:
+    """Return a sentence that names the options of the file of `source` that are not applied.
+
+    Arguments and errors are those of load_sampling_defaults; nothing is returned if there is none.
+    """
+    file = _file(checkpoint, source)
+    raw = {} if file is None else read_json(file)
+    found = [
+        f"{name} = {raw[name]!r}"
+        for name, off in _NOT_APPLIED.items()
+        if name in raw and raw[name] not in (None, off)
+    ]
+    if not found:
+        return []
+    reason = "not applied; a request can set `stop`, `bad_words`, `min_tokens` and more"
+    return [f"{file}: {', '.join(found)}: {reason}"]
+
+
+def _file(checkpoint: Path, source: str) -> Path | None:
+    """Return the file of `source`, None if it is to be none or the checkpoint has none."""
+    if source == "none":
+        return None
+    file = (checkpoint if source == "auto" else Path(source).expanduser()) / _FILE
+    if file.exists():
+        return file
+    if source == "auto":
+        return None
+    raise ConfigError(f"--generation-config {source}: there is no {file}")

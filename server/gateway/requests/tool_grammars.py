@@ -15,7 +15,8 @@ from typing import Any
 
 from server.gateway.parsing.call_formats import HERMES, LLAMA3, CallFormat, MistralCalls
 from server.gateway.parsing.reasoning import BEGIN, END
-from server.gateway.requests.grammars import WHITESPACE, checked_grammar, closed
+from server.gateway.requests.grammars import WHITESPACE, checked_grammar
+from server.gateway.requests.json_schemas import closed
 from server.gateway.requests.schema import Tool
 from server.gateway.requests.tools import ToolUse
 

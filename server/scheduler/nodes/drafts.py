@@ -25,6 +25,7 @@ from topspin.messages import (
 @dataclass(slots=True)
 class _Joined:
     peer: bytes
+    pid: int
     is_ready: bool = False
 
 
@@ -64,19 +65,20 @@ class DraftSide:
             raise ConfigError(f"{name} has no place: the engine has {len(self._indices)} of them")
         if hello.index in self._nodes:
             raise ConfigError(f"{name} is there already; each place is taken once")
-        self._nodes[hello.index] = _Joined(peer)
+        self._nodes[hello.index] = _Joined(peer, hello.pid)
         self._index_of[peer] = hello.index
 
     def index(self, peer: bytes) -> int | None:
         """Return the index of the node `peer`, None if it is none."""
         return self._index_of.get(peer)
 
-    def leave(self, peer: bytes) -> None:
-        """Remove a node; what it counted is kept."""
+    def leave(self, peer: bytes) -> int:
+        """Remove a node; what it counted is kept. Returns its process id."""
         index = self._index_of.pop(peer)
-        del self._nodes[index]
+        pid = self._nodes.pop(index).pid
         if index in self._counts:
             self._past.append(self._counts.pop(index))
+        return pid
 
     def heard(self, peer: bytes, message: AnyMessage) -> bool:
         """Take a message in; returns whether a node has become ready by it.

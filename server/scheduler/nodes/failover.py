@@ -126,12 +126,13 @@ class Failover:
             ]
         self._log.warning("lost %s: %s", member, error)
         taking_part = [node for node in lost if node in self._recovery.nodes]
+        pids = {self._roster.pid(node) for node in lost}
         for node in lost:
             if node != member and not self._plan.is_one_process:
                 self._tell(node, Refused(reason=f"{member}, of its replica, is lost"))
-            pid = self._roster.pid(node)
             self._roster.leave(node)
             self._recovery.lose(node)
+        for pid in pids:
             self._report_dead(pid)
         if taking_part:
             self._halt(str(error))

@@ -21,6 +21,9 @@ from topspin.messages import (
     Topology,
 )
 
+# Files that the refusal of another checkpoint names.
+MAX_NAMED = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -40,6 +43,18 @@ class _Joined:
     ready: Ready | None = None
 
 
+def _difference(hello: Hello, first: Hello) -> str:
+    """Return a text that says in which files the checkpoints of two nodes differ."""
+    names = sorted(hello.files.keys() | first.files.keys())
+    other = [name for name in names if hello.files.get(name) != first.files.get(name)]
+    shown = ", ".join(other[:MAX_NAMED]) + (", ..." if len(other) > MAX_NAMED else "")
+    return (
+        f"{hello.role} {hello.index} serves checkpoint {hello.fingerprint[:16]!r}, {first.role} "
+        f"{first.index} serves {first.fingerprint[:16]!r}"
+        + (f": their contents differ in {shown}" if other else "")
+    )
+
+
 def _peers(hellos: Iterable[Hello | None]) -> tuple[ExpertPeer | None, ...]:
     return tuple(
         None
@@ -53,7 +68,7 @@ class Roster:
     """The list of the engine's nodes.
 
     Invariant: all nodes in it speak one protocol, run one revision and serve one checkpoint
-    (the first node's); each place is taken once.
+    (the first node's, also once that node has gone); each place is taken once.
     """
 
     def __init__(
@@ -75,6 +90,7 @@ class Roster:
         self._stages = tuple(stages)
         self._revision = revision
         self._nodes: dict[Member, _Joined] = {}
+        self._first: Hello | None = None
         self._member_of: dict[bytes, Member] = {}
         self._num_blocks: dict[Member, int] = {}
         self.gateways: set[bytes] = set()
@@ -99,12 +115,9 @@ class Roster:
             self.gateways.add(peer)
             return
         self._check_place(name)
-        for other, joined in self._nodes.items():
-            if joined.hello.fingerprint != hello.fingerprint:
-                raise VersionMismatch(
-                    f"{name} serves checkpoint {hello.fingerprint!r}, {other} serves "
-                    f"{joined.hello.fingerprint!r}"
-                )
+        first = self._first = self._first or hello
+        if first.fingerprint != hello.fingerprint:
+            raise VersionMismatch(_difference(hello, first))
         self._nodes[name] = _Joined(peer, hello)
         self._member_of[peer] = name
 

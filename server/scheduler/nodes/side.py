@@ -22,6 +22,7 @@ from topspin.messages import (
     CompileGrammar,
     ExpertCounts,
     Goodbye,
+    GrammarLost,
     GrammarReady,
     Halted,
     Leaving,
@@ -30,6 +31,7 @@ from topspin.messages import (
     NodeCount,
     Progress,
     Ready,
+    ReleaseGrammar,
     StepFailed,
     StepResult,
     TablePrepared,
@@ -44,6 +46,7 @@ NodeMessage = (
     | ExpertCounts
     | Goodbye
     | GrammarReady
+    | GrammarLost
     | Halted
     | Leaving
     | Loaded
@@ -83,7 +86,7 @@ class NodeSide:
         """Return `message`; raises ProtocolError if it is no node's or names another node."""
         if not isinstance(message, NodeMessage):
             raise ProtocolError(f"{member} sent {type(message).__name__}")
-        if isinstance(message, StepResult | GrammarReady):
+        if isinstance(message, StepResult | GrammarReady | GrammarLost):
             claimed = Member("attention", message.index)
         elif isinstance(message, ExpertCounts):
             claimed = Member("expert", message.index)
@@ -111,8 +114,11 @@ class NodeSide:
             if not self.tell(member, message):
                 self._log.warning("%s does not take %s", member, type(message).__name__)
 
-    def compile(self, messages: list[CompileGrammar]) -> None:
-        """Have every attention node compile grammars; a node that is lost is noticed elsewhere."""
+    def compile(self, messages: list[CompileGrammar | ReleaseGrammar]) -> None:
+        """Have every attention node compile grammars, or let them go.
+
+        A node that is lost is noticed elsewhere.
+        """
         for member in self.roster.members if messages else ():
             if member.role == "attention":
                 for message in messages:

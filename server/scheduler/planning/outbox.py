@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from server.scheduler.planning.sequence import Request
-from topspin.errors import TopspinError
+from topspin.errors import RequestError, TopspinError
 from topspin.messages import Outputs, RequestFailed, RequestOutput, RequestQueued
 
 Delivery = tuple[bytes, Outputs | RequestQueued | RequestFailed]
@@ -66,6 +66,11 @@ class Arrivals:
 
 def failure(request_id: str, error: TopspinError) -> RequestFailed:
     """Return the message that ends a request with `error`."""
+    param = error.param if isinstance(error, RequestError) else None
     return RequestFailed(
-        request_id=request_id, code=error.code, status=error.status, message=str(error)
+        request_id=request_id,
+        code=error.code,
+        status=error.status,
+        message=str(error),
+        param=param or "",
     )

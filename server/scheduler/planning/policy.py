@@ -50,6 +50,7 @@ from server.scheduler.planning.waiting import WaitingQueue
 from spec_decode.controller import Controller
 from topspin.errors import (
     EngineError,
+    EngineUnavailable,
     InvalidRequest,
     NodeLost,
     Overloaded,
@@ -57,6 +58,7 @@ from topspin.errors import (
 )
 from topspin.messages import (
     AddRequest,
+    GrammarLost,
     GrammarReady,
     Progress,
     RequestFailed,
@@ -187,9 +189,9 @@ class Policy:
             self._check_queue(is_replay=message.replayed)
             request = self._intake.request(message, peer=peer, arrival=self._num_arrivals)
             if grammar := message.sampling.grammar:
-                nodes = [replica.index for replica in self._replicas if replica.is_present]
+                nodes = () if self._is_halted else self._present()
                 request.grammar_key = self.compilations.ask(
-                    grammar, nodes, may_refuse=not message.replayed
+                    grammar, nodes, now=now, may_refuse=not message.replayed
                 )
             request.added_at = now
         except TopspinError as error:
@@ -205,6 +207,9 @@ class Policy:
     def take_arrivals(self) -> list[Delivery]:
         """Return what gateways are to be told of the requests that add() has queued, once."""
         return self._arrivals.deliveries(self.compilations.is_under_way)
+
+    def _present(self) -> list[int]:
+        return [replica.index for replica in self._replicas if replica.is_present]
 
     def _check_queue(self, *, is_replay: bool) -> None:
         """Raise Overloaded if the queue is full; seats on nodes are not part of it.
@@ -251,6 +256,7 @@ class Policy:
         """Forget `request`; the results of running steps for it will be discarded."""
         assert not request.ended
         request.ended = True
+        self.compilations.release(request.grammar_key)
         if self._depths is not None:
             self._depths.forget(request)
         del self._requests[request.peer, request.request_id]
@@ -260,15 +266,40 @@ class Policy:
 
     # Grammars.
 
-    def compiled(self, message: GrammarReady) -> list[Delivery]:
+    def compiled(self, message: GrammarReady, now: float) -> list[Delivery]:
         """Note that a node has compiled a grammar, or fail the requests that wait for it."""
         outbox = Outbox()
-        self.compilations.answered(message.index, message.key, is_refused=bool(message.error))
-        if message.error:
-            for request in list(self._requests.values()):
-                if request.grammar_key == message.key and request.sequence is None:
-                    self._fail(request, InvalidRequest(message.error), outbox)
+        if not message.error:
+            self.compilations.answered(message.index, message.key)
+            return []
+        error: TopspinError = InvalidRequest(message.error, param="grammar")
+        if message.may_retry:
+            error = EngineUnavailable(message.error)
+            self.compilations.failed(message.key)
+        else:
+            self.compilations.refused(message.key, message.error, now=now)
+        self._fail_waiting(message.key, error, outbox)
         return outbox.deliveries()
+
+    def displace_grammars(self) -> list[Delivery]:
+        """Fail the requests whose grammars take longest to compile, where too many wait."""
+        outbox = Outbox()
+        while (key := self.compilations.displaced()) is not None:
+            error = Overloaded("other grammars wait for this one, which compiles for long")
+            self._fail_waiting(key, error, outbox)
+        return outbox.deliveries()
+
+    def _fail_waiting(self, key: str, error: TopspinError, outbox: Outbox) -> None:
+        for request in list(self._requests.values()):
+            if request.grammar_key == key and request.sequence is None:
+                self._fail(request, error, outbox)
+
+    def lost_grammar(self, message: GrammarLost, now: float) -> None:
+        """Note that a node has a grammar no longer; its sequences' results say so themselves."""
+        if message.error:
+            self.compilations.refused(message.key, message.error, now=now)
+        else:
+            self.compilations.lost(message.key, self._present())
 
     # Planning.
 
@@ -436,6 +467,7 @@ class Policy:
         self._builder.begin_chain()
         for index in attention:
             self._replicas[index].is_present = True
+        self.compilations.resume(self._present())
 
     # Results.
 

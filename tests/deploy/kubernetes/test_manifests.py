@@ -224,7 +224,7 @@ def test_paths_ports_and_deadlines_are_those_of_the_command(name: str) -> None:
             drain_s = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
             timeout_s = getattr(parsed, "gateway.shutdown_timeout_s")
             assert grace_s > drain_s + timeout_s
-            assert getattr(parsed, "gateway.host") == "0.0.0.0"
+            assert getattr(parsed, "gateway.host") == "::"
             port = {"name": "http", "containerPort": getattr(parsed, "gateway.port")}
             assert container["ports"] == [port]
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):

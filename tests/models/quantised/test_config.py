@@ -17,6 +17,15 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "s
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 CT = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32).config
 
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "data_type": "int",
+}
+
 
 def parsed(config: dict[str, Any], option: str = "quantization_config") -> Quantisation | None:
     return parse_quantisation(Fields({option: config}, source="config.json"))
@@ -54,7 +63,7 @@ def _group(**weights: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"quant_method": "bitsandbytes"},
-        "quant_method = 'bitsandbytes': supported: awq, compressed-tensors, fp8, gptq",
+        "quant_method = 'bitsandbytes': supported: auto-round, awq, compressed-tensors, fp8, gptq",
     ),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2': supported: e4m3"),
     (
@@ -81,20 +90,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"quant_method": "awq", "version": "gemv"}, "version = 'gemv': supported: gemm"),
     ({"quant_method": "awq", "bits": 8}, "bits = 8: supported: 4"),
-    (
-        {**CT, "kv_cache_scheme": {"num_bits": 8}},
-        "kv_cache_scheme = {'num_bits': 8}: supported: null; --kv-cache-dtype sets the "
-        "precision of the cache",
-    ),
     ({**CT, "transform_config": {"a": 1}}, "transform_config = {'a': 1}: supported: null"),
     (
         {**CT, "sparsity_config": {"format": "sparse-bitmask"}},
         "sparsity_config = {'format': 'sparse-bitmask'}: supported: format dense",
     ),
     (
-        {**CT, "quantization_status": "frozen"},
-        "quantization_status = 'frozen': supported: compressed",
+        {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"},
+        "packing_format = 'auto_round:auto_awq': supported: auto_round:auto_gptq",
     ),
+    ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type = 'mx_fp': supported: int"),
+    ({**AUTO_ROUND, "extra_config": {"a": 4}}, "must be an object of objects"),
+    ({**AUTO_ROUND, "extra_config": {"a": {"bits": 3}}}, "extra_config['a']: bits = 3: supported"),
     (
         {**CT, "format": "nvfp4-pack-quantized"},
         "format = 'nvfp4-pack-quantized': supported: pack-quantized, int-quantized, "
@@ -118,3 +125,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         parsed(config)
+
+
+@pytest.mark.parametrize("status", ["frozen", "compressed", "initialized", None])
+def test_the_status_of_packed_weights_is_no_matter(status: str | None) -> None:
+    assert parsed({**CT, "quantization_status": status}) == parsed(CT)
+
+
+def test_what_is_said_of_the_cache_is_noted() -> None:
+    notes: list[str] = []
+    config = {**CT, "kv_cache_scheme": {"num_bits": 8}}
+    found = parse_quantisation(Fields({"quantization_config": config}, source="config.json"), notes)
+    assert found == parsed(CT)
+    assert len(notes) == 1
+    assert "kv_cache_scheme" in notes[0]
+    assert "--kv-cache-dtype" in notes[0]
+
+
+def test_autoround_that_packs_as_gptq_is_gptq() -> None:
+    """Its extra_config has the options of single modules; 16 bits: not quantised."""
+    plain = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    extra = {"a.q_proj": {"bits": 8, "group_size": -1}, "lm_head": {"bits": 16, "data_type": "fp"}}
+    found, gptq = parsed({**AUTO_ROUND, "extra_config": extra}), parsed(plain)
+    assert found is not None
+    assert gptq is not None
+    assert found.scheme_of("a.k_proj") == gptq.scheme_of("a.k_proj")
+    wider = parsed({**plain, "bits": 8, "group_size": -1})
+    assert wider is not None
+    assert found.scheme_of("a.q_proj") == wider.scheme_of("a.q_proj")
+    assert found.scheme_of("lm_head") is None

@@ -79,6 +79,58 @@ def test_a_matrix_in_pieces_is_the_same(tmp_path: Path, form: str) -> None:
     assert torch.equal(out, whole)
 
 
+@pytest.mark.parametrize("order", ["zeros", "reversed", "random"])
+@pytest.mark.parametrize("says", [{"desc_act": False}, {}])
+def test_gptq_without_desc_act_has_consecutive_groups(
+    tmp_path: Path, says: dict[str, Any], order: str
+) -> None:
+    """Some writers leave g_idx at 0, and other servers do not read it then."""
+    packed = FORMS["gptq-4"].pack(torch.randn(64, 128))
+    g_idx = packed.tensors["g_idx"]
+    orders = {"zeros": torch.zeros_like(g_idx), "reversed": g_idx.flip(0)}
+    orders["random"] = torch.randint(0, 4, (128,), dtype=torch.int32)
+    tensors = {f"a.proj.{name}": each.contiguous() for name, each in packed.tensors.items()}
+    save_file(tensors | {"a.proj.g_idx": orders[order]}, tmp_path / "model.safetensors")
+    config = {key: value for key, value in FORMS["gptq-4"].config.items() if key != "desc_act"}
+    reader = reader_of(tmp_path, config | says)
+    found = reader.read([Source("a.proj.weight", 64)], 128)
+    torch.testing.assert_close(found, packed.matrix, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", ["ct-int4-zeros", "ct-int4-groups", "awq", "gptq-4", "gptq-8-v2"])
+@pytest.mark.parametrize("num_out", [1, 5, 8, 9])
+@pytest.mark.parametrize("num_in", [32, 96])
+def test_matrices_of_few_outputs_and_groups(
+    tmp_path: Path, form: str, num_out: int, num_in: int
+) -> None:
+    """A dimension of one is contiguous whatever its stride, which no other dtype can have.
+
+    They are parts of larger matrices: the libraries themselves fail for such sizes.
+    """
+    is_transposed = form.startswith(("gptq", "awq"))
+    num_out = num_out * 8 if is_transposed else num_out
+    num_words = -(-num_out // 8) if form != "gptq-8-v2" else num_out // 4
+    packed = FORMS[form].pack(torch.randn(96, num_in))
+    rows = {"weight_zero_point": num_words}
+    columns = {"qweight": num_words if form == "awq" else num_out, "qzeros": num_words}
+    tensors = {
+        f"a.proj.{name}": (
+            each[:, : columns.get(name, num_out)].contiguous()
+            if is_transposed
+            else each[: rows.get(name, num_out)].contiguous()
+        )
+        for name, each in packed.tensors.items()
+        if name not in ("g_idx", "weight_shape")
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader, source = reader_of(tmp_path, FORMS[form].config), Source("a.proj.weight", num_out)
+    found = reader.read([source], num_in)
+    torch.testing.assert_close(found, packed.matrix[:num_out].float(), rtol=1e-6, atol=1e-7)
+    coded = reader.coded([source], num_in)
+    assert coded is not None
+    assert torch.equal(coded.dequantised(), found)
+
+
 @pytest.mark.parametrize(
     ("form", "name", "shape", "message"),
     [

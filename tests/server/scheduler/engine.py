@@ -93,7 +93,7 @@ def make_config(
         links=(
             LinkSpec(transport=transport, payload="fp32", window_rows=16, deadline_s=deadline_s),
         ),
-        failover=failover or FailoverSection(),
+        failover=failover or FailoverSection(restart=False),
         scheduling=SchedulingPolicy(
             micro_batches=micro_batches,
             prefix_caching=prefix_caching,

@@ -15,7 +15,7 @@ import pytest
 
 import topspin
 from models.config import load_model_config
-from tests.topspin.cli.checkpoint import write_checkpoint
+from tests.topspin.cli.checkpoint import MIXTRAL, write_checkpoint
 from tests.topspin.launch.roles import ROOT
 from topspin.cli import collect_env
 from topspin.cli import pull as pull_command
@@ -145,6 +145,28 @@ def test_a_plan_is_printed_and_not_started_and_runs_as_printed(
     assert main(["serve", *told, *gateway]) == 7
     [config] = launched
     assert config == ServeConfig(plan=plan, gateway=GatewaySection(port=7, served_names=("a", "b")))
+
+
+@pytest.mark.parametrize("by_plan", [False, True])
+def test_what_is_not_followed_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], by_plan: bool
+) -> None:
+    fields = {**MIXTRAL, "torch_dtype": "float16", "dual_chunk_attention_config": {"a": 1}}
+    path = write_checkpoint(tmp_path / "half", fields)
+    (path / "generation_config.json").write_text('{"no_repeat_ngram_size": 3, "top_k": 5}')
+    told = ["serve", str(path), "--layout", "shared", "--print-plan"]
+    assert main(told) == 0
+    if by_plan:
+        read(tmp_path, capsys.readouterr().out)
+        assert main(["serve", "--plan", str(tmp_path / "plan.yaml"), "--print-plan"]) == 0
+    said = capsys.readouterr().err
+    for words in ("no_repeat_ngram_size = 3", "dual_chunk_attention_config", "its float16 weights"):
+        assert said.count(words) == 1
+    assert "top_k" not in said
+    assert main([*told, "--dtype", "float32", "--generation-config", "none"]) == 0
+    said = capsys.readouterr().err
+    assert "no_repeat_ngram_size" not in said
+    assert "float16" not in said
 
 
 def read(directory: Path, text: str) -> EnginePlan:

@@ -64,6 +64,17 @@ def die_by_signal(number: str = "9") -> None:
     os.kill(os.getpid(), int(number))
 
 
+def speak_and_freeze(fd: str, marker: str) -> None:
+    """Give a sign of life and freeze; in a second life ask the supervisor to end."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        os.kill(os.getppid(), signal.SIGINT)
+        wait()
+    os.write(int(fd), b"0\n")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def stubborn() -> None:
     """Ignore SIGTERM."""
     on_terminate(lambda: say("ignored"))
@@ -171,6 +182,7 @@ BEHAVIOURS: dict[str, Callable[..., None]] = {
         refuse_configuration,
         raw_output,
         die_by_signal,
+        speak_and_freeze,
         stubborn,
         signal_parent,
         leave_a_grandchild,

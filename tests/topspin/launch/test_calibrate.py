@@ -131,10 +131,15 @@ def test_a_number_of_threads_that_was_asked_for_stays(checkpoint: Path, tmp_path
     assert chooser.lines[0].startswith("layout: shared, 3 threads ")
 
 
-def test_nodes_that_restart_are_processes_of_their_own(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("restart", [True, False])
+def test_one_process_is_tried_whether_or_not_it_is_restarted(
+    checkpoint: Path, tmp_path: Path, restart: bool
+) -> None:
     chooser = Chooser(checkpoint, tmp_path, {ALONE: 0.1})
-    chooser.choose(failover=FailoverSection(restart=True))
-    assert chooser.tried == [SHARED, SPLIT]
+    assert chooser.choose(failover=FailoverSection(restart=restart)) == ALONE
+    assert chooser.tried == [SHARED, SPLIT, ALONE]
+    chooser.choose(failover=FailoverSection(restart=not restart))
+    assert "measured before" in chooser.lines[1]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.topspin.launch.roles import ROOT, dummy, wait_until_gone
 from tests.topspin.plans import plan
 from topspin.config import (
     ComputeSection,
+    FailoverSection,
     GatewaySection,
     M2NSection,
     ModelSection,
@@ -29,6 +30,7 @@ from topspin.config import (
 )
 from topspin.cores import CORES_VARIABLE, Layout
 from topspin.errors import EngineError
+from topspin.launch import engine as launcher
 from topspin.launch.commands import node_command
 from topspin.launch.engine import (
     LaunchContext,
@@ -91,6 +93,7 @@ def engine(
         model=ModelSection(path="/models/it's tiny"),
         topology=TopologySection(attention_nodes=attention, expert_nodes=experts),
         m2n=M2NSection(transport=transport),
+        failover=FailoverSection(restart=False),
         compute=ComputeSection(
             num_threads=threads,
             attention_device=devices[0],
@@ -218,6 +221,28 @@ def test_a_role_that_dies_later_ends_the_engine(tmp_path: Path) -> None:
         "topspin: expert 0 was killed by SIGKILL; stopping the engine. Its last lines:"
     )
     assert display.lines[told + 1] == "    (it wrote nothing)"
+
+
+def test_a_silent_scheduler_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "TICK_S", 0.05)
+    display = RecordingDisplay()
+
+    def roles(context: LaunchContext) -> list[RoleCommand]:
+        fds = (context.dead_fd, context.config_fd)
+        arguments = ("speak_and_freeze", str(context.dead_fd), str(tmp_path / "marker"))
+        return [
+            dummy("scheduler", *arguments, pass_fds=fds, part="coordinator"),
+            gateway(context),
+        ]
+
+    with nothing_left_open():
+        config = changed(engine(), {"plan.failover.restart": True})
+        assert launch(config, roles=roles, display=display) == 0, display.lines
+    assert sum("is taken for dead and is killed" in line for line in display.lines) == 1
+    told = "topspin: scheduler was killed by SIGKILL; it is started again in 0.2 s"
+    assert display.lines.count(told) == 1
 
 
 def test_a_signal_during_the_start_stops_it() -> None:
@@ -353,12 +378,12 @@ def test_the_launcher_knows_which_nodes_are_optional() -> None:
 
 
 def test_nodes_that_are_restarted_notice_a_silent_scheduler_soon() -> None:
-    for transport, told in (("shm", True), ("local", False)):
+    for transport, told in (("shm", {"attention 0", "expert 0"}), ("local", {"local node"})):
         config = engine(transport=transport, attention=1, experts=1)  # type: ignore[arg-type]
         plain = names_and_arguments(config)
         restarting = names_and_arguments(changed(config, {"plan.failover.restart": True}))
         nodes = {name for name, arguments in restarting.items() if "--failover" in arguments}
-        assert nodes == ({"attention 0", "expert 0"} if told else set())
+        assert nodes == told
         assert not any("--failover" in arguments for arguments in plain.values())
 
 

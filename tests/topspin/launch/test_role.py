@@ -98,7 +98,11 @@ def test_servers_get_the_whole_configuration() -> None:
         with pytest.raises(PermissionError):
             os.pwrite(fd, b"x", 0)
         assert load_serve_config(f"/dev/fd/{fd}") == config
-        for bind, address in ((None, CONTROL), ("0.0.0.0", "tcp://0.0.0.0:7000")):
+        for bind, address in (
+            (None, CONTROL),
+            ("0.0.0.0", "tcp://0.0.0.0:7000"),
+            ("::", "tcp://[::]:7000"),
+        ):
             found = flags(scheduler_command(config, fd, keys=KEYS, bind=bind).argv)
             assert found == {
                 "--config": f"/dev/fd/{fd}",

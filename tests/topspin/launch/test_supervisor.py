@@ -12,6 +12,7 @@ import pytest
 
 from tests.topspin.launch.roles import dummy, wait_until_gone
 from topspin.errors import EngineError
+from topspin.launch import supervisor as supervision
 from topspin.launch.supervisor import (
     NUM_TAIL_LINES,
     Part,
@@ -244,6 +245,37 @@ def test_a_worker_that_ends_is_started_again_later_each_time() -> None:
     told = [line for line in lines if line.startswith("topspin:")]
     cause = "topspin: expert 1 exited with status 3; it is started again in"
     assert told[:2] == [f"{cause} 0.2 s", f"{cause} 0.4 s"]
+
+
+@pytest.mark.parametrize("part", ["worker", "coordinator", "helper"])
+def test_a_role_that_ends_too_often_is_given_up(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
+    lines: list[str] = []
+    with Supervisor(emit=lines.append) as supervisor:
+        supervisor.restart(part)
+        supervisor.start(dummy("the role", "crash", part=part))
+        while not any("it is not started again" in line for line in lines):
+            supervisor.step(STEP_TIMEOUT_S)
+        ended = [gone.name for gone in supervisor.exits]
+        assert ended == ([] if part == "helper" else ["the role"])
+        assert lines.count("the role | line 24") == 2
+    assert sum("exited with status 3, after 1 restarts in" in line for line in lines) == 1
+
+
+def test_ends_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(supervision, "RESTARTS_WITHIN_S", 0.0)
+    lines: list[str] = []
+    with Supervisor(emit=lines.append) as supervisor:
+        supervisor.restart("worker")
+        supervisor.start(dummy("expert 1", "crash"))
+        while sum("started again" in line for line in lines) < 3:
+            supervisor.step(STEP_TIMEOUT_S)
+        assert not supervisor.is_ending
 
 
 @pytest.mark.parametrize("part", ["front", "coordinator"])

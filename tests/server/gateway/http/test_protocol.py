@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 
 from server.gateway.http import protocol
+from server.gateway.http.auth import ApiKeys
 from server.gateway.http.body import MAX_BODY_BYTES
-from server.gateway.http.listener import MAX_HEADER_BYTES
-from server.gateway.http.protocol import HttpProtocol
+from server.gateway.http.protocol import READ_AHEAD_BYTES, HttpProtocol
+from server.gateway.http.request_reader import MAX_HEADER_BYTES
 from tests.server.gateway.calls import head_of, http_request
-from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
+from tests.server.gateway.fakes import FakeEngine, ids, loopback, output, saying
 
 
 @contextmanager
@@ -122,7 +124,7 @@ def test_a_connection_without_a_whole_request_ends(
 def test_a_refused_body_that_never_ends_is_not_read_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.gateway.http.protocol.HEAD_DEADLINE_S", 0.05)
+    monkeypatch.setattr("server.gateway.http.protocol.DISCARD_DEADLINE_S", 0.05)
 
     async def test() -> None:
         async with loopback(FakeEngine()) as port:
@@ -139,7 +141,7 @@ def test_a_refused_body_that_never_ends_is_not_read_for_ever(
 
 
 def test_a_connection_lives_on_after_a_refused_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.http.protocol.HEAD_DEADLINE_S", 0.05)
+    monkeypatch.setattr("server.gateway.http.protocol.DISCARD_DEADLINE_S", 0.05)
 
     async def test() -> None:
         async with loopback(FakeEngine()) as port:
@@ -225,3 +227,181 @@ def test_an_old_client_that_closes_its_side_has_gone() -> None:
             await writer.wait_closed()
 
     asyncio.run(test())
+
+
+async def exchange(port: int, sent: bytes) -> bytes:
+    """Send `sent`, and return all that comes until the server has closed its side."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def answers(sent: bytes, fake: FakeEngine | None = None, **options: Any) -> bytes:
+    async def test() -> bytes:
+        async with loopback(fake or FakeEngine(), **options) as port:
+            return await exchange(port, sent)
+
+    return asyncio.run(test())
+
+
+VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST = VERSION.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+CHUNKS = head_of(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+
+
+@pytest.mark.parametrize(
+    ("status", "sent"),
+    [
+        (
+            b"400",
+            head_of(4).replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
+            + b"0\r\n\r\n",
+        ),
+        (b"431", VERSION.replace(b"Host", b"A: " + b"a" * 100_000 + b"\r\nHost")),
+        (b"431", VERSION.replace(b"Host", b"a:b\r\n" * 1000 + b"Host")),
+        (b"505", VERSION.replace(b"1.1", b"9.9")),
+        (b"400", CHUNKS + b"1\r\n \r\n" * 5000),
+        (b"501", VERSION.replace(b"GET", b"BREW")),
+    ],
+)
+def test_after_what_is_refused_nothing_is_answered(
+    status: bytes, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = answers(sent + VERSION)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert answer.count(b"content-length: ") == 1
+    assert b"\r\nconnection: close\r\n" in answer
+    error_in(answer)
+    assert caplog.records == []
+
+
+def test_a_url_as_the_target_is_served() -> None:
+    answer = answers(LAST.replace(b"/version", b"http://y/version"))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b'"version"' in answer
+
+
+def test_an_upgrade_is_ignored_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The body after it is read, and the next request too."""
+    request = http_request({"prompt": "hi"})
+    asks = b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    answer = answers(request.replace(b"\r\n\r\n", asks) + LAST, FakeEngine(saying("ok")))
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert b'"text":"ok"' in answer
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
+
+
+def test_requests_that_come_together_are_answered_one_after_the_other() -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with loopback(fake) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b'5\r\n{"mod\r\n' + b"%x\r\n" % len(REST) + REST + b"\r\n0\r\nX-Late: a\r\n\r\n"
+            writer.write((CHUNKS + body) * 2 + VERSION + LAST)
+            for nth in range(2):
+                await fake.request_came.wait()
+                fake.request_came.clear()
+                assert len(fake.added) == nth + 1  # the next one waits
+                fake.emit(output(fake.added[nth], ids("a"), finish_reason="length"))
+            answer = await reader.read()
+            assert answer.count(b"HTTP/1.1 200 ") == 4
+            assert answer.count(b'"text":"a"') == 2
+            writer.close()
+
+    asyncio.run(test())
+
+
+REST = b'el": "tiny", "prompt": "hi"}'
+
+
+def test_many_pipelined_requests_all_have_an_answer() -> None:
+    """More than are received ahead, and more than one turn takes."""
+    num_requests = 2 * READ_AHEAD_BYTES // len(VERSION)
+    answer = answers(VERSION * num_requests + LAST)
+    assert answer.count(b"HTTP/1.1 200 ") == num_requests + 1
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_sends_all_before_reading_learns_why_it_was_refused(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the body nothing is kept; without an end it is not taken for ever."""
+    if not ends:
+        monkeypatch.setattr(protocol, "DISCARD_DEADLINE_S", 0.2)
+
+    async def test() -> None:
+        async with loopback(FakeEngine(), keys=ApiKeys("sk-ours-0123456789", None)) as port:
+
+            def send_all() -> bytes:
+                with socket.create_connection(("127.0.0.1", port)) as client:
+                    client.sendall(head_of(20_000_000 if ends else 10**12))
+                    with nullcontext() if ends else pytest.raises(OSError):
+                        for _ in range(20 if ends else 1000):
+                            client.sendall(b" " * 1_000_000)
+                    return client.recv(100_000)
+
+            answer = await asyncio.to_thread(send_all)
+            assert answer.startswith(b"HTTP/1.1 401 ")
+            assert b"\r\nconnection: close\r\n" in answer
+
+    asyncio.run(test())
+
+
+def test_the_rest_of_refused_chunks_is_not_parsed() -> None:
+    """What would be the next request is a part of the body."""
+    keys = ApiKeys("sk-ours-0123456789", None)
+
+    async def test() -> None:
+        async with loopback(FakeEngine(), keys=keys) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(CHUNKS)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 401 ")
+            assert b"\r\nconnection: close\r\n" in head
+            writer.write(b"0\r\n\r\n" + VERSION)
+            assert b"HTTP/1.1" not in await reader.read()
+            writer.close()
+
+    asyncio.run(test())
+
+
+def test_a_client_that_waits_to_send_its_body_is_told_to_or_refused() -> None:
+    async def test() -> None:
+        async with loopback(FakeEngine(saying("ok"))) as port:
+            request = http_request({"prompt": "hi"})
+            end = request.index(b"\r\n\r\n")
+            head, body = request[:end] + b"\r\nExpect: 100-continue\r\n\r\n", request[end + 4 :]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head)
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(body)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            # It may now send the body or not, so nothing can follow.
+            refused = await exchange(port, head.replace(b"application/json", b"text/plain"))
+            assert refused.startswith(b"HTTP/1.1 415 ")
+            assert b"\r\nconnection: close\r\n" in refused
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_old_client_gets_no_chunks(stream: bool) -> None:
+    """HTTP/1.0 has none: the end of the connection ends the answer."""
+    sent = http_request({"prompt": "hi", "stream": stream}, version="1.0")
+    head, _, body = answers(sent, FakeEngine(saying("ok"))).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"\r\nconnection: close" in head.lower()
+    assert body.endswith(b"data: [DONE]\n\n" if stream else b"}")
+
+
+def test_trailers_do_not_reach_the_application(caplog: pytest.LogCaptureFixture) -> None:
+    """A trailer cannot name the request, or bring a key."""
+    data = http_request({"prompt": "hi"}).partition(b"\r\n\r\n")[2]
+    body = b"%x\r\n" % len(data) + data + b"\r\n0\r\nX-Request-Id: late\r\n\r\n"
+    close = CHUNKS.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    answer = answers(close + body, FakeEngine(saying("ok")))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b": late" not in answer

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from server.gateway.engine_client import EngineClient
-from tests.server.gateway.fakes import FakeEngine, gateway, make_app
+from tests.server.gateway.fakes import FakeEngine, gateway, loopback, make_app
 from topspin.messages import Message, NodeTrace, Trace, TraceRequest
 
 NODE = NodeTrace(role="expert", index=2, offset_ns=-7, error_ns=5, records=b"\x00\xff" * 12)
@@ -79,5 +79,23 @@ def test_only_this_hosts_clients_are_answered(host: str, status: int) -> None:
         assert len(fake.seconds) == (status == 200)
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
+
+    run(body())
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"])
+def test_who_comes_through_a_proxy_is_not_answered(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it says of the client: the client may have said that."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+
+    async def body() -> None:
+        fake = TracedEngine()
+        async with loopback(fake) as port, httpx.AsyncClient() as client:
+            url = f"http://127.0.0.1:{port}/trace"
+            for given, status in ({}, 200), ({name: "127.0.0.1"}, 404):
+                assert (await client.get(url, headers=given)).status_code == status
+        assert len(fake.seconds) == 1
 
     run(body())

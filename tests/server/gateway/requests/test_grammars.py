@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from models.tokenizer import Tokenizer
-from server.gateway.requests.grammars import GRAMMAR_FIELDS, checked_grammar, closed
+from server.gateway.requests.grammars import GRAMMAR_FIELDS
+from server.gateway.requests.json_schemas import closed
 from server.gateway.requests.prompts import bad_word_tokens
+from server.scheduler.planning.outbox import failure
 from tests.checkpoints import write_tokenizer
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying
 from topspin.errors import InvalidRequest
 from topspin.grammars import MAX_GRAMMAR_BYTES
-from topspin.messages import SamplingParams
+from topspin.messages import AddRequest, Message, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
@@ -119,16 +121,6 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "response_format.json_schema.schema",
         "object",
     ),
-    (
-        {
-            "response_format": {
-                **FORMAT,
-                "json_schema": {"name": "n", "schema": {"type": "array", "uniqueItems": True}},
-            }
-        },
-        "response_format.json_schema.schema",
-        "uniqueItems",
-    ),
     ({"response_format": FORMAT, "ignore_eos": True}, "ignore_eos", "response_format"),
     ({"response_format": FORMAT, "min_tokens": 2}, "min_tokens", "response_format"),
     (
@@ -137,14 +129,15 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "both",
     ),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "`choice`"),
-    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
     ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "length"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "str"),
-    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "unknown name"),
-    ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", "end of"),
+    ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", "not end"),
     ({"structured_outputs": {"grammar": 'a ::= "a"'}}, "structured_outputs.grammar", "root"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON"),
-    ({"structured_outputs": {"json": {"required": 5}}}, "structured_outputs.json", "array"),
+    (
+        {"structured_outputs": {"json": "INVALID"}},
+        "structured_outputs.json",
+        "`structured_outputs.json` is not valid JSON",
+    ),
     ({"structured_outputs": {"guided": 1}}, "structured_outputs.guided", "unknown"),
     (
         {"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}},
@@ -188,12 +181,41 @@ def test_what_cannot_be_followed_is_refused_by_name(
     assert fake.added == []
 
 
-def test_a_grammar_of_llguidance_may_be_checked_by_itself() -> None:
-    lark = 'start: <|im_start|> "call " /[a-z]+/ <[5]>'
-    assert checked_grammar(lark, param="tools") == lark
-    with pytest.raises(InvalidRequest, match=r"`tools`: .*unknown name") as raised:
-        checked_grammar("start: x", param="tools")
-    assert raised.value.param == "tools"
+REFUSED_BY_NODES: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": FORMAT}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"json": {"required": 5}}}, "structured_outputs.json"),
+]
+
+
+class Refusing(FakeEngine):
+    """A scheduler whose nodes refuse every grammar."""
+
+    def send(self, message: Message) -> None:
+        super().send(message)
+        if isinstance(message, AddRequest):
+            error = InvalidRequest("too deep", param="grammar")
+            self.say(failure(message.request_id, error))
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED_BY_NODES)
+def test_what_nodes_refuse_is_refused_with_the_field(fields: dict[str, Any], param: str) -> None:
+    fake = Refusing()
+
+    async def test() -> None:
+        async with gateway(fake) as client:
+            for path, body in ((CHAT, CHAT_BODY), (PLAIN, PLAIN_BODY)):
+                for stream in (False, True):
+                    response = await client.post(path, json={**body, **fields, "stream": stream})
+                    assert response.status_code == 400, response.text
+                    error = response.json()["error"]
+                    assert (error["param"], error["message"]) == (param, f"`{param}`: too deep")
+
+    asyncio.run(test())
+    assert len(fake.added) == 4
 
 
 def test_bodies_that_may_have_a_grammar_can_be_told_by_their_fields() -> None:

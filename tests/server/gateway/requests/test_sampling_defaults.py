@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.gateway.requests.sampling_defaults import SamplingDefaults, load_sampling_defaults
+from server.gateway.requests.sampling_defaults import (
+    SamplingDefaults,
+    load_sampling_defaults,
+    unapplied_defaults,
+)
 from topspin.errors import ConfigError
 
 
@@ -77,3 +83,47 @@ def test_a_value_that_cannot_be_is_named(
 def test_a_directory_must_have_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--generation-config .*generation_config\.json"):
         load_sampling_defaults(tmp_path, str(tmp_path))
+
+
+# What generate returns does not depend on these, or another option of the server stands for them.
+_ELSEWHERE = {
+    "bos_token_id",
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "continuous_batching_config",
+    "decoder_start_token_id",
+    "disable_compile",
+    "do_sample",
+    "early_stopping",
+    "eos_token_id",
+    "length_penalty",
+    "low_memory",
+    "max_cache_len",
+    "num_beam_groups",
+    "pad_token_id",
+    "prefill_chunk_size",
+    "remove_invalid_values",
+    "renormalize_logits",
+    "return_dict_in_generate",
+    "speculation_type",
+    "transformers_version",
+    "use_cache",
+    "use_mtp",
+    "_from_model_config",
+}
+_OF_DRAFTS = ("assistant_", "is_assistant", "num_assistant", "target_lookbehind", "output_")
+_OF_DRAFTS += ("prompt_lookup", "max_matching_ngram")
+
+
+def test_every_option_of_transformers_is_applied_or_named(tmp_path: Path) -> None:
+    """An option of a later version fails here until it is one of the three kinds."""
+    config = importlib.import_module("transformers").GenerationConfig()
+    options = {each for each in vars(config) if not each.startswith(_OF_DRAFTS)} - _ELSEWHERE
+    applied = set(SamplingDefaults.__struct_encode_fields__)
+    write(tmp_path, {option: [7] for option in options - applied})
+    (said,) = unapplied_defaults(tmp_path, "auto")
+    assert sorted(re.findall(r"(\w+) = \[7\]", said)) == sorted(options - applied)
+    assert unapplied_defaults(tmp_path, "none") == []
+    write(tmp_path, config._get_default_generation_params())
+    assert unapplied_defaults(tmp_path, "auto") == []

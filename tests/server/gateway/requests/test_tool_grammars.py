@@ -15,7 +15,6 @@ from server.gateway.requests.schema import FunctionDefinition, Tool
 from server.gateway.requests.tool_grammars import constrained, marker_terminal
 from server.gateway.requests.tools import ToolUse
 from tests.server.gateway.fakes import backend
-from topspin.errors import InvalidRequest
 
 SPECIAL = "<|im_start|>"
 
@@ -170,5 +169,5 @@ def test_a_strict_schema_that_no_grammar_has_is_refused_and_another_is_served() 
     lenient = ToolUse(tools=(tool("add", **odd),), called=(tool("add", **odd),), may_call=True)
     assert allows(grammar_of(HERMES, lenient), WRITTEN[HERMES])
     strict = tool("add", strict=True, **odd)
-    with pytest.raises(InvalidRequest, match="unevaluatedProperties"):
-        grammar_of(HERMES, ToolUse(tools=(strict,), called=(strict,), may_call=True))
+    grammar = grammar_of(HERMES, ToolUse(tools=(strict,), called=(strict,), may_call=True))
+    assert "unevaluatedProperties" in LLMatcher.validate_grammar(grammar)

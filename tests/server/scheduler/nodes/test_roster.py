@@ -129,6 +129,19 @@ def test_refusals(message: Hello, error: type[Exception], reason: str) -> None:
     assert roster.gateways == set()
 
 
+def test_another_checkpoint_is_named_by_its_files_also_once_all_nodes_have_gone() -> None:
+    roster = make_roster()
+    files = {"config.json": "1", **{f"model-{n}.safetensors": "2" for n in range(6)}}
+    roster.join(b"a0", hello("attention", 0, files=files))
+    other = {**files, "model-3.safetensors": "3"}
+    with pytest.raises(VersionMismatch, match=r"differ in model-3\.safetensors$"):
+        roster.join(b"e0", hello("expert", 0, fingerprint="xyz", files=other))
+    roster.leave(Member("attention", 0))
+    with pytest.raises(VersionMismatch, match=r"differ in config.json, model-0.*, \.\.\.$"):
+        roster.join(b"a0", hello("attention", 0, fingerprint="xyz"))
+    roster.join(b"a0", hello("attention", 0, files=files))
+
+
 def test_one_hello_per_connection() -> None:
     roster = make_roster()
     roster.join(b"a0", hello("attention", 0))

@@ -1,0 +1,196 @@
+"""The process that has read a checkpoint's vocabulary and forks a process per grammar.
+
+Owns these processes' lives: it starts one for each Fork of the node, says how each has ended, and
+ends the largest one when all together hold too much memory. It has one thread, so that a fork
+copies nothing that another thread holds, and parses nothing that a stranger wrote. Ends with the
+node, whose death closes its socket; so do the processes.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+from llguidance import LLTokenizer
+
+from attention_nodes.grammars import grammar_process
+from attention_nodes.grammars.frames import OUT_OF_MEMORY_STATUS, Ended, Fork, Loaded
+from models.tokenizer_files import effective_tokenizer
+from topspin.grammars import MAX_ALL_COMPILED_BYTES
+
+_MAX_MESSAGE_BYTES: Final = 4096
+_NUM_FILES: Final = 2
+_MEMORY_POLL_MS: Final = 100
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class _Process:
+    """A forked process: `handle` becomes readable when it ends; it began with `resident_bytes`."""
+
+    number: int
+    pid: int
+    handle: int
+    resident_bytes: int
+    is_largest: bool = False
+
+    def held_bytes(self) -> int:
+        """Return what it has taken since it began."""
+        return max(0, _resident_bytes(self.pid) - self.resident_bytes)
+
+
+class ForkServer:
+    """The processes of grammars.
+
+    Invariant: each Fork is answered by one Ended, when its process is gone.
+    """
+
+    def __init__(self, node: socket.socket, tokenizer: LLTokenizer) -> None:
+        self._node = node
+        self._tokenizer = tokenizer
+        self._processes: dict[int, _Process] = {}
+        self._poll = select.poll()
+        self._poll.register(node, select.POLLIN)
+
+    def run(self) -> None:
+        """Serve the node until it closes its socket."""
+        while True:
+            events = self._poll.poll(_MEMORY_POLL_MS if self._processes else None)
+            for descriptor, _ in events:
+                if descriptor != self._node.fileno():
+                    self._reap(self._processes.pop(descriptor))
+                elif not self._receive():
+                    return
+            self._check_memory()
+
+    def _receive(self) -> bool:
+        """Start a process; returns whether the node is there."""
+        data, files = _receive_with_files(self._node)
+        if not data:
+            return False
+        fork = msgspec.msgpack.decode(data, type=Fork)
+        try:
+            self._fork(fork, *files)
+        except OSError as error:
+            self._tell(Ended(fork.number, error=f"no process for a grammar: {error.strerror}"))
+        finally:
+            for each in files:
+                os.close(each)
+        return True
+
+    def _fork(self, fork: Fork, connection: int, text: int) -> None:
+        resident_bytes = _resident_bytes(os.getpid())
+        pid = os.fork()
+        if pid == 0:
+            self._become_grammar(fork, connection, text)
+        handle = os.pidfd_open(pid)
+        self._processes[handle] = _Process(fork.number, pid, handle, resident_bytes)
+        self._poll.register(handle, select.POLLIN)
+
+    def _become_grammar(self, fork: Fork, connection: int, text: int) -> NoReturn:
+        status = 1
+        try:
+            self._node.close()
+            for handle in self._processes:
+                os.close(handle)
+            with socket.socket(fileno=connection) as stream:
+                grammar_process.run(fork, stream, text, self._tokenizer)
+            status = 0
+        except MemoryError:
+            status = OUT_OF_MEMORY_STATUS
+        except OSError:
+            status = 0  # the node has closed the connection
+        finally:
+            os._exit(status)
+
+    def _reap(self, process: _Process) -> None:
+        self._poll.unregister(process.handle)
+        os.close(process.handle)
+        _, status = os.waitpid(process.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        self._tell(
+            Ended(
+                process.number,
+                signal=max(0, -code),
+                status=max(0, code),
+                is_largest=process.is_largest,
+            )
+        )
+
+    def _check_memory(self) -> None:
+        held = {each.handle: each.held_bytes() for each in self._processes.values()}
+        if sum(held.values()) > MAX_ALL_COMPILED_BYTES:
+            largest = self._processes[max(held, key=lambda handle: held[handle])]
+            largest.is_largest = True
+            os.kill(largest.pid, signal.SIGKILL)
+
+    def _tell(self, ended: Ended) -> None:
+        self._node.send(msgspec.msgpack.encode(ended))
+
+
+def _receive_with_files(node: socket.socket) -> tuple[bytes, list[int]]:
+    data, ancillary, _, _ = node.recvmsg(
+        _MAX_MESSAGE_BYTES, socket.CMSG_LEN(_NUM_FILES * array.array("i").itemsize)
+    )
+    files = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            files.frombytes(content)
+    return data, list(files)
+
+
+def _resident_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        _, resident, of_files = map(int, Path(f"/proc/{pid}/statm").read_text().split()[:3])
+        return (resident - of_files) * _PAGE_BYTES
+    return 0  # it has ended
+
+
+def _read_tokenizer(directory: Path, vocab_size: int, ends: list[str]) -> LLTokenizer:
+    """Return the vocabulary of a checkpoint, whose logits have `vocab_size` tokens."""
+    backend = effective_tokenizer(directory)
+    own_size = backend.get_vocab_size(with_added_tokens=True)
+    return LLTokenizer(
+        backend.to_str(),
+        n_vocab=max(vocab_size, own_size),
+        eos_token=[int(each) for each in ends],
+    )
+
+
+def main() -> int:
+    """Serve the node at the other end of a socket, until it is gone."""
+    descriptor, directory, vocab_size, ends = sys.argv[1:]
+    # The node decides when it ends, also where the terminal's Control-C reaches both.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    # A node may have a core of its own, where it spins.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    with socket.socket(fileno=int(descriptor)) as node:
+        try:
+            tokenizer = _read_tokenizer(Path(directory), int(vocab_size), ends.split(","))
+        except Exception as error:  # the library raises bare Exception
+            node.send(msgspec.msgpack.encode(Loaded(error=str(error)[: _MAX_MESSAGE_BYTES // 2])))
+            while _receive_with_files(node)[0]:
+                pass  # the node closes its socket when it has read why
+            return 1
+        loaded = Loaded(num_words=grammar_process.num_words(tokenizer))
+        node.send(msgspec.msgpack.encode(loaded))
+        gc.collect()
+        gc.freeze()
+        with contextlib.suppress(BrokenPipeError):
+            ForkServer(node, tokenizer).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,578 @@
+"""A node's grammars: the processes that compile and follow them, and which of those are kept.
+
+Owns the fork server, one process per grammar, and the reasons why a grammar is given up. A process
+in use is never ended for another; idle ones are kept within a number and their memory. No wait for
+masks is longer than STEP_WAIT_S, unless the machine is so busy that they have not been worked on.
+Knows no sequences (constraints.py), only matchers, and no messages of the engine: worker.py reports
+what is compiled, and what is lost. Called in the node's busy thread.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from attention_nodes.grammars.frames import (
+    OUT_OF_MEMORY_STATUS,
+    Compiled,
+    Ended,
+    Follow,
+    Followed,
+    Fork,
+    Loaded,
+    Masks,
+    Slice,
+    framed,
+    receive,
+    receive_bytes,
+)
+from spec_decode.draft import Draft
+from topspin.errors import EngineUnavailable, InvalidRequest
+from topspin.grammars import COMPILE_CPU_S, MAX_COMPILED_BYTES, grammar_key
+
+MAX_IDLE: Final = 32
+MAX_IDLE_BYTES: Final = 256 * 1024 * 1024
+STEP_WAIT_S: Final = 0.3
+"""How long a step waits for its masks."""
+COMPILE_WAIT_S: Final = 0.15
+"""How long a step waits for grammars that it finds not compiled."""
+_MOST_WAIT_S: Final = 10.0
+# Of the CPU: who has had less of it while a step waited has been kept from work by others.
+_WORKED_S: Final = 0.02
+_END_WAIT_S: Final = 0.5
+# Of a fork server; it may have to read a large vocabulary on a busy machine.
+_LOAD_WAIT_S: Final = 60.0
+
+_LATE: Final = "the grammar's next tokens take too long to be found; try a simpler one"
+_UNSTARTED: Final = "there is no process for the request's grammar; try again"
+
+_Words = npt.NDArray[np.int32]
+_log = logging.getLogger("attention")
+
+
+class CompiledGrammar(NamedTuple):
+    """The end of a compilation by `start`; `error`: why it failed, or nothing.
+
+    `may_retry`: it failed by what else the node does, and may be compiled another time.
+    """
+
+    key: str
+    error: str
+    may_retry: bool = False
+
+
+class LostGrammar(NamedTuple):
+    """A compiled grammar that the node no longer has; `error`: why it must not come again."""
+
+    key: str
+    error: str
+
+
+class Step(NamedTuple):
+    """What a sequence asks of its matcher: see frames.Slice."""
+
+    matcher: Matcher
+    tokens: list[int]
+    draft: Draft | None
+
+
+class Answer(NamedTuple):
+    """The masks [rows, words] of a step's rows (frames.Followed), or why it cannot go on.
+
+    `may_retry`: by what else the node does.
+    """
+
+    refusal: str = ""
+    may_retry: bool = False
+    rows: Sequence[int] = ()
+    masks: _Words | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """A grammar's process. `end` says why it is gone, once it is; `pid` 0: it compiles."""
+
+    number: int
+    key: str
+    connection: socket.socket
+    pid: int = 0
+    held_bytes: int = 0
+    num_matchers: int = 0
+    matchers: set[int] = field(default_factory=set)
+    end: _End | None = None
+
+
+class _End(NamedTuple):
+    reason: str
+    may_retry: bool
+
+
+class Matcher:
+    """A sequence's place in its grammar."""
+
+    def __init__(self, process: _Process) -> None:
+        self.process = process
+        process.num_matchers += 1
+        self.number = process.num_matchers
+        process.matchers.add(self.number)
+
+
+class Grammars:
+    """The grammars that sequences of one node follow."""
+
+    def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """Serve the checkpoint in `directory`, whose logits have `vocab_size` tokens."""
+        self._processes: OrderedDict[str, _Process] = OrderedDict()
+        self._compiling: dict[str, _Process] = {}
+        self._kept: set[str] = set()
+        self._answers: list[CompiledGrammar] = []
+        self._lost: list[LostGrammar] = []
+        self._num_started = 0
+        self._by_number: dict[int, _Process] = {}
+        self._server = _ForkServer(directory, vocab_size, eos_token_ids)
+        self._close = weakref.finalize(self, _close_all, self._server, self._by_number)
+
+    def prepare(self) -> None:
+        """Begin to read the checkpoint's tokenizer, which else waits for the first grammar."""
+        self._server.start()
+
+    @property
+    def num_words(self) -> int:
+        """Return how many i32 a matcher's mask has; 0 without a tokenizer, and so without any."""
+        return self._server.num_words()
+
+    # Compiling.
+
+    def start(self, key: str, grammar: str) -> None:
+        """Compile a grammar in the background, unless that is done; `take_compiled` tells.
+
+        It is kept until release().
+        """
+        self._kept.add(key)
+        if key in self._compiling:
+            return
+        if key in self._processes:
+            self._answers.append(CompiledGrammar(key, ""))
+            return
+        try:
+            self._compiling[key] = self._start(key, grammar)
+        except InvalidRequest as error:
+            self._answers.append(CompiledGrammar(key, str(error)))
+        except EngineUnavailable as error:
+            self._answers.append(CompiledGrammar(key, str(error), may_retry=True))
+
+    def release(self, key: str) -> None:
+        """Let a grammar go: its compilation is given up, once compiled it is kept for a while."""
+        self._kept.discard(key)
+        process = self._compiling.pop(key, None)
+        if process is not None:
+            self._forget(process)
+        self._evict()
+
+    def release_all(self) -> None:
+        """Let all grammars go."""
+        for key in list(self._kept):
+            self.release(key)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Return whether take_compiled() has more to say."""
+        return bool(self._compiling or self._answers)
+
+    def take_compiled(self) -> list[CompiledGrammar]:
+        """Return the compilations that have ended since the last call; never waits."""
+        ended, self._answers = self._answers, []
+        if self._compiling:
+            self._read_ends()
+            for process in self._compiling.values():
+                if process.end is None and _is_readable(process.connection, 0.0):
+                    self._read_compiled(process)
+            for key, process in list(self._compiling.items()):
+                if (end := process.end) is not None:
+                    del self._compiling[key]
+                    ended.append(CompiledGrammar(key, *end))
+                elif process.pid:
+                    del self._compiling[key]
+                    self._processes[key] = process
+                    ended.append(CompiledGrammar(key, ""))
+            self._evict()
+        return ended
+
+    def take_lost(self) -> list[LostGrammar]:
+        """Return the compiled grammars that have been given up since the last call."""
+        if self._processes:
+            self._read_ends()
+        lost, self._lost = self._lost, []
+        return lost
+
+    # Following.
+
+    def matcher(self, grammar: str, deadline_s: float) -> Matcher:
+        """Return a matcher that has consumed nothing.
+
+        A grammar that is not compiled (it has just been evicted) is compiled now, until
+        `deadline_s` of the monotonic clock. Raises InvalidRequest or EngineUnavailable.
+        """
+        key = grammar_key(grammar)
+        process = self._processes.get(key)
+        if process is None:
+            process = self._compiled_now(key, grammar, deadline_s)
+        self._processes.move_to_end(key)
+        return Matcher(process)
+
+    def _compiled_now(self, key: str, grammar: str, deadline_s: float) -> _Process:
+        process = self._compiling.get(key) or self._start(key, grammar)
+        self._compiling[key] = process
+        poll = select.poll()
+        poll.register(process.connection, select.POLLIN)
+        while not process.pid and process.end is None:
+            if not poll.poll(1000 * max(0.0, deadline_s - time.monotonic())):
+                raise EngineUnavailable("the request's grammar is not compiled yet; try again")
+            self._read_compiled(process)
+            if process.end is None and not process.pid:
+                self._read_ends(wait_for=process)
+        del self._compiling[key]
+        if process.end is not None:
+            kind = EngineUnavailable if process.end.may_retry else InvalidRequest
+            raise kind(process.end.reason)
+        self._processes[key] = process
+        return process
+
+    def follow(self, steps: Sequence[Step]) -> list[Answer]:
+        """Return the masks of sequences, or why they cannot go on."""
+        by_process: dict[int, list[int]] = {}
+        for idx, step in enumerate(steps):
+            by_process.setdefault(step.matcher.process.number, []).append(idx)
+        waiting: dict[int, _Process] = {}
+        poll = select.poll()
+        used_s: dict[int, float] = {}
+        for number, places in by_process.items():
+            process = steps[places[0]].matcher.process
+            if process.end is None and self._ask(process, [steps[each] for each in places]):
+                waiting[process.connection.fileno()] = process
+                poll.register(process.connection, select.POLLIN)
+                used_s[number] = _cpu_s(process.pid)
+        answers: list[Answer] = [Answer()] * len(steps)
+        begun_s = time.monotonic()
+        while waiting:
+            left_s = STEP_WAIT_S - (time.monotonic() - begun_s)
+            for descriptor, _ in poll.poll(max(50.0, 1000 * left_s)):
+                process = waiting.pop(descriptor)
+                poll.unregister(descriptor)
+                places = by_process[process.number]
+                for place, answer in zip(places, self._read_masks(process), strict=False):
+                    answers[place] = answer
+            waited_s = time.monotonic() - begun_s
+            for descriptor, process in list(waiting.items()):
+                has_worked = _cpu_s(process.pid) - used_s[process.number] > _WORKED_S
+                if waited_s > (STEP_WAIT_S if has_worked else _MOST_WAIT_S):
+                    del waiting[descriptor]
+                    poll.unregister(descriptor)
+                    self._give_up(process, _End(_LATE, may_retry=True))
+        for idx, step in enumerate(steps):
+            if (end := step.matcher.process.end) is not None:
+                answers[idx] = Answer(*end)
+        return answers
+
+    def _ask(self, process: _Process, steps: Sequence[Step]) -> bool:
+        """Send a process its slices; returns whether it is there."""
+        slices = [
+            Slice(
+                step.matcher.number,
+                step.tokens,
+                list(step.draft.tokens) if step.draft else [],
+                list(step.draft.parents) if step.draft else [],
+            )
+            for step in steps
+        ]
+        try:
+            process.connection.sendall(framed(Follow(slices=slices)))
+        except OSError:
+            self._read_ends(wait_for=process)
+            return False
+        return True
+
+    def _read_masks(self, process: _Process) -> Iterator[Answer]:
+        try:
+            masks = receive(process.connection, Masks)
+            num_words = self._server.num_words()
+            num_rows = sum(len(each.rows) for each in masks.answers)
+            data = receive_bytes(process.connection, 4 * num_rows * num_words)
+        except (EOFError, OSError):
+            self._read_ends(wait_for=process)
+            return
+        process.held_bytes = masks.held_bytes
+        words = np.frombuffer(data, dtype="<i4").reshape(num_rows, num_words)
+        first = 0
+        for each in masks.answers:
+            yield _answer(each, words[first : first + len(each.rows)])
+            first += len(each.rows)
+
+    def end(self, matcher: Matcher) -> None:
+        """Forget a matcher, here and in its process."""
+        process = matcher.process
+        process.matchers.discard(matcher.number)
+        if process.end is None:
+            with contextlib.suppress(OSError):  # its end is on its way
+                process.connection.sendall(framed(Follow(closed=[matcher.number])))
+            if not process.matchers:
+                self._evict()
+
+    # Ends of processes.
+
+    def close(self) -> None:
+        """End all processes."""
+        self._close()
+
+    def _start(self, key: str, grammar: str) -> _Process:
+        self._num_started += 1
+        connection = self._server.fork(self._num_started, grammar)
+        process = _Process(self._num_started, key, connection)
+        self._by_number[process.number] = process
+        return process
+
+    def _read_compiled(self, process: _Process) -> None:
+        """Read what a process that compiles has sent; its end is told by the fork server."""
+        try:
+            compiled = receive(process.connection, Compiled)
+        except (EOFError, OSError):
+            return
+        if compiled.error:
+            self._give_up(process, _End(compiled.error, may_retry=False))
+        else:
+            process.pid, process.held_bytes = compiled.pid, compiled.held_bytes
+
+    def _read_ends(self, wait_for: _Process | None = None) -> None:
+        """Read which processes have ended; waits until `wait_for` has, whose stream is closed."""
+        while True:
+            wait = wait_for is not None and wait_for.end is None
+            ended = self._server.ended(wait_s=_END_WAIT_S if wait else 0.0)
+            if ended is None:
+                break
+            process = self._by_number.get(ended.number)
+            if process is not None:
+                if not process.pid:
+                    self._read_compiled(process)  # it may have said why before it ended
+                self._give_up(process, _end_of(ended, is_compiled=bool(process.pid)))
+        if self._server.is_gone:
+            error = self._server.error
+            gone = _End(error or _UNSTARTED, may_retry=not error)
+            for process in [each for each in self._compiling.values() if each.end is None]:
+                self._give_up(process, gone)
+        if wait_for is not None and wait_for.end is None:
+            self._give_up(wait_for, _End("the process of the request's grammar has ended", True))
+
+    def _give_up(self, process: _Process, end: _End) -> None:
+        if process.end is None:
+            process.end = end
+        self._forget(process)
+        if self._processes.pop(process.key, None) is not None:
+            self._lost.append(LostGrammar(process.key, "" if end.may_retry else end.reason))
+
+    def _forget(self, process: _Process) -> None:
+        process.connection.close()  # the process ends
+        self._by_number.pop(process.number, None)
+
+    def _evict(self) -> None:
+        """End idle processes beyond those that are kept, the one used least lately first."""
+        idle = [
+            each
+            for each in self._processes.values()
+            if not each.matchers and each.key not in self._kept
+        ]
+        num_bytes = sum(each.held_bytes for each in idle)
+        for nth, process in enumerate(idle, start=1):
+            if len(idle) - nth < MAX_IDLE and num_bytes <= MAX_IDLE_BYTES:
+                return
+            num_bytes -= process.held_bytes
+            self._give_up(process, _End("", may_retry=True))
+
+
+class _ForkServer:
+    """The node's end of its fork server, which is started again if it ends."""
+
+    def __init__(self, directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._arguments = (directory, vocab_size, eos_token_ids)
+        self._error = ""
+        self._num_words = 0
+        self._is_loaded = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        if not (directory / "tokenizer.json").exists():
+            self._error = "the checkpoint has no tokenizer.json"
+        elif not eos_token_ids:
+            self._error = "the checkpoint names no token that ends a text"
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether no more ends are told."""
+        return self._socket is None
+
+    @property
+    def error(self) -> str:
+        """Return why this checkpoint serves no grammars, in words for clients; or nothing."""
+        return f"grammars are not served: {self._error}" if self._error else ""
+
+    def num_words(self) -> int:
+        """Wait until the vocabulary is read; return the words of a mask, 0 if there are none."""
+        if not self._num_words:
+            self.start()
+            self._load(_LOAD_WAIT_S)
+        return self._num_words
+
+    def fork(self, number: int, grammar: str) -> socket.socket:
+        """Start a process for a grammar and return the connection to it.
+
+        Raises InvalidRequest if this checkpoint cannot serve any, EngineUnavailable if it cannot
+        now.
+        """
+        self.start()
+        if self._error:
+            raise InvalidRequest(self.error)
+        assert self._socket is not None, "started"
+        try:
+            mine, its = socket.socketpair()
+        except OSError as error:
+            raise EngineUnavailable(_UNSTARTED) from error
+        try:
+            with its, os.fdopen(os.memfd_create("grammar"), "wb", buffering=0) as text:
+                text.write(grammar.encode(errors="replace"))
+                files = array.array("i", (its.fileno(), text.fileno()))
+                self._socket.sendmsg(
+                    [msgspec.msgpack.encode(Fork(number, COMPILE_CPU_S, MAX_COMPILED_BYTES))],
+                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)],
+                )
+        except OSError as error:
+            mine.close()
+            self._lose()
+            raise EngineUnavailable(_UNSTARTED) from error
+        return mine
+
+    def ended(self, *, wait_s: float) -> Ended | None:
+        """Return the next process that has ended; None: none has within `wait_s`."""
+        if self._socket is None:
+            return None
+        if not self._is_loaded and not self._load(wait_s):
+            return None
+        message = self._message(wait_s)
+        return message if isinstance(message, Ended) else None
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._lose()
+
+    def start(self) -> None:
+        """Start the process, unless it runs or could serve nothing."""
+        if self._socket is not None or self._error:
+            return
+        directory, vocab_size, eos_token_ids = self._arguments
+        self._is_loaded = False
+        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            self._child = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "attention_nodes.grammars.fork_server"),
+                    *(str(its.fileno()), str(directory), str(vocab_size)),
+                    ",".join(map(str, eos_token_ids)),
+                ],
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                # One heap for each process: it is copied by a fork, and counted.
+                env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+
+    def _load(self, wait_s: float) -> bool:
+        """Wait for the vocabulary; returns whether it is there."""
+        message = self._message(wait_s)
+        if not isinstance(message, Loaded):
+            return False
+        if message.error:
+            _log.error("%s: %s", self._arguments[0] / "tokenizer.json", message.error)
+            self._error = "the checkpoint's tokenizer.json cannot be used for them"
+            self._lose()
+            return False
+        self._num_words, self._is_loaded = message.num_words, True
+        return True
+
+    def _message(self, wait_s: float) -> Loaded | Ended | None:
+        if self._socket is None or not _is_readable(self._socket, wait_s):
+            return None
+        data = b""
+        with contextlib.suppress(ConnectionResetError):
+            data = self._socket.recv(65536)
+        if not data:
+            self._lose()
+            return None
+        message: Loaded | Ended = msgspec.msgpack.decode(data, type=Loaded | Ended)
+        return message
+
+    def _lose(self) -> None:
+        """End the server; another one is started when it is needed."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._child = None
+
+
+def _end_of(ended: Ended, *, is_compiled: bool) -> _End:
+    """Return why a process is gone, in words for the client."""
+    if ended.error:
+        _log.warning("%s", ended.error)
+        return _End(_UNSTARTED, may_retry=True)
+    if ended.is_largest:
+        return _End("the grammars in use take too much memory, this one most of it", True)
+    if ended.status == OUT_OF_MEMORY_STATUS or ended.signal == signal.SIGABRT:
+        most = MAX_COMPILED_BYTES // 1024**2
+        return _End(f"the grammar is too large: it needs more than {most} MiB of memory", False)
+    if ended.signal in (signal.SIGSEGV, signal.SIGBUS):
+        return _End("the grammar is too deep: its rules or schemas are nested too deeply", False)
+    if ended.signal == signal.SIGPROF and not is_compiled:
+        taken = f"more than {COMPILE_CPU_S:g} s of CPU time to be compiled"
+        return _End(f"the grammar is too complex: it takes {taken}", False)
+    if ended.signal == signal.SIGPROF:
+        return _End("the grammar is too complex: its next tokens take too much CPU time", False)
+    return _End("the process of the request's grammar has ended", may_retry=True)
+
+
+def _answer(followed: Followed, masks: _Words) -> Answer:
+    return Answer(followed.error, False, followed.rows, masks)
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time of a process, by the kernel's clock of its number; 0: it is gone."""
+    with contextlib.suppress(OSError):
+        return time.clock_gettime((~pid << 3) | 2)
+    return 0.0
+
+
+def _is_readable(stream: socket.socket, wait_s: float) -> bool:
+    poll = select.poll()
+    poll.register(stream, select.POLLIN)
+    return bool(poll.poll(1000 * wait_s))
+
+
+def _close_all(server: _ForkServer, processes: dict[int, _Process]) -> None:
+    for process in processes.values():
+        process.connection.close()
+    server.close()

@@ -1,0 +1,244 @@
+"""How long do clients without a key delay others of one gateway process?
+
+A stub engine streams a token every 10 ms to a client that has a key, while another asks `/live` on
+a new connection each time, one after the other. Meanwhile a process of its own, at the lowest
+priority, is hostile in one way: it sends as much as the gateway takes and connects anew whenever it
+is cut off. The figures are the slowest `/live`, its median, and the longest time between two
+tokens. Run as `python -m benchmarks.gateway_hostile`; `--before TREE` measures the gateway of
+another checkout too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.gateway import READY_TIMEOUT_S, start_gateway, start_stub
+from benchmarks.load.targets import wait_until_ready
+from topspin.config import API_KEY_VARIABLE
+
+KEY = "benchmark-key-of-the-honest-client"
+TOKEN_PERIOD_MS = 10.0
+# So long is waited for an answer; it counts as that slow.
+TIMEOUT_S = 10.0
+PAUSE_S = 0.005
+_POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+_CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
+_GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A kind of client: it sends `first`, then `again` for ever, or byte by byte (`trickles`)."""
+
+    first: bytes = b""
+    again: bytes = b""
+    connections: int = 1
+    trickles: bool = False
+
+
+_TINY = Hostile(_CHUNKED, b"1\r\n \r\n" * 10_000)
+_REFUSED = Hostile(_POST + b"Content-Length: 20000000\r\n\r\n", b" " * 2**18)
+_PIPELINED = Hostile(b"", (_GET + b"\r\n") * 1000)
+_LINES = Hostile(_CHUNKED, b"ffff\r\n" + b"\r\n" * 0x7FFF + b"\n\r\n")
+KINDS = {
+    "nobody": Hostile(connections=0),
+    "tiny chunks": _TINY,
+    "large chunks": Hostile(_CHUNKED, b"40000\r\n" + b" " * 2**18 + b"\r\n"),
+    "chunks of empty lines": _LINES,
+    "chunk extensions": Hostile(_CHUNKED, b"1" + b";a=b" * 10_000 + b"\r\n \r\n"),
+    "endless header": Hostile(_GET + b"X: ", b"x" * 2**16),
+    "tiny headers": Hostile(_GET, b"a:b\r\n" * 10_000),
+    "trickled heads": Hostile(_GET + b"X: ", b"x", connections=64, trickles=True),
+    "pipelined requests": _PIPELINED,
+    "refused bodies": _REFUSED,
+    "64 with tiny chunks": Hostile(_TINY.first, _TINY.again, 64),
+    "64 with empty lines": Hostile(_LINES.first, _LINES.again, 64),
+    "64 with tiny headers": Hostile(_GET, b"a:b\r\n" * 10_000, 64),
+    "64 with pipelined requests": Hostile(b"", _PIPELINED.again, 64),
+    "64 with refused bodies": Hostile(_REFUSED.first, _REFUSED.again, 64),
+}
+
+
+async def _be_hostile(port: int, kind: Hostile) -> None:
+    async def receive(reader: asyncio.StreamReader) -> None:
+        while await reader.read(2**16):
+            pass
+
+    while True:
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            receiving = asyncio.create_task(receive(reader))
+            with contextlib.suppress(OSError):
+                writer.write(kind.first)
+                while not receiving.done():
+                    writer.write(kind.again)
+                    await writer.drain()
+                    await asyncio.sleep(0.001 if kind.trickles else 0)
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            writer.close()
+
+
+async def _be_all_hostile(port: int, kind: Hostile) -> None:
+    await asyncio.gather(*(_be_hostile(port, kind) for _ in range(kind.connections)))
+
+
+@contextlib.contextmanager
+def _hostile_process(port: int, name: str) -> Iterator[None]:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "benchmarks.gateway_hostile",
+        "--be",
+        name,
+        "--port",
+        str(port),
+    ]
+    process = subprocess.Popen(command)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+class _TokenGaps(threading.Thread):
+    """Reads one stream; `gaps_s` are the times between its tokens."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._connection = HTTPConnection("127.0.0.1", port)
+        self.gaps_s: list[float] = []
+        self.last_s = 0.0
+        self.has_begun = threading.Event()
+
+    def run(self) -> None:
+        body = {"model": "stub", "prompt": [300, 301], "max_tokens": 10**6, "stream": True}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # or it is cut off
+            self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = self._connection.getresponse()
+            while line := response.readline():
+                if line.startswith(b"data: "):
+                    last_s, self.last_s = self.last_s, time.monotonic()
+                    self.gaps_s += [self.last_s - last_s] if self.has_begun.is_set() else []
+                    self.has_begun.set()
+
+
+def _ask_live(port: int) -> float:
+    """Return how long `/live` took, in seconds; at most TIMEOUT_S."""
+    start_s = time.monotonic()
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
+        try:
+            connection.request("GET", "/live")
+            status = connection.getresponse().status
+        except TimeoutError:
+            return TIMEOUT_S
+        if status != 200:
+            raise SystemExit(f"/live answered {status}")
+    return time.monotonic() - start_s
+
+
+def measure(name: str, *, model: Path, seconds: float, tree: Path | None) -> dict[str, Any]:
+    """Return the row of a kind; `tree`: the checkout whose gateway is measured (None: this)."""
+    control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
+    environment = os.environ | {API_KEY_VARIABLE: KEY}
+    if tree is not None:
+        environment["PYTHONPATH"] = str(tree)
+    flags = ("--max-request-tokens", str(10**7))
+    stub = start_stub(control, period_ms=TOKEN_PERIOD_MS, flags=flags)
+    gateway, url = start_gateway(model, control, environment)
+    try:
+        wait_until_ready(url, READY_TIMEOUT_S, {"Authorization": f"Bearer {KEY}"})
+        port = urlsplit(url).port or 0
+        stream = _TokenGaps(port)
+        stream.start()
+        if not stream.has_begun.wait(READY_TIMEOUT_S):
+            raise SystemExit("the stream did not begin")
+        with _hostile_process(port, name):
+            time.sleep(1.0)
+            stream.gaps_s.clear()
+            live_s = []
+            end_s = time.monotonic() + seconds
+            while time.monotonic() < end_s:
+                live_s.append(_ask_live(port))
+                time.sleep(PAUSE_S)
+            gaps_s = [*stream.gaps_s, time.monotonic() - stream.last_s]
+    finally:
+        gateway.kill()
+        gateway.wait()
+        stub.kill()
+        stub.communicate()
+    return {
+        "clients": name,
+        "live_ms": {"p50": statistics.median(live_s) * 1e3, "max": max(live_s) * 1e3},
+        "longest_token_gap_ms": max(gaps_s) * 1e3,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each kind, print a table, write the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_hostile")
+    parser.add_argument("model", nargs="?", default="smollm2-moe", help="whose tokenizer is used")
+    parser.add_argument("--seconds", type=float, default=5.0, help="per kind")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="those to measure")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="measure this checkout too")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--be", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.be is not None:
+        os.nice(19)
+        uvloop.run(_be_all_hostile(args.port, KINDS[args.be]))
+        return 0
+    from models.hub import resolve_model
+
+    model = resolve_model(args.model)
+    trees: dict[str, Path | None] = {} if args.before is None else {"before": args.before}
+    trees["now"] = None
+    table = Table(title="one gateway process beside clients without a key")
+    table.add_column("clients")
+    for label in trees:
+        for heading in ("/live p50 ms", "max ms", "token gap ms"):
+            table.add_column(f"{label}: {heading}", justify="right")
+    rows = []
+    console = Console()
+    for name in args.kinds.split(","):
+        cells = []
+        for label, tree in trees.items():
+            row = measure(name, model=model, seconds=args.seconds, tree=tree) | {"gateway": label}
+            rows.append(row)
+            live = row["live_ms"]
+            figures = (live["p50"], live["max"], row["longest_token_gap_ms"])
+            cells += [f"{figure:.1f}" for figure in figures]
+        table.add_row(name, *cells)
+    console.print(table)
+    if not args.no_write:
+        console.print(f"written to {report.write('gateway_hostile', {'rows': rows})}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
