@@ -127,7 +127,7 @@ class ReplyReader:
             for choice in event.choices or ():
                 self.last_choice_s = time_s
                 self.finish_reason = choice.finish_reason or self.finish_reason
-                output = _output(choice)
+                output = _output(choice, has_begun=bool(self.arrivals or num_events))
                 if output is None:
                     continue
                 num_events += 1
@@ -174,11 +174,12 @@ def _message(event: _Event) -> str:
     return str(error)
 
 
-def _output(choice: _Choice) -> _Output | None:
+def _output(choice: _Choice, *, has_begun: bool) -> _Output | None:
     """Return the output in `choice`, or None if it has none.
 
     A token may have no text yet (an incomplete character): an empty text is output, unless it
-    only gives the role or the finish reason.
+    only gives the role or the finish reason. Before any other output it is none either, if it has
+    no token: some servers say with it that they have begun.
     """
     if choice.index:
         return None
@@ -189,7 +190,7 @@ def _output(choice: _Choice) -> _Output | None:
     num_chars = len(text or "") + len(hidden)
     if not num_chars and not num_tokens and not (delta is not None and delta.tool_calls):
         announces = choice.finish_reason is not None or (delta is not None and delta.role)
-        if text is None or announces:
+        if text is None or announces or not has_begun:
             return None
     return _Output(text or "", num_chars, num_tokens)
 

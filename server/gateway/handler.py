@@ -183,7 +183,7 @@ class GenerationHandler:
 
         if request.instructions:
             messages = [ChatMessage(role="system", content=request.instructions), *messages]
-        return self._prepared_chat(chat._replace(messages=messages), replies)
+        return self._prepared_chat(chat._replace(messages=messages), replies, scores_text=True)
 
     def _prepared_chat(
         self,
@@ -191,8 +191,12 @@ class GenerationHandler:
         replies_to: Callable[[ChatPrompt, RequestParams], MakeReplies],
         *,
         is_counted: bool = False,
+        scores_text: bool = False,
     ) -> Prepared:
-        """Return a chat ready to be generated; one that is only counted may have any length."""
+        """Return a chat ready to be generated; one that is only counted may have any length.
+
+        `scores_text`: log-probabilities are those of the answer's text, not of its reasoning.
+        """
         body, messages, ignored = decoded
         words = bad_word_tokens(body.bad_words, self.tokenizer)
         params = chat_params(body, self.model, bad_words=words)
@@ -201,6 +205,9 @@ class GenerationHandler:
                 "the model has no chat template; use /v1/completions", param="messages"
             )
         formats = self.formats
+        if body.tools and body.tool_choice == "none" and not self.template.mentions("tools"):
+            # Agents send them with every request, to any model.
+            body, ignored = msgspec.structs.replace(body, tools=None), ("tools", *ignored)
         tools = tool_use(body, template=self.template, formats=formats)
         prompt = chat_prompt(
             body,
@@ -238,6 +245,9 @@ class GenerationHandler:
             reasons=formats.reasons,
             is_inside_reasoning=is_inside,
             shows_reasoning=body.include_reasoning is not False,
+            hides_reasoning_tokens=formats.reasons
+            and (scores_text or body.include_reasoning is False)
+            and (params.text.num_logprobs is not None or params.return_token_ids),
         )
         replies = replies_to(prompt, params)
         return Prepared(params, [Prompt(ids=prompt.ids)], "messages", ignored, replies, options)
@@ -359,7 +369,7 @@ class GenerationHandler:
         while not run.done:
             for choice, delta in await run.next():
                 choice.shown.append(delta.text)
-                choice.token_ids.extend(delta.token_ids)
+                choice.token_ids.extend(delta.shown_ids)
                 choice.logprobs.extend(delta.logprobs)
         run.close()
         num_scored = sum(each.prompt.num_scores + len(each.logprobs) for each in run.choices)

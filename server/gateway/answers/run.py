@@ -8,8 +8,8 @@ server.gateway.handler drives it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive
@@ -23,8 +23,6 @@ from server.gateway.engine_client import Arrival, Call, ClientGone
 from server.gateway.http.exchange import Exchange
 from server.gateway.operations.metrics import First, GatewayMetrics
 from topspin.errors import ProtocolError
-
-_Result = TypeVar("_Result")
 
 
 class Run:
@@ -65,35 +63,33 @@ class Run:
 
     async def queued(self) -> None:
         """Wait until all choices are queued, so that only the engine can fail; raises as `next`."""
-        await self._or_close(self._call.queued())
+        try:
+            await self._call.queued()
+        except BaseException as error:
+            self._close_after(error)
+            raise
 
     async def next(self) -> list[tuple[Choice, Delta]]:
         """Wait for outputs; returns the additions to the choices, at least one, in order.
 
         Raises ClientGone, or the error by which the request failed.
         """
-        return await self._or_close(self._next())
-
-    async def _next(self) -> list[tuple[Choice, Delta]]:
-        grown: list[tuple[Choice, Delta]] = []
-        while not grown:
-            for arrival in await self._call.next():
-                grown += self._take(arrival)
-        if not self._started:
-            self._started = True
-            self._metrics.prompt_tokens.inc(self._num_prompt_tokens())
-        return grown
-
-    async def _or_close(self, waiting: Awaitable[_Result]) -> _Result:
-        """Return what is awaited; closes the run if that raises."""
         try:
-            return await waiting
-        except (ClientGone, asyncio.CancelledError):
-            self.close()
+            grown: list[tuple[Choice, Delta]] = []
+            while not grown:
+                for arrival in await self._call.next():
+                    grown += self._take(arrival)
+            if not self._started:
+                self._started = True
+                self._metrics.prompt_tokens.inc(self._num_prompt_tokens())
+            return grown
+        except BaseException as error:
+            self._close_after(error)
             raise
-        except Exception:
-            self.close("error")
-            raise
+
+    def _close_after(self, error: BaseException) -> None:
+        is_gone = isinstance(error, ClientGone) or not isinstance(error, Exception)
+        self.close("abort" if is_gone else "error")
 
     def _take(self, arrival: Arrival) -> list[tuple[Choice, Delta]]:
         """Return what can be shown now that `arrival` is there.

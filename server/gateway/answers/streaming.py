@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from server.gateway.http.exchange import exchange_of
 
@@ -85,13 +85,15 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         beats = asyncio.create_task(self._beat(send_direct, watch))
+        now = asyncio.get_running_loop().time
         try:
             async with aclosing(self._blocks) as blocks:
                 async for block in blocks:
                     watch.is_sending = True
-                    await send_direct(_part(block))
+                    part = {"type": "http.response.body", "body": block, "more_body": True}
+                    await send_direct(part)
                     watch.is_sending = False
-                    watch.note_sent()
+                    watch.sent_at_s = now()
         finally:
             beats.cancel()
         await send_direct({"type": "http.response.body", "body": b"", "more_body": False})
@@ -99,17 +101,13 @@ class EventStream(Response):
     async def _beat(self, send: Send, watch: _SendWatch) -> None:
         """Send the keep-alive whenever nothing has been sent for its interval."""
         block, interval_s = self._keep_alive
+        now = asyncio.get_running_loop().time
         while interval_s:
-            left_s = interval_s if watch.is_sending else interval_s - watch.idle_s
+            left_s = interval_s - (0.0 if watch.is_sending else now() - watch.sent_at_s)
             if left_s <= 0:
-                await send(_part(block))
-                watch.note_sent()
-                left_s = interval_s
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+                watch.sent_at_s, left_s = now(), interval_s
             await asyncio.sleep(left_s)
-
-
-def _part(block: bytes) -> Message:
-    return {"type": "http.response.body", "body": block, "more_body": True}
 
 
 class _SendWatch:
@@ -124,25 +122,16 @@ class _SendWatch:
         self._limit = limit
         self._period_s = deadline_s
         self._seen_s = -1.0
-        self._sent_at_s = self._loop.time()
+        self.sent_at_s = self._loop.time()
         self.is_sending = False
         self._timer = self._loop.call_later(self._period_s, self._look)
 
     def _look(self) -> None:
-        if self.is_sending and self._seen_s == self._sent_at_s:
+        if self.is_sending and self._seen_s == self.sent_at_s:
             self._limit.reschedule(self._loop.time())
             return
-        self._seen_s = self._sent_at_s if self.is_sending else -1.0
+        self._seen_s = self.sent_at_s if self.is_sending else -1.0
         self._timer = self._loop.call_later(self._period_s, self._look)
-
-    @property
-    def idle_s(self) -> float:
-        """The time since the last send."""
-        return self._loop.time() - self._sent_at_s
-
-    def note_sent(self) -> None:
-        """Note that a send has ended."""
-        self._sent_at_s = self._loop.time()
 
     def close(self) -> None:
         """Stop the checks."""

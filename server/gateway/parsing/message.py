@@ -28,7 +28,8 @@ class MessageOptions:
 
     `calls` None: text is never read as a call; `tool_names` are those of the request's tools.
     `is_named`: the client named the function to be called. `reasons`: the model marks its
-    reasoning; `is_inside_reasoning`: the prompt ends within it.
+    reasoning; `is_inside_reasoning`: the prompt ends within it. `hides_reasoning_tokens`: the
+    reasoning's tokens are not shown either.
     """
 
     calls: CallFormat | None = None
@@ -38,6 +39,7 @@ class MessageOptions:
     reasons: bool = False
     is_inside_reasoning: bool = False
     shows_reasoning: bool = True
+    hides_reasoning_tokens: bool = False
 
     @property
     def markers(self) -> frozenset[str]:
@@ -85,6 +87,16 @@ class Message:
         self.items: list[Text | Call] = []
         self.calls: list[Call] = []
         self.num_reasoning_tokens = 0
+
+    @property
+    def place(self) -> Literal["undecided", "reasoning", "answer"]:
+        """Where its text so far ends."""
+        return "answer" if self._reasoning is None else self._reasoning.place
+
+    @property
+    def is_inside_reasoning(self) -> bool:
+        """Whether its next text is reasoning, as far as can be told."""
+        return self._reasoning is not None and self._reasoning.is_inside
 
     def push(self, text: str, *, num_tokens: int = 0, is_last: bool = False) -> list[Part]:
         """Return the parts that `text`, of so many tokens, completes.

@@ -56,6 +56,13 @@ class ReasoningSplit:
         """Whether the next text is reasoning, as far as can be told."""
         return self._state == "inside"
 
+    @property
+    def place(self) -> Literal["undecided", "reasoning", "answer"]:
+        """Where the text so far ends; line breaks behind the reasoning still belong to it."""
+        if self._state == "before":
+            return "undecided"
+        return "answer" if self._state == "answer" else "reasoning"
+
     def push(self, text: str) -> Split:
         """Return what of `text`, and of that held back, is certain."""
         reasoning, self._held = "", self._held + text

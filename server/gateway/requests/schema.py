@@ -458,7 +458,7 @@ def decode_chat(data: bytes) -> DecodedChat:
             ignored.update(check_fields(call, param=where, shown="messages.tool_calls."))
             shown = "messages.tool_calls.function."
             ignored.update(check_fields(call.function, param=where, shown=shown))
-        if message.content is None and message.role != "assistant":
+        if message.content is None and message.role not in ("assistant", "tool"):
             raise InvalidRequest(
                 f"missing required field `{param}.content`", param=f"{param}.content"
             )

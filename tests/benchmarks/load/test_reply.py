@@ -74,8 +74,19 @@ def test_reasoning_and_tool_calls_are_output_but_not_the_answer() -> None:
 
 
 def test_half_a_character_is_output_without_text() -> None:
-    assert times(read(text(""), text("ä", finish_reason="length"))) == [0, 1]
-    assert times(read(delta(content=""), delta(content="ä"), DONE)) == [0, 1]
+    assert times(read(text("a"), text(""), text("ä", finish_reason="length"))) == [0, 1, 2]
+    assert times(read(delta(content="a"), delta(content=""), delta(content="ä"), DONE)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("empty", [text(""), delta(content=""), b": keep-alive\n\n"])
+def test_an_answer_does_not_begin_with_a_text_that_is_empty(empty: bytes) -> None:
+    more = text if empty == text("") else lambda said: delta(content=said)
+    assert times(read(empty, empty, more("a"), more("b"), DONE)) == [2, 3]
+    choice = {"index": 0, "text": "", "finish_reason": None}
+    with_token = event(choices=[{**choice, "token_ids": [5]}])
+    assert times(read(with_token, more("a"), DONE)) == [0, 1]
+    without = event(choices=[{**choice, "token_ids": []}])
+    assert times(read(without, more("a"), DONE)) == [1]
 
 
 def test_the_end_alone_is_no_output() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from starlette.types import Message, Send
 
-from server.gateway.answers import streaming
+from server.gateway.answers.streaming import EventStream
 from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY
 from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
 from topspin.messages import RequestFailed, RequestQueued
@@ -98,15 +99,20 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_request() -> None
 
 
 def test_the_clients_of_openai_and_anthropic_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[bytes] = []
     has_beaten = asyncio.Event()
-    part = streaming._part
+    beat = EventStream._beat
 
-    def watched(block: bytes) -> Any:
-        sent.append(block)
-        if sent[-2:] in ([COMMENT] * 2, [PING] * 2):
-            has_beaten.set()
-        return part(block)
+    async def watched(stream: EventStream, send: Send, *others: Any) -> None:
+        num_sent = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal num_sent
+            await send(message)
+            num_sent += 1
+            if num_sent == 2:
+                has_beaten.set()
+
+        await beat(stream, counted, *others)
 
     async def answered(fake: FakeEngine, asked: Any) -> list[Any]:
         """Return the events of a stream whose first token comes after some keep-alives."""
@@ -131,5 +137,5 @@ def test_the_clients_of_openai_and_anthropic_read_on(monkeypatch: pytest.MonkeyP
                 kinds = [event.type for event in await answered(fake, said)]
                 assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
 
-    monkeypatch.setattr(streaming, "_part", watched)
+    monkeypatch.setattr(EventStream, "_beat", watched)
     asyncio.run(test())

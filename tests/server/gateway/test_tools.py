@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from server.gateway.parsing.call_formats import (
 )
 from server.gateway.requests.tools import message_formats
 from tests.server.gateway.calls import CHAT, CHAT_BODY, events_of, post, prompt_of, without_head
-from tests.server.gateway.fakes import FakeEngine, gateway, saying
+from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, saying
 from topspin.config import GatewaySection
-from topspin.messages import unpack_ints
+from topspin.messages import AddRequest, RequestOutput, TokenLogprobs, unpack_ints
 
 TOOLS = [
     {
@@ -307,3 +308,88 @@ def test_a_refused_use_of_tools_is_named(
         assert fake.added == []
 
     asyncio.run(test())
+
+
+def test_tools_that_may_not_be_called_are_ignored_by_a_template_without_them() -> None:
+    plain = template_of("{% for message in messages %}{{ message.content }}{% endfor %}")
+    for path, more, none in (
+        (CHAT, {"tools": TOOLS}, "none"),
+        ("/v1/messages", {"tools": [{"name": "add", "input_schema": {}}]}, {"type": "none"}),
+    ):
+        body = {**CHAT_BODY, **more, "tool_choice": none, "max_tokens": 9}
+        fake = FakeEngine(saying("ok"))
+        answer = post(path, body, fake, chat_template=plain)
+        assert answer.headers["x-topspin-ignored"] == "tools"
+        assert prompt_of(fake.added[0]) == "hi"
+
+
+def test_a_tool_may_have_nothing_to_say() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    fake = FakeEngine(saying("3"))
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "content": None, "tool_call_id": "c1"})
+    ask("", fake=fake, messages=messages, tools=None)
+    assert "tool: (c1)" in prompt_of(fake.added[0])
+
+
+def in_steps(text: str, step: int) -> FakeEngine:
+    """Return an engine that says `text`, so many tokens a step, with log-probabilities."""
+
+    def script(request: AddRequest) -> Iterator[RequestOutput]:
+        said = ids(text)
+        for index in range(0, len(said), step):
+            part = said[index : index + step]
+            yield output(
+                request,
+                part,
+                index=index,
+                finish_reason="stop" if index + step >= len(said) else None,
+                logprobs=tuple(TokenLogprobs(-0.5) for _ in part),
+            )
+
+    return FakeEngine(script)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize(
+    ("said", "opens", "shown"),
+    [
+        ("<think>\nhm</think>\n\nYes, 1", False, "Yes, 1"),
+        ("hm</think>No", True, "No"),
+        ("\n<thin ice", False, "\n<thin ice"),
+        ("<think>never ends", False, ""),
+    ],
+)
+def test_tokens_of_reasoning_that_is_not_shown_are_not_either(
+    step: int, said: str, opens: bool, shown: str
+) -> None:
+    asked = {
+        "include_reasoning": False,
+        "logprobs": True,
+        "return_token_ids": True,
+        "chat_template_kwargs": {"think": opens},
+    }
+    for stop in ({}, {"stop": "never"}):
+        choice = ask("", fake=in_steps(said, step), **asked, **stop)["choices"][0]
+        assert choice["message"]["content"] == shown
+        assert "".join(each["token"] for each in choice["logprobs"]["content"]) == shown
+        assert choice["token_ids"] == ids(shown)
+        events = ask("", fake=in_steps(said, step), **asked, **stop, stream=True)
+        parts = [event["choices"][0] for event in events]
+        entries = [each for part in parts for each in (part["logprobs"] or {}).get("content", ())]
+        assert "".join(each["token"] for each in entries) == shown
+        assert [each for part in parts for each in part.get("token_ids", ())] == ids(shown)
+
+
+def test_a_responses_text_has_its_own_log_probabilities_only() -> None:
+    said, path = "<think>hm</think>Yes", "/v1/responses"
+    body = {"model": "tiny", "input": "hi", "include": ["message.output_text.logprobs"]}
+    options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 1000}
+    answer = post(path, body, in_steps(said, 3), **options).json()
+    [reasoning, message] = answer["output"]
+    assert reasoning["content"][0]["text"] == "hm"
+    entries = message["content"][0]["logprobs"]
+    assert "".join(each["token"] for each in entries) == "Yes"
+    streamed = post(path, {**body, "stream": True}, in_steps(said, 3), **options)
+    last = json.loads(streamed.text.strip().rpartition("data: ")[2])
+    assert last["response"]["output"][1]["content"][0]["logprobs"] == entries

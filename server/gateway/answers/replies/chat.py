@@ -72,11 +72,11 @@ class ChatReplies:
         choice.num_streamed_tokens += len(delta.token_ids)
         usage = head.usage_so_far(choice)
         grown = [_grown(part) for part in delta.parts]
-        if not grown and delta.token_ids and head.shows_tokens:
+        if not grown and delta.shown_ids and head.shows_tokens:
             grown = [ChatDelta(content="")]
         for nth, each in enumerate(grown):
             # All tokens of a step go with its first part.
-            token_ids = delta.token_ids if nth == 0 else ()
+            token_ids = delta.shown_ids if nth == 0 else ()
             chunk = ChatChunkChoice(
                 index=index,
                 delta=each,

@@ -29,7 +29,7 @@ from server.gateway.requests.responses import (
     ResponsesBody,
     TextFormat,
 )
-from topspin.messages import SamplingParams
+from topspin.messages import SamplingParams, TokenLogprobs
 
 _Json = dict[str, Any]
 # Per kind of item: the prefix of its id, and of its events (their `delta` and `done`).
@@ -167,7 +167,7 @@ class ResponsesReplies:
 
     def _grow(self, delta: Delta, events: list[bytes]) -> None:
         """Add the parts of a delta; log-probabilities go with the next text of a message."""
-        self._waiting += self._logprobs(delta)
+        self._waiting += self._logprobs(delta.shown_ids, delta.logprobs)
         for part in delta.parts:
             match part:
                 case CallBegin(_, id, name):
@@ -251,7 +251,7 @@ class ResponsesReplies:
                 self._add("reasoning" if item.kind == "reasoning" else "message", item.pieces)
         messages = [item for item in self._items if item.kind == "message"]
         if messages:
-            messages[0].logprobs.extend(self._logprobs(choice))
+            messages[0].logprobs.extend(self._logprobs(choice.token_ids, choice.logprobs))
         return self._encoder.encode(self._ended(choice, usage))
 
     def _add(self, kind: str, parts: list[str], **names: str) -> None:
@@ -259,9 +259,8 @@ class ResponsesReplies:
         item_id = f"{prefix}_{secrets.token_hex(16)}"
         self._items.append(_Item(kind=kind, id=item_id, parts=[*parts], logprobs=[], **names))
 
-    def _logprobs(self, tokens: Choice | Delta) -> list[Any]:
-        head = self._head
-        found = chat_logprobs(head, self._tokenizer, tokens.token_ids, tokens.logprobs)
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Any]:
+        found = chat_logprobs(self._head, self._tokenizer, ids, logprobs)
         return [] if found is None else found.content
 
     def _ended(self, choice: Choice, usage: Usage) -> ResponseAnswer:
