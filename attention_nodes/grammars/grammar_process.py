@@ -36,9 +36,9 @@ from topspin.grammars import limits, reason_of
 
 # Python's objects that a fork copies as soon as it counts their references, the heap, the stacks.
 _OWN_BYTES: Final = 4 * 1024 * 1024
-_STACK_BYTES: Final = 8 * 1024 * 1024
+STACK_BYTES: Final = 8 * 1024 * 1024
 # Of an answer: a mask takes 0.1 ms, and the parser's own limits end those of over 10.
-_ANSWER_CPU_S: Final = 0.25
+ANSWER_CPU_S: Final = 0.25
 _ROW_CPU_S: Final = 0.002
 # Of all answers: others' steps wait for them.
 _SAVED_CPU_S: Final = 2.0
@@ -84,7 +84,7 @@ def _serve(
             continue
         num_rows = sum(1 + len(each.draft) for each in asked.slices)
         begun_s = time.process_time()
-        with _CpuTime(min(saved_s, _ANSWER_CPU_S + num_rows * _ROW_CPU_S)):
+        with _CpuTime(min(saved_s, ANSWER_CPU_S + num_rows * _ROW_CPU_S)):
             masks = bytearray()
             answers = [matchers.follow(each, masks) for each in asked.slices]
         used_s = time.process_time() - begun_s
@@ -240,7 +240,7 @@ def _limit(most: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    stack = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, _STACK_BYTES)
+    stack = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
     resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
     threading.stack_size(stack)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

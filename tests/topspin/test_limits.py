@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
-UNITS = {"KiB": 2**10, "MiB": 2**20}
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class Row(NamedTuple):
@@ -37,10 +37,10 @@ def test_the_page_has_limits_of_every_wire() -> None:
         assert any(name.startswith(prefix) for name in names)
 
 
-def said(row: Row) -> int:
+def said(row: Row) -> float:
     """Return the number on the page."""
-    number, unit = re.fullmatch(r"([0-9,]+) ?(\w*)", row.limit).groups()  # type: ignore[union-attr]
-    return int(number.replace(",", "")) * UNITS.get(unit, 1)
+    number, unit = re.fullmatch(r"([0-9,.]+) ?(\w*)", row.limit).groups()  # type: ignore[union-attr]
+    return float(number.replace(",", "")) * UNITS.get(unit, 1)
 
 
 def of_the_code(row: Row) -> Any:
