@@ -31,6 +31,12 @@ ATOMS = st.sampled_from(
 REPEATS = st.sampled_from(["*", "+", "?", "{2}", "{1,99}", "{1000}", "{0,50000}"])
 
 
+def _times(part: object, count: int) -> int:
+    """Return how many times a part may be there, if it is to be there `count` times."""
+    size = len(part if isinstance(part, str) else json.dumps(part))
+    return min(count, MOST_CHARS // (size + 1))
+
+
 def _schema(kind: str, **fields: Any) -> Schema:
     return {"type": kind, **fields}
 
@@ -44,7 +50,7 @@ def _object(members: dict[str, Schema], required: list[str]) -> Schema:
 
 
 def _wide(part: Schema, count: int) -> Schema:
-    return {"type": "object", "properties": {f"p{idx}": part for idx in range(count)}}
+    return {"type": "object", "properties": {f"p{idx}": part for idx in range(_times(part, count))}}
 
 
 def _nested(part: Schema, count: int) -> Schema:
@@ -80,8 +86,8 @@ PATTERNS = st.recursive(
         st.builds("({}){}".format, inner, REPEATS),
         st.builds("({}|{})".format, inner, inner),
         st.builds("{}{}".format, inner, inner),
-        st.builds(lambda part, count: "(" * count + part + ")" * count, inner, MANY),
-        st.builds(lambda part, count: part * count, inner, MANY),
+        st.builds(lambda part, count: "(" * count + part[:MOST_CHARS] + ")" * count, inner, MANY),
+        st.builds(lambda part, count: part * _times(part, count), inner, MANY),
     ),
     max_leaves=6,
 ).map(lambda text: text[:MOST_CHARS])
@@ -110,8 +116,8 @@ RULES = st.recursive(
         st.builds("({}){}".format, inner, REPEATS),
         st.builds("({} | {})".format, inner, inner),
         st.builds("{} {}".format, inner, inner),
-        st.builds(lambda part, count: "(" * count + part + ")" * count, inner, MANY),
-        st.builds(lambda part, count: f"{part} " * count, inner, MANY),
+        st.builds(lambda part, count: "(" * count + part[:MOST_CHARS] + ")" * count, inner, MANY),
+        st.builds(lambda part, count: f"{part} " * _times(part, count), inner, MANY),
     ),
     max_leaves=6,
 )

@@ -122,8 +122,8 @@ def test_no_grammar_harms_others(
                 schemas = []  # no npm, or no registry, here
             for each in [pool.submit(fuzz.send, {"json": schema}) for schema in schemas]:
                 each.result()
-            number = 0
-            while time.monotonic() - begun_s < FUZZ_S:
+            number, drawn_s = 0, time.monotonic()
+            while time.monotonic() - drawn_s < FUZZ_S:
                 number += 1
                 batches_of(fuzz, pool, number)
         beside.join(expected.tokens)

@@ -37,6 +37,8 @@ HEAD_DEADLINE_S = 20.0
 DISCARD_DEADLINE_S = 2.0
 MAX_REST_BYTES = 2**20
 MAX_DISCARDED_BYTES = 32 * 2**20
+# A request that has had no more turns goes before others of its address.
+NEW_TURNS: Final = 4
 # If so much waits to be parsed, no more is received.
 READ_AHEAD_BYTES: Final = 64 * 1024
 # If the client has closed the connection in both directions, the second send fails.
@@ -116,6 +118,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._phase: Phase = "busy"
         self._timer: asyncio.TimerHandle | None = None
         self._num_discarded_bytes = 0
+        self._num_turns = 0
         self._has_half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -146,7 +149,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._reader.feed(data)
         if self._reader.num_unread_bytes > READ_AHEAD_BYTES:
             self.flow.pause_reading()
-        self._turns.enter(self, self._address)
+        self._enter()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection open, as long as what came before is to be answered.
@@ -154,11 +157,16 @@ class HttpProtocol(HttpToolsProtocol):
         HTTP lets a client close its sending side then. (TLS does not: it is closed.)
         """
         self._has_half_closed = True
-        self._turns.enter(self, self._address)
+        self._enter()
         return self.scheme == "http" and self._phase != "ending"
+
+    def _enter(self) -> None:
+        is_new = self._num_turns < NEW_TURNS and self._phase != "ending"
+        self._turns.enter(self, self._address, is_new=is_new)
 
     def take_turn(self) -> None:
         """Read a part of a request, unless one is in progress that has all its body."""
+        self._num_turns += 1
         if self.transport.is_closing():
             return
         if self._phase == "ending":
@@ -219,6 +227,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Go on with the next request, or close."""
         self.server_state.total_requests += 1
+        self._num_turns = 0
         if self.transport.is_closing():
             return
         if not self.cycle.closes:
@@ -248,14 +257,14 @@ class HttpProtocol(HttpToolsProtocol):
     def _go_on(self) -> None:
         """Read or receive more: the application has taken what there was."""
         if self._reader.num_unread_bytes:
-            self._turns.enter(self, self._address)
+            self._enter()
         else:
             self.flow.receive_on()
 
     def _settle(self) -> None:
         """See what is next, after a turn or an answer."""
         if self._reader.can_advance and self._may_read():
-            self._turns.enter(self, self._address)
+            self._enter()
         elif self._has_half_closed:
             self._answer_the_last()
         if self._reader.num_unread_bytes <= READ_AHEAD_BYTES:
@@ -345,7 +354,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_discarded_bytes += num_bytes
         self.flow.pause_reading()
         if self._num_discarded_bytes < MAX_DISCARDED_BYTES:
-            self._turns.enter(self, self._address)
+            self._enter()
 
     def _probe(self, delay_s: float) -> None:
         """Send interim responses, at growing intervals, until the answer begins."""

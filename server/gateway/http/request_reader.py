@@ -156,10 +156,14 @@ class RequestReader:
         self._num_seen_bytes = 0
 
     def advance(self) -> None:
-        """Read on: a slice at most, and not beyond a request's end. Raises RequestError."""
+        """Read on: a head, or a slice of a body. Raises RequestError.
+
+        Not both: the application may refuse a request by its head, and then nothing else is read.
+        """
         try:
             if not self._is_in_body:
                 self._read_head()
+                return
             budget_bytes = SLICE_BYTES
             while self._is_in_body and self._unread and budget_bytes > 0:
                 budget_bytes -= max(MIN_COST_BYTES, self._read_content())

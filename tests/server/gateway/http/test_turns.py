@@ -33,7 +33,23 @@ def test_addresses_take_turns_and_so_do_their_connections() -> None:
         while len(log) < 9:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert log == ["a1", "b1", "a2", "b1", "a3", "a1", "a2", "a1", "a2"]
+        assert log == ["a1", "b1", "a2", "a3", "a1", "b1", "a2", "a1", "a2"]
+
+    asyncio.run(test())
+
+
+def test_a_new_request_goes_before_long_ones_of_its_address_and_does_not_stop_them() -> None:
+    async def test() -> None:
+        turns, log = Turns(), list[str]()
+        for number in range(2 * TURNS_AT_ONCE):
+            Busy(turns, log, f"a{number}", 1).enter()
+        for number in range(2 * TURNS_AT_ONCE):
+            turns.enter(Busy(turns, log, f"anew{number}", 1), "a", is_new=True)
+        while len(log) < 4 * TURNS_AT_ONCE:
+            await asyncio.sleep(0)
+        first = log[:TURNS_AT_ONCE]
+        assert first[0] == "anew0"
+        assert sum("new" in name for name in first) == 3 * TURNS_AT_ONCE // 4
 
     asyncio.run(test())
 
