@@ -169,12 +169,11 @@ def _read_tokenizer(directory: Path, vocab_size: int, ends: list[str]) -> LLToke
 
 def main() -> int:
     """Serve the node at the other end of a socket, until it is gone."""
-    descriptor, directory, vocab_size, ends = sys.argv[1:]
+    descriptor, directory, vocab_size, ends, cores = sys.argv[1:]
     # The node decides when it ends, also where the terminal's Control-C reaches both.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    # A node may have a core of its own, where it spins.
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    os.sched_setaffinity(0, map(int, cores.split(",")))
     with socket.socket(fileno=int(descriptor)) as node:
         try:
             tokenizer = _read_tokenizer(Path(directory), int(vocab_size), ends.split(","))

@@ -9,15 +9,11 @@ what is compiled, and what is lost. Called in the node's busy thread.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import logging
-import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 import weakref
 from collections import OrderedDict
@@ -26,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from attention_nodes.grammars.forking import UNSTARTED, ForkServerHandle, is_readable
 from attention_nodes.grammars.frames import (
     OUT_OF_MEMORY_STATUS,
     Compiled,
@@ -37,7 +33,6 @@ from attention_nodes.grammars.frames import (
     Follow,
     Followed,
     Fork,
-    Loaded,
     Masks,
     Slice,
     framed,
@@ -58,11 +53,8 @@ _MOST_WAIT_S: Final = 10.0
 # Of the CPU: who has had less of it while a step waited has been kept from work by others.
 _WORKED_S: Final = 0.02
 _END_WAIT_S: Final = 0.5
-# Of a fork server; it may have to read a large vocabulary on a busy machine.
-_LOAD_WAIT_S: Final = 60.0
 
 _LATE: Final = "the grammar's next tokens take too long to be found; try a simpler one"
-_UNSTARTED: Final = "there is no process for the request's grammar; try again"
 
 _Words = npt.NDArray[np.int32]
 _log = logging.getLogger("attention")
@@ -147,7 +139,7 @@ class Grammars:
         self._lost: list[LostGrammar] = []
         self._num_started = 0
         self._by_number: dict[int, _Process] = {}
-        self._server = _ForkServer(directory, vocab_size, eos_token_ids)
+        self._server = ForkServerHandle(directory, vocab_size, eos_token_ids)
         self._close = weakref.finalize(self, _close_all, self._server, self._by_number)
 
     def prepare(self) -> None:
@@ -205,7 +197,7 @@ class Grammars:
         if self._compiling:
             self._read_ends()
             for process in self._compiling.values():
-                if process.end is None and _is_readable(process.connection, 0.0):
+                if process.end is None and is_readable(process.connection, 0.0):
                     self._read_compiled(process)
             for key, process in list(self._compiling.items()):
                 if (end := process.end) is not None:
@@ -346,7 +338,9 @@ class Grammars:
 
     def _start(self, key: str, grammar: str) -> _Process:
         self._num_started += 1
-        connection = self._server.fork(self._num_started, grammar)
+        connection = self._server.fork(
+            Fork(self._num_started, COMPILE_CPU_S, MAX_COMPILED_BYTES), grammar
+        )
         process = _Process(self._num_started, key, connection)
         self._by_number[process.number] = process
         return process
@@ -376,7 +370,7 @@ class Grammars:
                 self._give_up(process, _end_of(ended, is_compiled=bool(process.pid)))
         if self._server.is_gone:
             error = self._server.error
-            gone = _End(error or _UNSTARTED, may_retry=not error)
+            gone = _End(error or UNSTARTED, may_retry=not error)
             for process in [each for each in self._compiling.values() if each.end is None]:
                 self._give_up(process, gone)
         if wait_for is not None and wait_for.end is None:
@@ -408,140 +402,11 @@ class Grammars:
             self._give_up(process, _End("", may_retry=True))
 
 
-class _ForkServer:
-    """The node's end of its fork server, which is started again if it ends."""
-
-    def __init__(self, directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._arguments = (directory, vocab_size, eos_token_ids)
-        self._error = ""
-        self._num_words = 0
-        self._is_loaded = False
-        self._child: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        if not (directory / "tokenizer.json").exists():
-            self._error = "the checkpoint has no tokenizer.json"
-        elif not eos_token_ids:
-            self._error = "the checkpoint names no token that ends a text"
-
-    @property
-    def is_gone(self) -> bool:
-        """Return whether no more ends are told."""
-        return self._socket is None
-
-    @property
-    def error(self) -> str:
-        """Return why this checkpoint serves no grammars, in words for clients; or nothing."""
-        return f"grammars are not served: {self._error}" if self._error else ""
-
-    def num_words(self) -> int:
-        """Wait until the vocabulary is read; return the words of a mask, 0 if there are none."""
-        if not self._num_words:
-            self.start()
-            self._load(_LOAD_WAIT_S)
-        return self._num_words
-
-    def fork(self, number: int, grammar: str) -> socket.socket:
-        """Start a process for a grammar and return the connection to it.
-
-        Raises InvalidRequest if this checkpoint cannot serve any, EngineUnavailable if it cannot
-        now.
-        """
-        self.start()
-        if self._error:
-            raise InvalidRequest(self.error)
-        assert self._socket is not None, "started"
-        try:
-            mine, its = socket.socketpair()
-        except OSError as error:
-            raise EngineUnavailable(_UNSTARTED) from error
-        try:
-            with its, os.fdopen(os.memfd_create("grammar"), "wb", buffering=0) as text:
-                text.write(grammar.encode(errors="replace"))
-                files = array.array("i", (its.fileno(), text.fileno()))
-                self._socket.sendmsg(
-                    [msgspec.msgpack.encode(Fork(number, COMPILE_CPU_S, MAX_COMPILED_BYTES))],
-                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)],
-                )
-        except OSError as error:
-            mine.close()
-            self._lose()
-            raise EngineUnavailable(_UNSTARTED) from error
-        return mine
-
-    def ended(self, *, wait_s: float) -> Ended | None:
-        """Return the next process that has ended; None: none has within `wait_s`."""
-        if self._socket is None:
-            return None
-        if not self._is_loaded and not self._load(wait_s):
-            return None
-        message = self._message(wait_s)
-        return message if isinstance(message, Ended) else None
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._lose()
-
-    def start(self) -> None:
-        """Start the process, unless it runs or could serve nothing."""
-        if self._socket is not None or self._error:
-            return
-        directory, vocab_size, eos_token_ids = self._arguments
-        self._is_loaded = False
-        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its:
-            self._child = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "attention_nodes.grammars.fork_server"),
-                    *(str(its.fileno()), str(directory), str(vocab_size)),
-                    ",".join(map(str, eos_token_ids)),
-                ],
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-                # One heap for each process: it is copied by a fork, and counted.
-                env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
-            )
-
-    def _load(self, wait_s: float) -> bool:
-        """Wait for the vocabulary; returns whether it is there."""
-        message = self._message(wait_s)
-        if not isinstance(message, Loaded):
-            return False
-        if message.error:
-            _log.error("%s: %s", self._arguments[0] / "tokenizer.json", message.error)
-            self._error = "the checkpoint's tokenizer.json cannot be used for them"
-            self._lose()
-            return False
-        self._num_words, self._is_loaded = message.num_words, True
-        return True
-
-    def _message(self, wait_s: float) -> Loaded | Ended | None:
-        if self._socket is None or not _is_readable(self._socket, wait_s):
-            return None
-        data = b""
-        with contextlib.suppress(ConnectionResetError):
-            data = self._socket.recv(65536)
-        if not data:
-            self._lose()
-            return None
-        message: Loaded | Ended = msgspec.msgpack.decode(data, type=Loaded | Ended)
-        return message
-
-    def _lose(self) -> None:
-        """End the server; another one is started when it is needed."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-            self._child = None
-
-
 def _end_of(ended: Ended, *, is_compiled: bool) -> _End:
     """Return why a process is gone, in words for the client."""
     if ended.error:
         _log.warning("%s", ended.error)
-        return _End(_UNSTARTED, may_retry=True)
+        return _End(UNSTARTED, may_retry=True)
     if ended.is_largest:
         return _End("the grammars in use take too much memory, this one most of it", True)
     if ended.status == OUT_OF_MEMORY_STATUS or ended.signal == signal.SIGABRT:
@@ -568,13 +433,7 @@ def _cpu_s(pid: int) -> float:
     return 0.0
 
 
-def _is_readable(stream: socket.socket, wait_s: float) -> bool:
-    poll = select.poll()
-    poll.register(stream, select.POLLIN)
-    return bool(poll.poll(1000 * wait_s))
-
-
-def _close_all(server: _ForkServer, processes: dict[int, _Process]) -> None:
+def _close_all(server: ForkServerHandle, processes: dict[int, _Process]) -> None:
     for process in processes.values():
         process.connection.close()
     server.close()
