@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import msgspec
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from attention_nodes.grammars import grammar_process
 from attention_nodes.grammars.frames import OUT_OF_MEMORY_STATUS, Ended, Fork, Loaded
 from models.tokenizer_files import effective_tokenizer
-from topspin.grammars import MAX_ALL_COMPILED_BYTES
+from topspin.grammars import MAX_ALL_COMPILED_BYTES, limits
 
 _MAX_MESSAGE_BYTES: Final = 4096
 _NUM_FILES: Final = 2
@@ -160,11 +160,15 @@ def _read_tokenizer(directory: Path, vocab_size: int, ends: list[str]) -> LLToke
     """Return the vocabulary of a checkpoint, whose logits have `vocab_size` tokens."""
     backend = effective_tokenizer(directory)
     own_size = backend.get_vocab_size(with_added_tokens=True)
-    return LLTokenizer(
+    tokenizer = LLTokenizer(
         backend.to_str(),
         n_vocab=max(vocab_size, own_size),
         eos_token=[int(each) for each in ends],
     )
+    # What the library makes at its first use of a kind, every process would make anew.
+    for warm in ("start: %json {}", "start: /(.|\n)*/"):
+        LLMatcher(tokenizer, warm, log_level=0, limits=limits()).compute_bitmask()
+    return tokenizer
 
 
 def main() -> int:
