@@ -1,9 +1,9 @@
 """The process that has read a checkpoint's vocabulary and forks a process per grammar.
 
-Owns these processes' lives: it starts one for each Fork of the node, says how each has ended, and
-ends the largest one when all together hold too much memory. It has one thread, so that a fork
-copies nothing that another thread holds, and parses nothing that a stranger wrote. Ends with the
-node, whose death closes its socket; so do the processes.
+Owns these processes' lives: it gives one to each Fork of the node, says how each has ended, and
+ends the largest one when all together hold too much memory. One is always forked ahead. It has one
+thread, so that a fork copies nothing that another thread holds, and parses nothing that a stranger
+wrote. Ends with the node, whose death closes its socket; so do the processes.
 """
 
 from __future__ import annotations
@@ -21,27 +21,32 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import msgspec
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from attention_nodes.grammars import grammar_process
 from attention_nodes.grammars.frames import OUT_OF_MEMORY_STATUS, Ended, Fork, Loaded
 from models.tokenizer_files import effective_tokenizer
-from topspin.grammars import MAX_ALL_COMPILED_BYTES, limits
+from topspin.grammars import MAX_ALL_COMPILED_BYTES
 
 _MAX_MESSAGE_BYTES: Final = 4096
 _NUM_FILES: Final = 2
+SPARE: Final = 0
 _MEMORY_POLL_MS: Final = 100
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
 class _Process:
-    """A forked process: `handle` becomes readable when it ends; it began with `resident_bytes`."""
+    """A forked process: `handle` becomes readable when it ends; it began with `resident_bytes`.
+
+    A spare one waits at `stream` for its grammar.
+    """
 
     number: int
     pid: int
     handle: int
     resident_bytes: int
+    stream: socket.socket | None = None
     is_largest: bool = False
 
     def held_bytes(self) -> int:
@@ -61,11 +66,12 @@ class ForkServer:
         self._processes: dict[int, _Process] = {}
         self._poll = select.poll()
         self._poll.register(node, select.POLLIN)
+        self._spare: _Process | None = self._forked()
 
     def run(self) -> None:
         """Serve the node until it closes its socket."""
         while True:
-            events = self._poll.poll(_MEMORY_POLL_MS if self._processes else None)
+            events = self._poll.poll(_MEMORY_POLL_MS if len(self._processes) > 1 else None)
             for descriptor, _ in events:
                 if descriptor != self._node.fileno():
                     self._reap(self._processes.pop(descriptor))
@@ -78,33 +84,56 @@ class ForkServer:
         data, files = _receive_with_files(self._node)
         if not data:
             return False
-        fork = msgspec.msgpack.decode(data, type=Fork)
+        number = msgspec.msgpack.decode(data, type=Fork).number
         try:
-            self._fork(fork, *files)
+            self._start(number, data, files)
         except OSError as error:
-            self._tell(Ended(fork.number, error=f"no process for a grammar: {error.strerror}"))
+            self._tell(Ended(number, error=f"no process for a grammar: {error.strerror}"))
         finally:
             for each in files:
                 os.close(each)
+        if self._spare is None:  # it holds none of those files
+            with contextlib.suppress(OSError):
+                self._spare = self._forked()
         return True
 
-    def _fork(self, fork: Fork, connection: int, text: int) -> None:
-        resident_bytes = _resident_bytes(os.getpid())
+    def _start(self, number: int, fork: bytes, files: list[int]) -> None:
+        """Give the spare process a grammar."""
+        spare, self._spare = self._spare or self._forked(), None
+        assert spare.stream is not None, "it is spare"
+        spare.number, spare.resident_bytes = number, _resident_bytes(spare.pid)
+        with spare.stream as stream:
+            socket.send_fds(stream, [fork], files)
+        spare.stream = None
+
+    def _forked(self) -> _Process:
+        """Return a new spare process."""
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
-            self._become_grammar(fork, connection, text)
-        handle = os.pidfd_open(pid)
-        self._processes[handle] = _Process(fork.number, pid, handle, resident_bytes)
-        self._poll.register(handle, select.POLLIN)
+            mine.close()
+            self._become_spare(its)
+        its.close()
+        process = _Process(SPARE, pid, os.pidfd_open(pid), 0, mine)
+        self._processes[process.handle] = process
+        self._poll.register(process.handle, select.POLLIN)
+        return process
 
-    def _become_grammar(self, fork: Fork, connection: int, text: int) -> NoReturn:
+    def _become_spare(self, server: socket.socket) -> NoReturn:
+        """Make all that can be made before a grammar comes, then be that grammar's process."""
         status = 1
         try:
             self._node.close()
-            for handle in self._processes:
-                os.close(handle)
-            with socket.socket(fileno=connection) as stream:
-                grammar_process.run(fork, stream, text, self._tokenizer)
+            for each in self._processes.values():
+                os.close(each.handle)
+            grammar_process.warm_up(self._tokenizer)
+            with server:
+                data, files = _receive_with_files(server)
+            if data:
+                fork = msgspec.msgpack.decode(data, type=Fork)
+                connection, text = files
+                with socket.socket(fileno=connection) as stream:
+                    grammar_process.run(fork, stream, text, self._tokenizer)
             status = 0
         except MemoryError:
             status = OUT_OF_MEMORY_STATUS
@@ -117,6 +146,9 @@ class ForkServer:
         self._poll.unregister(process.handle)
         os.close(process.handle)
         _, status = os.waitpid(process.pid, 0)
+        if process.number == SPARE:
+            self._spare = None  # the system may have had too little memory
+            return
         code = os.waitstatus_to_exitcode(status)
         self._tell(
             Ended(
@@ -128,7 +160,11 @@ class ForkServer:
         )
 
     def _check_memory(self) -> None:
-        held = {each.handle: each.held_bytes() for each in self._processes.values()}
+        held = {
+            each.handle: each.held_bytes()
+            for each in self._processes.values()
+            if each.number != SPARE
+        }
         if sum(held.values()) > MAX_ALL_COMPILED_BYTES:
             largest = self._processes[max(held, key=lambda handle: held[handle])]
             largest.is_largest = True
@@ -165,9 +201,8 @@ def _read_tokenizer(directory: Path, vocab_size: int, ends: list[str]) -> LLToke
         n_vocab=max(vocab_size, own_size),
         eos_token=[int(each) for each in ends],
     )
-    # What the library makes at its first use of a kind, every process would make anew.
-    for warm in ("start: %json {}", "start: /(.|\n)*/"):
-        LLMatcher(tokenizer, warm, log_level=0, limits=limits()).compute_bitmask()
+    # The library makes some of it at its first use; every process would make that anew.
+    grammar_process.warm_up(tokenizer)
     return tokenizer
 
 

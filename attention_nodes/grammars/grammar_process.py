@@ -47,9 +47,18 @@ _NICENESS: Final = 10
 # Of a compilation that takes long, beside steps and other compilations.
 _LATE_NICENESS: Final = 19
 _LATE_S: Final = 0.2
+_WARM: Final = ("start: %json {}", r"start: /(.|\n)*/")
 # The parent of a draft's first tokens.
 _ROOT: Final = -1
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+def warm_up(tokenizer: LLTokenizer) -> None:
+    """Do what is done for a grammar, for one that nobody has sent."""
+    for grammar in _WARM:
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+        matcher.compute_bitmask()
+        matcher.deep_copy()
 
 
 def run(fork: Fork, connection: socket.socket, text_file: int, tokenizer: LLTokenizer) -> None:
