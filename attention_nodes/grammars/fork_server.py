@@ -31,7 +31,8 @@ from topspin.grammars import MAX_ALL_COMPILED_BYTES
 _MAX_MESSAGE_BYTES: Final = 4096
 _NUM_FILES: Final = 2
 SPARE: Final = 0
-_MEMORY_POLL_MS: Final = 100
+_POLL_MS: Final = 100
+"""How soon memory is looked at, and another process forked ahead."""
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -71,7 +72,12 @@ class ForkServer:
     def run(self) -> None:
         """Serve the node until it closes its socket."""
         while True:
-            events = self._poll.poll(_MEMORY_POLL_MS if len(self._processes) > 1 else None)
+            is_idle = self._spare is not None and len(self._processes) == 1
+            events = self._poll.poll(None if is_idle else _POLL_MS)
+            if not events and self._spare is None:
+                # Not at once: the last one has the cores.
+                with contextlib.suppress(OSError):
+                    self._spare = self._forked()
             for descriptor, _ in events:
                 if descriptor != self._node.fileno():
                     self._reap(self._processes.pop(descriptor))
@@ -92,9 +98,6 @@ class ForkServer:
         finally:
             for each in files:
                 os.close(each)
-        if self._spare is None:  # it holds none of those files
-            with contextlib.suppress(OSError):
-                self._spare = self._forked()
         return True
 
     def _start(self, number: int, fork: bytes, files: list[int]) -> None:

@@ -47,18 +47,38 @@ _NICENESS: Final = 10
 # Of a compilation that takes long, beside steps and other compilations.
 _LATE_NICENESS: Final = 19
 _LATE_S: Final = 0.2
-_WARM: Final = ("start: %json {}", r"start: /(.|\n)*/")
+_WARM: Final = {
+    LLMatcher.grammar_from_json_schema(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "text": {"type": "string", "minLength": 2},
+                "age": {"type": "integer"},
+                "tags": {"type": "array", "items": {"enum": ["a", "b"]}},
+            },
+            "additionalProperties": False,
+        },
+        overrides={"whitespace_pattern": r" |\n[ \t]{0,24}"},
+    ): '{"name": "Ann B", "text": "some text", "age": 12, "tags": ["a", "b"]}',
+    r"start: /(.|\n)*/": "some text",
+}
 # The parent of a draft's first tokens.
 _ROOT: Final = -1
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 def warm_up(tokenizer: LLTokenizer) -> None:
-    """Do what is done for a grammar, for one that nobody has sent."""
-    for grammar in _WARM:
+    """Do what is done for grammars, for some that nobody has sent, and a text of each.
+
+    What the library makes at its first mask of a kind, it keeps with the vocabulary.
+    """
+    for grammar, text in _WARM.items():
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+        for token in tokenizer.tokenize_str(text):
+            matcher.compute_bitmask()
+            matcher.consume_token(token)
         matcher.compute_bitmask()
-        matcher.deep_copy()
 
 
 def run(fork: Fork, connection: socket.socket, text_file: int, tokenizer: LLTokenizer) -> None:
