@@ -113,7 +113,9 @@ def serving(model: str, flags: Sequence[str]) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.structured_output", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.structured_output", description=__doc__
+    )
     parser.add_argument("model", nargs="?", default="smollm2-moe")
     parser.add_argument("--url", help="of a server that runs, instead of one of MODEL")
     parser.add_argument("--rounds", type=int, default=20)
