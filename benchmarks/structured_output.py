@@ -2,8 +2,9 @@
 
 Chats of one user in turn: without a grammar, with a schema that nobody has sent before, with one
 that the server has compiled, and forced to choose one of some texts; then chats of several users at
-once that share a schema, and without one. Medians of a server that this starts, or of `--url`. Run
-as `python -m benchmarks.structured_output`.
+once that share a schema, and without one. Medians of a server that this starts, or of `--url`; with
+`--before TREE` those of another checkout's server too, which is asked in turn with this one. Run as
+`python -m benchmarks.structured_output`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,6 +30,7 @@ from benchmarks import report
 from benchmarks.startup import phases
 
 TIMEOUT_S = 300.0
+Medians = dict[str, dict[str, float]]
 NUM_TOKENS = 32
 NUM_USERS = 8
 KINDS = ("no grammar", "a new schema", "a known schema", "a choice")
@@ -76,39 +79,67 @@ def ask(url: str, model: str, fields: dict[str, Any]) -> dict[str, float]:
     return {"ttft_ms": 1e3 * times_s[0], "token_ms": 1e3 * token_s}
 
 
-def measure(url: str, *, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the medians of each kind of chat, in turn, and of several users at once."""
-    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    found: dict[str, list[dict[str, float]]] = {}
+def measure(urls: Sequence[str], *, rounds: int) -> list[Medians]:
+    """Return each server's medians of each kind of chat, and of several users at once."""
+    models = [httpx.get(f"{url}/v1/models").json()["data"][0]["id"] for url in urls]
+    servers = list(zip(urls, models, strict=True))
+    found: list[dict[str, list[dict[str, float]]]] = [{} for _ in urls]
     for number in range(-2, rounds):
         for kind in KINDS:
-            # A server keeps what it has compiled: another run is of other schemas.
-            one = ask(url, model, outputs_of(kind, time.time_ns()))
-            if number >= 0:  # the first ones warm up
-                found.setdefault(kind, []).append(one)
+            turns = list(zip(found, servers, strict=True))
+            # The one that is asked first finds its weights in no cache.
+            for times, server in reversed(turns) if number % 2 else turns:
+                # A server keeps what it has compiled: another run is of other schemas.
+                one = ask(*server, outputs_of(kind, time.time_ns()))
+                if number >= 0:  # the first ones warm up
+                    times.setdefault(kind, []).append(one)
     with ThreadPoolExecutor(NUM_USERS) as users:
         for _ in range(max(1, rounds // 4)):
             for kind in ("no grammar", "a known schema"):
                 fields = outputs_of(kind, 0)
-                for each in [users.submit(ask, url, model, fields) for _ in range(NUM_USERS)]:
-                    found.setdefault(f"{kind}, {NUM_USERS} users", []).append(each.result())
-    return {
-        kind: {name: statistics.median(each[name] for each in times) for name in times[0]}
-        for kind, times in found.items()
-    }
+                for times, server in zip(found, servers, strict=True):
+                    for each in [users.submit(ask, *server, fields) for _ in range(NUM_USERS)]:
+                        times.setdefault(f"{kind}, {NUM_USERS} users", []).append(each.result())
+    return [
+        {
+            kind: {name: statistics.median(each[name] for each in every) for name in every[0]}
+            for kind, every in times.items()
+        }
+        for times in found
+    ]
 
 
 @contextmanager
-def serving(model: str, flags: Sequence[str]) -> Iterator[str]:
-    """Run `topspin serve` and give its URL."""
-    command = [sys.executable, "-m", "topspin", "serve", model, "--port", "0", *flags]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def serving(model: str, flags: Sequence[str], *, tree: Path | None = None) -> Iterator[str]:
+    """Run `topspin serve`, of the checkout `tree` if there is one, and give its URL."""
+    python = sys.executable if tree is None else str(tree.resolve() / ".venv/bin/python")
+    command = [python, "-P", "-m", "topspin", "serve", model, "--port", "0", *flags]
+    server = subprocess.Popen(
+        command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert server.stdout is not None
     try:
         yield phases((0.0, line) for line in server.stdout)[1]
     finally:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=TIMEOUT_S)
+
+
+def table_of(medians: Sequence[Medians], *, title: str) -> Table:
+    """Return the medians of a server as a table, with the ratios to one before."""
+    table = Table(title=title)
+    table.add_column("chats with")
+    for heading in ("first token, ms", "each token, ms"):
+        table.add_column(heading, justify="right")
+        if len(medians) > 1:
+            table.add_column("ratio", justify="right")
+    for kind, own in medians[0].items():
+        cells = []
+        for name in ("ttft_ms", "token_ms"):
+            cells.append(f"{own[name]:.2f}")
+            cells += [f"{own[name] / before[kind][name]:.2f}" for before in medians[1:]]
+        table.add_row(kind, *cells)
+    return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,24 +149,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", nargs="?", default="smollm2-moe")
     parser.add_argument("--url", help="of a server that runs, instead of one of MODEL")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout with its .venv")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-write", action="store_true", help="print only")
     args, flags = parser.parse_known_args(argv)
-    if args.url:
-        medians = measure(args.url, rounds=args.rounds)
-    else:
-        with serving(args.model, flags) as url:
-            medians = measure(url, rounds=args.rounds)
-    table = Table(title=f"{args.model}: medians of {args.rounds} rounds")
-    table.add_column("chats with")
-    table.add_column("first token, ms", justify="right")
-    table.add_column("each token, ms", justify="right")
-    for kind, each in medians.items():
-        table.add_row(kind, f"{each['ttft_ms']:.1f}", f"{each['token_ms']:.2f}")
+    with ExitStack() as running:
+        urls = [args.url or running.enter_context(serving(args.model, flags))]
+        if args.before is not None:
+            urls.append(running.enter_context(serving(args.model, flags, tree=args.before)))
+        medians = measure(urls, rounds=args.rounds)
     console = Console()
-    console.print(table)
+    console.print(
+        table_of(medians, title=f"{args.model} {' '.join(flags)}: medians of {args.rounds} rounds")
+    )
     if not args.no_write:
-        result = {"model": args.model, "flags": flags, "rounds": args.rounds, "medians": medians}
+        result = {
+            "model": args.model,
+            "flags": flags,
+            "rounds": args.rounds,
+            **dict(zip(("medians", "before"), medians, strict=False)),
+        }
         console.print(f"written to {report.write('structured_output', result)}")
     return 0
 
