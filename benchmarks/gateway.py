@@ -34,8 +34,7 @@ from benchmarks import large_bodies, report
 from benchmarks.load.targets import wait_until_ready
 from models.config import load_model_config
 from topspin.cli.serve import resolve_for
-from topspin.config import EngineConfig, GatewaySection, ModelSection
-from topspin.plan import ServeConfig
+from topspin.config import EngineConfig, ModelSection
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SUSTAINED_SHARE = 0.98
@@ -87,8 +86,12 @@ def start_gateway(
     With an `environment` (None: ours) its log is thrown away.
     """
     asked = EngineConfig(model=ModelSection(path=str(model)))
-    gateway = GatewaySection(port=0, served_names=("stub",), access_log=False)
-    config = ServeConfig(plan=resolve_for(asked, load_model_config(model), model), gateway=gateway)
+    plan = resolve_for(asked, load_model_config(model), model)
+    # Settings that it leaves at their defaults are not written: an older gateway may not know them.
+    config = {
+        "plan": msgspec.to_builtins(plan),
+        "gateway": {"port": 0, "served_names": ["stub"], "access_log": False},
+    }
     config_reader, config_writer = os.pipe()
     os.write(config_writer, msgspec.json.encode(config))
     os.close(config_writer)
@@ -110,11 +113,17 @@ def start_gateway(
     return process, f"http://127.0.0.1:{port}"
 
 
-def start_stub(control: str, *, period_ms: float, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+def start_stub(
+    control: str,
+    *,
+    period_ms: float,
+    flags: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
     """Start benchmarks.engine_stub."""
     command = [sys.executable, "-P", "-m", "benchmarks.engine_stub", "--control", control]
     return subprocess.Popen(
-        [*command, "--period-ms", str(period_ms), *flags], stdout=subprocess.PIPE
+        [*command, "--period-ms", str(period_ms), *flags], stdout=subprocess.PIPE, env=environment
     )
 
 

@@ -168,7 +168,7 @@ def measure(name: str, *, model: Path, seconds: float, tree: Path | None) -> dic
     if tree is not None:
         environment["PYTHONPATH"] = str(tree)
     flags = ("--max-request-tokens", str(10**7))
-    stub = start_stub(control, period_ms=TOKEN_PERIOD_MS, flags=flags)
+    stub = start_stub(control, period_ms=TOKEN_PERIOD_MS, flags=flags, environment=environment)
     gateway, url = start_gateway(model, control, environment)
     try:
         wait_until_ready(url, READY_TIMEOUT_S, {"Authorization": f"Bearer {KEY}"})
