@@ -88,17 +88,17 @@ def measure(urls: Sequence[str], *, rounds: int) -> list[Medians]:
         for kind in KINDS:
             turns = list(zip(found, servers, strict=True))
             # The one that is asked first finds its weights in no cache.
-            for times, server in reversed(turns) if number % 2 else turns:
+            for times, (url, model) in reversed(turns) if number % 2 else turns:
                 # A server keeps what it has compiled: another run is of other schemas.
-                one = ask(*server, outputs_of(kind, time.time_ns()))
+                one = ask(url, model, outputs_of(kind, time.time_ns()))
                 if number >= 0:  # the first ones warm up
                     times.setdefault(kind, []).append(one)
     with ThreadPoolExecutor(NUM_USERS) as users:
         for _ in range(max(1, rounds // 4)):
             for kind in ("no grammar", "a known schema"):
                 fields = outputs_of(kind, 0)
-                for times, server in zip(found, servers, strict=True):
-                    for each in [users.submit(ask, *server, fields) for _ in range(NUM_USERS)]:
+                for times, (url, model) in zip(found, servers, strict=True):
+                    for each in [users.submit(ask, url, model, fields) for _ in range(NUM_USERS)]:
                         times.setdefault(f"{kind}, {NUM_USERS} users", []).append(each.result())
     return [
         {
