@@ -24,7 +24,7 @@ PYTEST = $(VENV)/bin/python -m pytest
 # Two processes, each of which starts engines of several threads or processes.
 TESTS = $(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu and not clients"
 
-PACKAGES = topspin models kernels m2n_comm spec_decode attention_nodes expert_nodes draft_nodes server deploy
+PACKAGES = app topspin models kernels m2n_comm spec_decode attention_nodes expert_nodes draft_nodes server deploy
 SOURCES = $(PACKAGES) tests benchmarks docs .ci
 
 BENCHMARKS = vs_transformers m2n disaggregation pingpong payload scheduler_overhead cpu_kernels gateway startup

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from attention_nodes.model_runner import ModelRunner
-from attention_nodes.relay import Relay
+from attention_nodes.step.model_runner import ModelRunner
+from attention_nodes.step.relay import Relay
 from attention_nodes.worker import AttentionWorker, MakeDrafter, text_drafter
 from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation
@@ -14,11 +14,11 @@ from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
 from m2n_comm.net import AttentionNet, stage_shape
 from m2n_comm.open import connect_attention, connect_stage, waits_of
-from topspin.channel import ControlClient
 from topspin.messages import Welcome
-from topspin.node_command import run_command
-from topspin.node_life import NodeLife
-from topspin.wires import ON_ONE_HOST, Wires
+from topspin.processes.channel import ControlClient
+from topspin.processes.node_command import run_command
+from topspin.processes.node_life import NodeLife
+from topspin.processes.node_network import ON_ONE_HOST, Wires
 
 
 def connect_worker(

@@ -16,22 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.buckets import bucket_of, row_buckets
-from attention_nodes.decoder import Decoder
 from attention_nodes.device_inputs import DeviceInputs, PlacedInputs
 from attention_nodes.executor import Ran, Receipt, run_layers
-from attention_nodes.rotary import RotaryTable
-from attention_nodes.scores import score
-from attention_nodes.sequences import Limits
-from attention_nodes.staging import Inbound
-from attention_nodes.step_inputs import Slices, StepInputs
+from attention_nodes.sampling.scores import score
+from attention_nodes.step.buckets import bucket_of, row_buckets
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.rotary import RotaryTable
+from attention_nodes.step.sequences import Limits
+from attention_nodes.step.staging import Inbound
+from attention_nodes.step.step_inputs import Slices, StepInputs
 from kernels.recordings import Recordings
 from kernels.runtime import Runtime
 from m2n_comm.net import AttentionNet
-from topspin.config import MAX_MICRO_BATCHES
 from topspin.devices import TRITON
-from topspin.plan import NodeConfig
-from topspin.progress import Beat
+from topspin.plan.settings import MAX_MICRO_BATCHES
+from topspin.plan.spec import NodeConfig
+from topspin.processes.progress import Beat
 from topspin.trace import Kind, Stamps
 
 _log = logging.getLogger("attention")

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.rotary import RotaryTable
-from attention_nodes.sequences import PENDING, IntArray, Limits
-from attention_nodes.staging import ALIGNMENT, Outbound
-from attention_nodes.step_inputs import (
+from attention_nodes.step.rotary import RotaryTable
+from attention_nodes.step.sequences import PENDING, IntArray, Limits
+from attention_nodes.step.staging import ALIGNMENT, Outbound
+from attention_nodes.step.step_inputs import (
     MicroBatchInputs,
     Slices,
     StepInputs,
@@ -33,8 +33,8 @@ from attention_nodes.step_inputs import (
 )
 from kernels.contracts import SEGMENT_KEYS, AttentionMeta, Retrieval, SearchBounds
 from kernels.runtime import Runtime
-from topspin.config import MAX_MICRO_BATCHES
 from topspin.errors import ProtocolError
+from topspin.plan.settings import MAX_MICRO_BATCHES
 
 NO_SLOT = -1
 

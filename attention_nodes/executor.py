@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from attention_nodes.decoder import Decoder
-from attention_nodes.rally import Flight, rally
-from attention_nodes.relay import Relay
-from attention_nodes.step_inputs import Slices, StepInputs
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.rally import Flight, rally
+from attention_nodes.step.relay import Relay
+from attention_nodes.step.step_inputs import Slices, StepInputs
 from kernels.runtime import Event
 from m2n_comm.net import AttentionNet
-from topspin.progress import Beat
+from topspin.processes.progress import Beat
 from topspin.trace import Stamps
 
 

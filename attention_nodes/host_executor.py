@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.decoder import Decoder
 from attention_nodes.executor import Ran, Receipt, run_layers
-from attention_nodes.recorded_steps import Key, key_of, recorded_steps
-from attention_nodes.relay import Relay
-from attention_nodes.rotary import RotaryTable
-from attention_nodes.scores import score
-from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
+from attention_nodes.sampling.scores import score
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.recorded_steps import Key, key_of, recorded_steps
+from attention_nodes.step.relay import Relay
+from attention_nodes.step.rotary import RotaryTable
+from attention_nodes.step.step_inputs import Slices, StepInputs, host_inputs
 from kernels.runtime import Event, Runtime, host_event
 from m2n_comm.net import AttentionNet
-from topspin.progress import Beat
+from topspin.processes.progress import Beat
 from topspin.trace import Kind, Ring, Stamps, read_stamps
 
 

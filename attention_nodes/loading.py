@@ -13,11 +13,9 @@ from pathlib import Path
 
 import torch
 
-from attention_nodes import kv_cache
-from attention_nodes.decoder import Decoder
 from attention_nodes.grammars.processes import Grammars
 from attention_nodes.local_experts import LocalExperts
-from attention_nodes.long_contexts import bytes_beside, spilled_blocks, without_spill
+from attention_nodes.long_contexts.long_contexts import bytes_beside, spilled_blocks, without_spill
 from attention_nodes.memory_budget import (
     AbsentExperts,
     blocks_to_allocate,
@@ -26,19 +24,21 @@ from attention_nodes.memory_budget import (
     measure,
     window_bytes,
 )
-from attention_nodes.model_runner import ModelRunner
-from attention_nodes.slow_decoder import SlowDecoder
+from attention_nodes.sampling.slow_decoder import SlowDecoder
+from attention_nodes.step import kv_cache
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.model_runner import ModelRunner
 from kernels.dispatch import select_ops
 from kernels.expert_layers import rows_to_warm_up
 from kernels.runtime import open_runtime
 from m2n_comm.net import AttentionNet
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig, load_model_config
-from models.unused_tensors import describe_unused, unused_tensors
-from models.weights import stream_attention_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.unused_tensors import describe_unused, unused_tensors
+from models.checkpoints.weights import stream_attention_weights
+from models.description.config import ModelConfig, load_model_config
 from spec_decode.draft import Drafter
-from topspin.plan import NodeConfig
-from topspin.precision import formats
+from topspin.plan.precision import formats
+from topspin.plan.spec import NodeConfig
 from topspin.process import release_freed_memory
 
 _log = logging.getLogger("attention")

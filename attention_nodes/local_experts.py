@@ -18,10 +18,10 @@ from kernels.dispatch import Ops
 from kernels.expert_layers import LayerExperts
 from kernels.runtime import Runtime
 from m2n_comm.gpu.local import slots_on
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig
-from models.weights import stream_expert_weights
-from topspin.precision import Rules
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import stream_expert_weights
+from models.description.config import ModelConfig
+from topspin.plan.precision import Rules
 
 
 class LocalExperts:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_nodes.kv_cache import MIN_BLOCKS, blocks_within
+from attention_nodes.step.kv_cache import MIN_BLOCKS, blocks_within
 from kernels.runtime import Runtime
 from m2n_comm.gpu.ipc_pairs import inbox_bytes
 from m2n_comm.gpu.memory import whole_pages
@@ -33,7 +33,7 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
 from topspin.trace import Stamps
 from topspin.units import format_size
 

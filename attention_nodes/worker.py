@@ -1,8 +1,8 @@
 """The attention node: take a plan, run the rally, sample, report.
 
-Owns one step's course; the node's life is topspin.node_life's. The net is opened by a callable,
-so that the same worker runs alone in its process (shm, tcp, ...) or beside the experts (local).
-Runs in the process's one busy thread.
+Owns one step's course; the node's life is topspin.processes.node_life's. The net is opened by a
+callable, so that the same worker runs alone in its process (shm, tcp, ...) or beside the experts
+(local). Runs in the process's one busy thread.
 
 On a GPU a launched step runs without the host: meanwhile the thread polls for the next plan and
 launches it, then for the end of the first step, whose result is sent at once. Results are sent
@@ -17,16 +17,15 @@ from pathlib import Path
 import torch
 
 from attention_nodes.grammars.processes import Grammars
-from attention_nodes.launched import check_of
 from attention_nodes.loading import OpenDryNet, load_runner
-from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
-from attention_nodes.relay import Relay
+from attention_nodes.step.launched import check_of
+from attention_nodes.step.model_runner import MAX_LAUNCHED, ModelRunner
+from attention_nodes.step.relay import Relay
 from m2n_comm.net import AttentionNet
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
+from models.checkpoints.checkpoint import Checkpoint
+from models.description.config import load_model_config
 from spec_decode.draft import Drafter
 from spec_decode.suffix import drafter_of
-from topspin.channel import ControlClient
 from topspin.errors import Interrupted, ProtocolError
 from topspin.messages import (
     AnyMessage,
@@ -40,8 +39,9 @@ from topspin.messages import (
     TablePrepared,
     Welcome,
 )
-from topspin.node_life import CacheSize, NodeLife
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
+from topspin.processes.channel import ControlClient
+from topspin.processes.node_life import CacheSize, NodeLife
 
 # How often a node without work looks whether a grammar is compiled.
 COMPILE_POLL_S = 0.001
@@ -59,7 +59,7 @@ def text_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
 
 
 class AttentionWorker:
-    """One attention node; implements topspin.node_life.Worker.
+    """One attention node; implements topspin.processes.node_life.Worker.
 
     Invariant: `_is_formed` says whether the node takes part in the engine's generation; then
     `_net` is usable (None: no expert node is there, and no layer needs one). `dry_net` gives the

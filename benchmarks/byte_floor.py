@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from benchmarks.roofline import BF16, weight_bytes
-from models.config import LayerConfig, ModelConfig
-from topspin.precision import UNQUANTISED, Format, Part, format_of, rules_of
+from models.description.config import LayerConfig, ModelConfig
+from topspin.plan.precision import UNQUANTISED, Format, Part, format_of, rules_of
 
 BITS: Final[dict[Format, int]] = {"int8": 8, "int4": 4}
 """The quantised formats of the CPU's kernels, and the bits of a number without its group's step."""

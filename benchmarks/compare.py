@@ -43,7 +43,7 @@ from benchmarks.load.started_server import StartedServer, ended_by_signals
 from benchmarks.load.targets import first_model, wait_until_ready
 from benchmarks.load.view import Progress
 from benchmarks.roofline import ceiling
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError, TopspinError
 
 # The questions to every target, one at a time, before it is measured.

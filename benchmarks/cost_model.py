@@ -54,11 +54,11 @@ from deploy.profiling.resident import resident_bytes
 from deploy.profiling.solo import Grid, Sides
 from deploy.profiling.steps import Load
 from deploy.profiling.worker import Job, RallyReport
-from models.config import load_model_config
-from models.hub import resolve_model
+from models.description.config import load_model_config
+from models.sources.hub import resolve_model
 from topspin.cores import node_environment
 from topspin.pipeline import HopTimes
-from topspin.precision import UNQUANTISED, Format, rules_of
+from topspin.plan.precision import UNQUANTISED, Format, rules_of
 
 HELD_OUT = Grid(
     rows=(3, 6, 12, 24, 48),

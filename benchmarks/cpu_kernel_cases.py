@@ -26,7 +26,7 @@ from kernels.cpu.sampling import sample
 from kernels.dispatch import Ops, select_ops
 from kernels.reference import permute
 from kernels.sampling import SamplingBatch
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 PRECISIONS = {"bf16": 16, "int8": 8, "int4": 4}
 FORMATS: dict[str, Format] = {"bf16": UNQUANTISED, "int8": "int8", "int4": "int4"}

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("flags", nargs="*", help="flags of the disaggregated engine, after --")
     args = parser.parse_args(argv)
-    from models.hub import resolve_model
+    from models.sources.hub import resolve_model
 
     path = str(resolve_model(args.model))
     vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from topspin.channel import ControlServer, PeerGone, Received
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -31,6 +30,7 @@ from topspin.messages import (
     Stats,
     StatsQuery,
 )
+from topspin.processes.channel import ControlServer, PeerGone, Received
 
 TOKENS = range(300, 40_000)
 

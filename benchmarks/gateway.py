@@ -30,11 +30,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from app.cli.serve import resolve_for
 from benchmarks import large_bodies, report
 from benchmarks.load.targets import wait_until_ready
-from models.config import load_model_config
-from topspin.cli.serve import resolve_for
-from topspin.config import EngineConfig, ModelSection
+from models.description.config import load_model_config
+from topspin.plan.settings import EngineConfig, ModelSection
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SUSTAINED_SHARE = 0.98
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--body-mib", type=float, default=4.0, help="of large bodies; 0: none")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args(argv)
-    from models.hub import resolve_model
+    from models.sources.hub import resolve_model
 
     model = resolve_model(args.model)
     table = Table(title=f"one gateway process, {args.streams} streams")

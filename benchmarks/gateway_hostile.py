@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.gateway import READY_TIMEOUT_S, start_gateway, start_stub
 from benchmarks.load.targets import wait_until_ready
-from topspin.config import API_KEY_VARIABLE
+from topspin.plan.settings import API_KEY_VARIABLE
 
 KEY = "benchmark-key-of-the-honest-client"
 TOKEN_PERIOD_MS = 10.0
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.nice(19)
         uvloop.run(_be_all_hostile(args.port, KINDS[args.be]))
         return 0
-    from models.hub import resolve_model
+    from models.sources.hub import resolve_model
 
     model = resolve_model(args.model)
     trees: dict[str, Path | None] = {} if args.before is None else {"before": args.before}

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from app.cli.serve import resolve_for
 from benchmarks import report
 from benchmarks.disaggregation import run_once
 from benchmarks.vs_transformers import TopspinServer
@@ -29,10 +30,11 @@ from deploy.placement.shapes import ModelShape
 from deploy.placement.steps import Clock, Engine, EngineSteps
 from deploy.placement.units import Device, Host, units_of
 from deploy.placement.workload import Lengths, Workload
-from models.config import load_model_config
-from models.hub import resolve_model
-from topspin.cli.serve import resolve_for
-from topspin.config import (
+from models.description.config import load_model_config
+from models.sources.hub import resolve_model
+from topspin.plan.file import print_plan
+from topspin.plan.local_experts import LocalExperts
+from topspin.plan.settings import (
     CacheSection,
     ComputeSection,
     EngineConfig,
@@ -40,9 +42,7 @@ from topspin.config import (
     ModelSection,
     SchedulerSection,
 )
-from topspin.local_experts import LocalExperts
-from topspin.plan import EnginePlan
-from topspin.plan_file import print_plan
+from topspin.plan.spec import EnginePlan
 
 PROMPT_LEN: Final = 16
 

@@ -18,28 +18,18 @@ from typing import Final
 import msgspec
 import torch
 
-from attention_nodes import kv_cache
-from attention_nodes.decoder import Decoder
-from attention_nodes.model_runner import ModelRunner
+from app.cli.serve import resolve_for
+from attention_nodes.step import kv_cache
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.model_runner import ModelRunner
 from expert_nodes.experts import Experts
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import open_runtime
 from m2n_comm.gpu.local import DeviceNet
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.weights import stream_attention_weights, stream_expert_weights
-from topspin.cli.serve import resolve_for
-from topspin.config import (
-    CacheSection,
-    ComputeSection,
-    EngineConfig,
-    M2NSection,
-    ModelSection,
-    TopologySection,
-    TraceSection,
-)
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import stream_attention_weights, stream_expert_weights
+from models.description.config import load_model_config
 from topspin.expert_table import uniform_table
-from topspin.kv_cache_spec import KvCacheSpec
 from topspin.messages import (
     SAMPLE,
     MicroBatch,
@@ -50,9 +40,19 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
-from topspin.plan import NodeConfig
-from topspin.precision import Format, PrecisionRule, formats
-from topspin.retrieval import RetrievalPolicy
+from topspin.plan.kv_cache import KvCacheSpec
+from topspin.plan.precision import Format, PrecisionRule, formats
+from topspin.plan.retrieval import RetrievalPolicy
+from topspin.plan.settings import (
+    CacheSection,
+    ComputeSection,
+    EngineConfig,
+    M2NSection,
+    ModelSection,
+    TopologySection,
+    TraceSection,
+)
+from topspin.plan.spec import NodeConfig
 
 BLOCK_SIZE: Final = 16
 CODED: Final = KvCacheSpec(retrieval=RetrievalPolicy(num_tokens=512))

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import zmq
 
+from app.cli.keys import make
 from benchmarks import report
 from benchmarks.m2n_backends import (
     DEPTH,
@@ -47,7 +48,6 @@ from benchmarks.m2n_backends import (
     zmq_connect,
     zmq_listen,
 )
-from topspin.cli.keys import make
 
 OURS = ("shm spin", "shm", "tcp spin", "tcp", "tcp keys", "nixl spin", "nixl", "local")
 BASELINES = ("gloo", "gloo all_to_all", "zmq ipc", "zmq tcp")

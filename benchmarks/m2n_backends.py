@@ -26,8 +26,8 @@ from m2n_comm.net import AttentionNet, ExpertBatch, ExpertNet, NetShape
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
 from m2n_comm.waits import Waits
 from topspin.expert_table import ExpertTable, uniform_table
-from topspin.keys import KeyDirectory
 from topspin.messages import ExpertPeer, StepTicket
+from topspin.processes.keys import KeyDirectory
 
 HIDDEN_SIZE = 2048
 ROW_BYTES = HIDDEN_SIZE * 2

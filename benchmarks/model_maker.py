@@ -26,7 +26,7 @@ def make(directory: Path, *, num_layers: int = 12, dtype: str = "bfloat16", seed
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from models.hub import resolve_model
+    from models.sources.hub import resolve_model
 
     torch.manual_seed(seed)
     # transformers 5 declares no head_dim for this family, but accepts it.

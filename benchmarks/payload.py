@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from benchmarks import report
 from m2n_comm.payload import pack_rows, unpack_rows
-from models.hub import resolve_model
+from models.sources.hub import resolve_model
 
 TEXT = Path(__file__).with_name("payload_text.txt")
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}

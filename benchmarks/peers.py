@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import compare
-from topspin.precision import UNQUANTISED
+from topspin.plan.precision import UNQUANTISED
 
 PLACES = 16
 TOKENS_PER_PLACE = 512

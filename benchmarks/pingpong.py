@@ -23,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from app.cli.trace.plot import draw_gantt, gantt_window
+from app.cli.trace.report import lanes_of
 from benchmarks import report
 from benchmarks.pingpong_nodes import MAX_M, WARM_UP_STEPS, Node, Shape, serve
 from server.scheduler.micro_batching.cost import linked_cost_model
@@ -31,8 +33,6 @@ from server.scheduler.micro_batching.split import (
     NodeLoad,
     choose_num_micro_batches,
 )
-from topspin.cli.trace.plot import draw_gantt, gantt_window
-from topspin.cli.trace.report import lanes_of
 from topspin.errors import ConfigError
 from topspin.messages import StepTimings
 from topspin.pipeline import HopTimes, pipeline_s

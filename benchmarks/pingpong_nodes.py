@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from attention_nodes import kv_cache
-from attention_nodes.decoder import Decoder
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.step import kv_cache
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.model_runner import ModelRunner
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import select_ops
@@ -23,17 +23,13 @@ from m2n_comm.hello import Identity
 from m2n_comm.net import AttentionNet
 from m2n_comm.open import connect_attention, listen_expert
 from m2n_comm.waits import Waits
-from models.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
-from models.weights import AttentionWeights, ExpertLayerWeights, ExpertWeights, LayerWeights
-from topspin.config import (
-    CacheSection,
-    ComputeSection,
-    EngineConfig,
-    M2NSection,
-    ModelSection,
-    SchedulerSection,
-    TraceSection,
+from models.checkpoints.weights import (
+    AttentionWeights,
+    ExpertLayerWeights,
+    ExpertWeights,
+    LayerWeights,
 )
+from models.description.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from topspin.expert_table import uniform_table
 from topspin.messages import (
     SAMPLE,
@@ -48,8 +44,17 @@ from topspin.messages import (
     Trace,
     pack_ints,
 )
-from topspin.plan import NodeConfig
-from topspin.resolve import ModelFacts, resolve
+from topspin.plan.from_flags import ModelFacts, resolve
+from topspin.plan.settings import (
+    CacheSection,
+    ComputeSection,
+    EngineConfig,
+    M2NSection,
+    ModelSection,
+    SchedulerSection,
+    TraceSection,
+)
+from topspin.plan.spec import NodeConfig
 from topspin.trace import Ring
 
 MAX_M = 4

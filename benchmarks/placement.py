@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple
 import httpx
 from msgspec.structs import replace
 
+from app.cli.serve import resolve_for
 from benchmarks import report
 from benchmarks.disaggregation import run_once
 from benchmarks.load.started_server import StartedServer, ended_by_signals
@@ -39,10 +40,11 @@ from deploy.placement.rating import Rater
 from deploy.placement.shapes import ModelShape
 from deploy.placement.units import Device, Host, units_of
 from deploy.placement.workload import Lengths, Workload
-from models.config import ModelConfig, load_model_config
-from models.hub import resolve_model
-from topspin.cli.serve import resolve_for
-from topspin.config import (
+from models.description.config import ModelConfig, load_model_config
+from models.sources.hub import resolve_model
+from topspin.expert_table import shares_by_speed
+from topspin.plan.file import print_plan
+from topspin.plan.settings import (
     BalanceSection,
     ComputeSection,
     EngineConfig,
@@ -51,9 +53,7 @@ from topspin.config import (
     SchedulerSection,
     TopologySection,
 )
-from topspin.expert_table import shares_by_speed
-from topspin.plan import EnginePlan
-from topspin.plan_file import print_plan
+from topspin.plan.spec import EnginePlan
 
 UNIFORM: Final = "uniform"
 PLANNED: Final = "planned"

@@ -40,8 +40,8 @@ from kernels.contracts import ExpertWeights, LinearWeight
 from kernels.cpu import ops as cpu
 from kernels.dispatch import select_ops
 from kernels.triton.grouped_mlp.weights import FP8_MAX, GROUP, pack_weight, unpack_weight
-from models.hub import DEFAULT_MODEL, resolve_model
-from topspin.precision import (
+from models.sources.hub import DEFAULT_MODEL, resolve_model
+from topspin.plan.precision import (
     UNQUANTISED,
     Format,
     Part,

@@ -32,11 +32,11 @@ from benchmarks.retrieval_layout import retrieval as lay_out
 from benchmarks.retrieval_tasks import DENSE
 from benchmarks.server_arguments import check_positive, server_parser
 from kernels.contracts import SEGMENT_KEYS
-from models.config import load_model_config
-from models.hub import resolve_model
-from models.tokenizer import Tokenizer
+from models.description.config import load_model_config
+from models.sources.hub import resolve_model
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError
-from topspin.retrieval import MIN_TOKENS
+from topspin.plan.retrieval import MIN_TOKENS
 
 PARTS: Final = ("quality", "tasks", "speed")
 TEXTS: Final = ("README.md", "CONTRIBUTING.md", "docs/api.md")

@@ -17,13 +17,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_nodes.kv_cache import KvCache
+from attention_nodes.step.kv_cache import KvCache
 from benchmarks import retrieval_methods as methods
 from benchmarks.local_model import BLOCK_SIZE, LocalModel, Node
 from kernels.contracts import SEGMENT_KEYS, AttentionMeta
 from kernels.dispatch import Ops
 from topspin.errors import ConfigError
-from topspin.retrieval import RetrievalPolicy, policy_of
+from topspin.plan.retrieval import RetrievalPolicy, policy_of
 
 SHARES: Final = {"1/20": 1 / 20, "1/10": 1 / 10, "1/5": 1 / 5}
 """Of all tokens of the text."""

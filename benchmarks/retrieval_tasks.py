@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.load.started_server import StartedServer
 from benchmarks.peers import free_port
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from topspin.errors import EngineUnavailable, TopspinError
 
 NUM_EXAMPLES: Final = 2

@@ -18,7 +18,6 @@ from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
-from topspin.config import CacheSection, EngineConfig, ModelSection, SchedulerSection
 from topspin.expert_table import uniform_table
 from topspin.messages import (
     AddRequest,
@@ -28,7 +27,8 @@ from topspin.messages import (
     encode,
     pack_ints,
 )
-from topspin.resolve import ModelFacts, resolve
+from topspin.plan.from_flags import ModelFacts, resolve
+from topspin.plan.settings import CacheSection, EngineConfig, ModelSection, SchedulerSection
 
 NUM_RUNNING = (1, 16, 256, 4096)
 NUM_MICRO_BATCHES = (1, 2)

@@ -42,9 +42,9 @@ from deploy.quantisation.rounding import METHODS, Rounding, quantised
 from deploy.quantisation.sensitivity import Single, find, parts_of, predicted, sampled
 from deploy.quantisation.specification import parse_bits
 from deploy.quantisation.writing import scale_dtype
-from models.config import ModelConfig, load_model_config
-from models.hub import DEFAULT_MODEL, resolve_model
-from topspin.precision import UNQUANTISED, Format, Rules, format_of
+from models.description.config import ModelConfig, load_model_config
+from models.sources.hub import DEFAULT_MODEL, resolve_model
+from topspin.plan.precision import UNQUANTISED, Format, Rules, format_of
 
 FORMATS: tuple[Format, ...] = ("int4", "int8")
 Row = Mapping[str, Any]

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.hub import DEFAULT_MODEL
+from models.sources.hub import DEFAULT_MODEL
 from topspin.errors import ConfigError
 
 

@@ -42,11 +42,11 @@ from benchmarks.server_arguments import check_positive, server_parser
 from benchmarks.spec_figures import Drafts, Phase, check_accepted, read_drafts, summarise
 from benchmarks.spec_prompts import KINDS, PROMPTS_PER_KIND, backend_of, requests_of
 from benchmarks.table_layouts import SPEC_HEADINGS, spec_rows
-from models.chat_template import ChatTemplate
-from models.hub import resolve_model
-from models.tokenizer import Tokenizer
+from models.sources.hub import resolve_model
+from models.text.chat_template import ChatTemplate
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
-from topspin.speculation import parse_speculation
+from topspin.plan.speculation import parse_speculation
 
 OFF, FORCED, ADAPTIVE, SERIAL = "off", "forced", "adaptive", "serial"
 NAME = "model"

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.load.contracts import Backend, BenchRequest
 from benchmarks.load.datasets.prompts import PromptMaker
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 
 RANDOM: Final = "random ids"
 RANDOM_TOKENS: Final = 128

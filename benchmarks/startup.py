@@ -39,7 +39,7 @@ _PHASES = (
 _ROLES = {
     "server.gateway": "gateway",
     "server.scheduler": "scheduler",
-    "topspin.launch.local_node": "local node",
+    "app.launch.local_node": "local node",
     "attention_nodes": "attention nodes",
     "expert_nodes": "expert nodes",
     "topspin serve": "supervisor",
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="startup", help="name of the result file")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args, flags = parser.parse_known_args(argv)
-    from models.hub import resolve_model
+    from models.sources.hub import resolve_model
 
     path = resolve_model(args.model)
     console = Console()

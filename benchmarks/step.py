@@ -30,9 +30,9 @@ from kernels.cpu.compiled import experts, matmul, quantised, quantised_experts
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.recorder import CpuRuntime
 from kernels.cpu.simd.integers import GROUP
-from models.hub import resolve_model
+from models.sources.hub import resolve_model
 from topspin.messages import StepResult
-from topspin.precision import LM_HEAD_FORMATS, PrecisionRule
+from topspin.plan.precision import LM_HEAD_FORMATS, PrecisionRule
 
 # Steps of each kind that are not measured: caches fill, the second is recorded.
 NUM_WARM_UP: Final = 4

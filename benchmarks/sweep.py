@@ -36,7 +36,7 @@ from benchmarks.load.runner import prepare, run_load
 from benchmarks.load.sweep import Knee, Point, find_knee, numbers, pareto
 from benchmarks.load.targets import wait_until_ready
 from benchmarks.load.view import Progress
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError, TopspinError
 
 _PERCENTILES = (50.0, 90.0, 99.0)

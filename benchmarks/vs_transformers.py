@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--name", default="vs_transformers", help="name of the result file")
     parser.add_argument("serve_flags", nargs="*", help="flags of topspin serve, after --")
     args = parser.parse_args()
-    from models.hub import resolve_model
+    from models.sources.hub import resolve_model
 
     path = str(resolve_model(args.model))
     vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]

@@ -30,7 +30,7 @@ from deploy.services.arguments import (
 )
 from deploy.services.engine import HTTP_PORT, MODELS, SPILL, Engine, Group, Hosts, Node
 from deploy.yaml_text import yaml_text
-from topspin.plan import NodeSpec
+from topspin.plan.spec import NodeSpec
 
 Object = dict[str, Any]
 

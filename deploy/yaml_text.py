@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from topspin.strict_yaml import PlainDumper
+from topspin.plan.strict_yaml import PlainDumper
 
 
 def yaml_text(*documents: Any) -> str:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from spec_decode.asking import Patience, Questions
 from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text
-from topspin.channel import ControlClient
 from topspin.errors import PeerLost, ProtocolError
 from topspin.messages import TreeOffers
+from topspin.processes.channel import ControlClient
 
 RETRY_S = 1.0
 """The pause before a lost connection is opened again."""

@@ -10,10 +10,10 @@ from draft_nodes.drafter import growth_of, load_draft_model
 from draft_nodes.model import DraftModel
 from draft_nodes.worker import DraftWorker
 from spec_decode.forest import Growth
-from topspin.channel import ControlClient
-from topspin.node_command import run_command
-from topspin.plan import NodeConfig
-from topspin.wires import ON_ONE_HOST, Wires
+from topspin.plan.spec import NodeConfig
+from topspin.processes.channel import ControlClient
+from topspin.processes.node_command import run_command
+from topspin.processes.node_network import ON_ONE_HOST, Wires
 
 
 def run_worker(

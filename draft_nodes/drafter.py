@@ -2,7 +2,7 @@
 
 Owns the choice of the draft model's checkpoint, precision, cache and growth by the settings, and
 whether it computes in the attention node's process or on a draft node. Composed with attention
-nodes by beside_attention.py and topspin.launch; these nodes do not know of draft models. Other
+nodes by beside_attention.py and app.launch; these nodes do not know of draft models. Other
 things that draft (heads that a checkpoint carries) become a Drafter here.
 """
 
@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attention_nodes.kv_cache import AS_THE_MODEL, bytes_per_block, layer_specs
+from attention_nodes.step.kv_cache import AS_THE_MODEL, bytes_per_block, layer_specs
 from attention_nodes.worker import text_drafter
 from draft_nodes.asking import AskingDrafter
 from draft_nodes.model import DraftModel, Settings
 from kernels.runtime import open_runtime
-from models.config import ModelConfig, load_model_config
+from models.description.config import ModelConfig, load_model_config
 from models.quantised.precision import checkpoint_rules
 from spec_decode.draft import Drafter
 from spec_decode.forest import Growth
 from spec_decode.joined import JoinedDrafter
 from spec_decode.serial import SerialDrafter
 from spec_decode.suffix import SuffixDrafter, limits_of
-from topspin.channel import ControlClient
 from topspin.errors import ConfigError
-from topspin.kv_cache_spec import KvCacheSpec
-from topspin.plan import NodeConfig
-from topspin.precision import rules_of
-from topspin.speculation import SELF_INT4, Speculation, cached_tokens
+from topspin.plan.kv_cache import KvCacheSpec
+from topspin.plan.precision import rules_of
+from topspin.plan.spec import NodeConfig
+from topspin.plan.speculation import SELF_INT4, Speculation, cached_tokens
+from topspin.processes.channel import ControlClient
 
 if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
-    from topspin.keys import KeyDirectory
+    from topspin.processes.keys import KeyDirectory
 
 DEFAULT_WIDTH: Final = 4
 MEMORY_SHARE: Final = 8

@@ -17,23 +17,23 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_nodes import kv_cache
-from attention_nodes.decoder import Decoder, Layer
 from attention_nodes.local_experts import LocalExperts
 from attention_nodes.memory_budget import fitting
-from attention_nodes.recorded_steps import key_of, recorded_steps
-from attention_nodes.rotary import RotaryTable
-from attention_nodes.step_inputs import MicroBatchInputs, StepInputs, host_part
+from attention_nodes.step import kv_cache
+from attention_nodes.step.decoder import Decoder, Layer
+from attention_nodes.step.recorded_steps import key_of, recorded_steps
+from attention_nodes.step.rotary import RotaryTable
+from attention_nodes.step.step_inputs import MicroBatchInputs, StepInputs, host_part
 from draft_nodes.kv_layout import KvLayout, Placed
 from kernels.cpu.compiled.slowdown import slowdown_of
 from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig, load_model_config
-from models.weights import stream_attention_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import stream_attention_weights
+from models.description.config import ModelConfig, load_model_config
 from spec_decode.draft import ROOT
 from spec_decode.forest import MAX_CHUNK, Kept, Rows
-from topspin.precision import Rules, formats
+from topspin.plan.precision import Rules, formats
 from topspin.process import release_freed_memory
 
 BLOCK_SIZE: Final = 16
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     """Where and how a draft model computes.
 
     Its cache has `num_slots` rows; no position is `max_length` (None: the model's) or more. `slow`
-    as in topspin.plan.NodeSpec.
+    as in topspin.plan.spec.NodeSpec.
     `hf_overrides` are those of load_model_config.
     """
 

@@ -1,8 +1,8 @@
 """The draft node: hear verdicts, make a pass, send offers.
 
 Owns one turn of the loop between the sockets and spec_decode.rounds; the node's life is
-topspin.node_life's. Attention nodes connect to it directly; the scheduler only starts and stops it
-and asks for its trace. Runs in the process's one busy thread.
+topspin.processes.node_life's. Attention nodes connect to it directly; the scheduler only starts and
+stops it and asks for its trace. Runs in the process's one busy thread.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from draft_nodes.model import DraftModel
 from spec_decode.forest import Growth
 from spec_decode.rounds import Counts, DraftRounds
-from topspin.channel import ControlClient, ControlServer, Event, PeerGone, Received
 from topspin.errors import ProtocolError
-from topspin.listening import in_url
 from topspin.messages import AnyMessage, DraftCounts, Verdict, Verdicts, Welcome, pack_ints
-from topspin.node_life import CacheSize, NodeLife
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
+from topspin.processes.channel import ControlClient, ControlServer, Event, PeerGone, Received
+from topspin.processes.listening import in_url
+from topspin.processes.node_life import CacheSize, NodeLife
+from topspin.processes.node_network import ON_ONE_HOST, Wires
+from topspin.processes.trace_node import ring_of
 from topspin.trace import Kind, Ring
-from topspin.trace_node import ring_of
-from topspin.wires import ON_ONE_HOST, Wires
 
 IDLE_S = 0.05
 """How long a node with nothing to do waits for verdicts before it looks for a Stop."""
@@ -36,7 +36,7 @@ Load = Callable[[NodeConfig], tuple[DraftModel, Growth]]
 
 
 class DraftWorker:
-    """One draft node; implements topspin.node_life.Worker. Knows no generation and no step."""
+    """One draft node, a topspin.processes.node_life.Worker. Knows no generation and no step."""
 
     def __init__(
         self,

@@ -12,11 +12,11 @@ from m2n_comm.addresses import Between
 from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertNet
 from m2n_comm.open import ExpertListener, listen_expert, waits_of
-from topspin.channel import ControlClient
 from topspin.messages import Welcome
-from topspin.node_command import run_command
-from topspin.node_life import NodeLife
-from topspin.wires import ON_ONE_HOST, Wires
+from topspin.processes.channel import ControlClient
+from topspin.processes.node_command import run_command
+from topspin.processes.node_life import NodeLife
+from topspin.processes.node_network import ON_ONE_HOST, Wires
 
 
 def accept_attention(

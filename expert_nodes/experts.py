@@ -23,12 +23,12 @@ from kernels.dispatch import Ops
 from kernels.expert_layers import LayerExperts
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import ExpertBatch, NetShape, Senders
-from models.config import ModelConfig
-from models.expert_reader import ExpertReader
-from models.weights import ExpertStream, ExpertWeights, take
-from topspin.plan import NodeConfig
-from topspin.precision import UNQUANTISED, Format, Rules
-from topspin.stages import senders
+from models.checkpoints.expert_reader import ExpertReader
+from models.checkpoints.weights import ExpertStream, ExpertWeights, take
+from models.description.config import ModelConfig
+from topspin.plan.precision import UNQUANTISED, Format, Rules
+from topspin.plan.spec import NodeConfig
+from topspin.plan.stages import senders
 from topspin.trace import Ring
 
 if TYPE_CHECKING:  # a host with a GPU may lack what it is compiled with

@@ -19,9 +19,9 @@ from kernels.runtime import DeviceMemory, Runtime
 from m2n_comm.gpu.ipc_pairs import inbox_bytes
 from m2n_comm.gpu.memory import whole_pages
 from m2n_comm.net import NetShape
-from models.config import ModelConfig
-from topspin.plan import NodeConfig
-from topspin.precision import Format
+from models.description.config import ModelConfig
+from topspin.plan.precision import Format
+from topspin.plan.spec import NodeConfig
 from topspin.units import format_size
 
 # Quantising a matrix needs the matrix and some fp32 copies of it.

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from expert_nodes.experts import Experts
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.expert_reader import ExpertReader
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.expert_reader import ExpertReader
+from models.description.config import load_model_config
 from topspin.errors import CheckpointError
 from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
 
 # Work stops after this time, so that a step can run; a piece that has begun is finished.
 WORK_S = 0.001

@@ -1,8 +1,8 @@
 """The expert node: gather rows, compute the experts, reply.
 
 Owns the order in which (layer, micro-batch) are served, the reports of counts and the times of
-work on the next expert table; the node's life is topspin.node_life's. The net is opened by a
-callable. Runs in the process's one busy thread, or in a thread beside the attention nodes.
+work on the next expert table; the node's life is topspin.processes.node_life's. The net is opened
+by a callable. Runs in the process's one busy thread, or in a thread beside the attention nodes.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from kernels.dispatch import Ops, select_ops
 from kernels.expert_layers import rows_to_warm_up
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import ExpertNet, NetShape
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig, load_model_config
-from models.weights import stream_expert_weights
-from topspin.channel import ControlClient
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import stream_expert_weights
+from models.description.config import ModelConfig, load_model_config
 from topspin.devices import CPU, TRITON
 from topspin.errors import ConfigError, EngineError, ProtocolError
 from topspin.expert_table import ExpertTable
 from topspin.messages import AnyMessage, ExpertCounts, PrepareTable, StepTicket, Welcome
-from topspin.node_life import CacheSize, NodeLife
-from topspin.plan import NodeConfig
-from topspin.precision import format_of, formats
+from topspin.plan.precision import format_of, formats
+from topspin.plan.spec import NodeConfig
 from topspin.process import release_freed_memory
-from topspin.progress import Beat
-from topspin.trace_node import ring_of
+from topspin.processes.channel import ControlClient
+from topspin.processes.node_life import CacheSize, NodeLife
+from topspin.processes.progress import Beat
+from topspin.processes.trace_node import ring_of
 
 COUNTS_INTERVAL_S = 1.0
 _WAYS_OUT = "more --expert-nodes on other GPUs, --quantization, or --expert-device cpu"
@@ -185,7 +185,7 @@ OpenNet = Callable[[Welcome, Experts, NodeLife], ExpertNet | InlineNet]
 
 
 class ExpertWorker:
-    """One expert node; implements topspin.node_life.Worker.
+    """One expert node; implements topspin.processes.node_life.Worker.
 
     Invariant: `_net` is usable exactly while the node takes part in the engine's generation.
     With an InlineNet other threads compute: then counts are polled without tickets, and each

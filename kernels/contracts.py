@@ -18,8 +18,8 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from topspin.precision import UNQUANTISED, Format
-from topspin.retrieval import SEGMENT_TOKENS
+from topspin.plan.precision import UNQUANTISED, Format
+from topspin.plan.retrieval import SEGMENT_TOKENS
 from topspin.trace import Kind
 
 SEGMENT_KEYS: Final = SEGMENT_TOKENS

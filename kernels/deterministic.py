@@ -32,7 +32,7 @@ from kernels.deterministic_attention import paged_attention
 from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.reference import add_counts, code_keys, embed, permute, route, selected_keys
 from kernels.sampling import SampleResult, SamplingBatch
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 __all__ = [
     "add_by_expert",

@@ -29,7 +29,7 @@ from kernels.contracts import (
 )
 from kernels.sampling import SampleResult, SamplingBatch
 from topspin.errors import ConfigError
-from topspin.precision import KERNEL_FORMATS, UNQUANTISED, Format
+from topspin.plan.precision import KERNEL_FORMATS, UNQUANTISED, Format
 
 __all__ = ["Ops", "select_ops"]
 

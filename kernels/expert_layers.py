@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import deterministic
 from kernels.contracts import ExpertOutput, ExpertWeights, Matrix
 from kernels.dispatch import Ops
-from topspin.precision import Format, Rules, format_of
+from topspin.plan.precision import Format, Rules, format_of
 
 
 class LayerExperts(NamedTuple):

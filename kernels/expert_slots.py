@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight, Matrix
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 Pack = Callable[[Matrix, Format], LinearWeight]
 Collect = Callable[[list[LinearWeight], list[LinearWeight], torch.dtype], ExpertWeights]

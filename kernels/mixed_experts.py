@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.contracts import ExpertOutput, ExpertWeights, LinearWeight
 from kernels.expert_slots import Collect
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from kernels.retrieval import code_keys as code_keys
 from kernels.retrieval import select
 from kernels.retrieval import selected_keys as selected_keys
 from kernels.sampling import sample as sample
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 name: Final = "reference"
 

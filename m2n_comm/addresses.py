@@ -17,7 +17,7 @@ import time
 from typing import Literal
 
 from topspin.errors import ConfigError, DeadlineExceeded, PeerLost
-from topspin.listening import in_url
+from topspin.processes.listening import in_url
 
 UNIX = "unix:"
 TCP = "tcp:"

@@ -35,7 +35,7 @@ from topspin.errors import (
     UntrustedPeer,
     VersionMismatch,
 )
-from topspin.listening import in_url
+from topspin.processes.listening import in_url
 
 if TYPE_CHECKING:
     from m2n_comm.session import Agreement, Session, Trust

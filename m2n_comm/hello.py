@@ -127,7 +127,7 @@ class Identity:
 
     `incarnation` identifies this run of the process; `generation` is the engine's, which may
     form pairs again while its processes run. `participant` is the attention node of tickets for
-    which it sends (topspin.stages); None: itself.
+    which it sends (topspin.plan.stages); None: itself.
     """
 
     role: NodeRole

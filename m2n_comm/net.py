@@ -17,8 +17,8 @@ A micro-batch has at most one uncombined dispatch. On an expert node:
 Both leave out the layers in `local`: by the ticket's table attention nodes compute these
 themselves, and nobody sends for them.
 
-Rules: every participant, or its stage that has the layer (topspin.stages), sends every expert node
-one frame per (micro-batch, layer), possibly of 0 rows, in one or more parts of at most
+Rules: every participant, or its stage that has the layer (topspin.plan.stages), sends every expert
+node one frame per (micro-batch, layer), possibly of 0 rows, in one or more parts of at most
 `window_rows` rows; a token goes at most once to an expert node, with the slots and weights of its
 choices there; the expert node returns one weighted partial sum per row, or
 (NetShape.per_expert_answers) one row per choice; the attention side adds the rows of a token in
@@ -40,11 +40,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from m2n_comm.waits import WaitPolicy
-from topspin.config import MAX_MICRO_BATCHES
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
-from topspin.plan import NodeConfig
-from topspin.stages import Stage
+from topspin.plan.settings import MAX_MICRO_BATCHES
+from topspin.plan.spec import NodeConfig
+from topspin.plan.stages import Stage
 from topspin.trace import Stamps
 
 _COMPRESSED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}

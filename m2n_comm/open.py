@@ -49,12 +49,12 @@ from m2n_comm.waits import Waits
 from topspin.errors import ConfigError, PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertPeer
-from topspin.node_life import NodeLife
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
+from topspin.processes.node_life import NodeLife
 
 if TYPE_CHECKING:
     from m2n_comm.session import Session, Trust
-    from topspin.keys import KeyDirectory
+    from topspin.processes.keys import KeyDirectory
 
 # Peers are there once their checkpoints are loaded, which may take long; the scheduler ends the
 # wait if one of them is lost (Inbox.check).

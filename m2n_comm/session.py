@@ -29,7 +29,7 @@ from m2n_comm.hello import KeyOffer, NodeRole
 from topspin.errors import UntrustedPeer
 
 if TYPE_CHECKING:
-    from topspin.keys import KeyDirectory
+    from topspin.processes.keys import KeyDirectory
 
 CODE_BYTES: Final = 16
 _KEY_BYTES = 32

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from models.rope_config import RopeConfig
+from models.description.rope_config import RopeConfig
 
 Float32Array = npt.NDArray[np.float32]
 

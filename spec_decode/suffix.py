@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from spec_decode.draft import NO_DRAFT, Draft, Drafter, DraftRequest, Text
 from spec_decode.tree import TokenTree, log_shares
-from topspin.speculation import Speculation
+from topspin.plan.speculation import Speculation
 
 Tokens = npt.NDArray[np.int32]
 

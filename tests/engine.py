@@ -16,40 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from app.cli.serve import resolve_for
+from app.launch.engine import with_draft_addresses
+from app.launch.local_node import LocalNode
 from attention_nodes.command import connect_worker
 from attention_nodes.stages.command import run_worker as run_stage_worker
 from draft_nodes.command import run_worker as run_draft_worker
 from draft_nodes.drafter import make_drafter
 from expert_nodes.command import run_worker
 from m2n_comm.addresses import Between
-from models.config import load_model_config
+from models.description.config import load_model_config
 from server.scheduler.engine_facts import read_facts
 from server.scheduler.service import Service
-from topspin.channel import (
-    FAILOVER_HEARTBEAT,
-    RELAXED_HEARTBEAT,
-    ControlClient,
-    ControlServer,
-)
-from topspin.cli.serve import resolve_for
-from topspin.config import (
-    BalanceSection,
-    CacheSection,
-    ComputeSection,
-    EngineConfig,
-    FailoverSection,
-    Kernels,
-    KvDtype,
-    M2NSection,
-    ModelSection,
-    Payload,
-    SchedulerSection,
-    SpeculationSection,
-    TopologySection,
-    Transport,
-)
-from topspin.launch.engine import with_draft_addresses
-from topspin.launch.local_node import LocalNode
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -67,11 +45,33 @@ from topspin.messages import (
     TraceRequest,
     pack_ints,
 )
-from topspin.node_life import run_node
-from topspin.plan import EnginePlan
-from topspin.precision import Format
-from topspin.retrieval import SpillSpec
-from topspin.speculation import Speculation
+from topspin.plan.precision import Format
+from topspin.plan.retrieval import SpillSpec
+from topspin.plan.settings import (
+    BalanceSection,
+    CacheSection,
+    ComputeSection,
+    EngineConfig,
+    FailoverSection,
+    Kernels,
+    KvDtype,
+    M2NSection,
+    ModelSection,
+    Payload,
+    SchedulerSection,
+    SpeculationSection,
+    TopologySection,
+    Transport,
+)
+from topspin.plan.spec import EnginePlan
+from topspin.plan.speculation import Speculation
+from topspin.processes.channel import (
+    FAILOVER_HEARTBEAT,
+    RELAXED_HEARTBEAT,
+    ControlClient,
+    ControlServer,
+)
+from topspin.processes.node_life import run_node
 
 TIMEOUT_S = 60.0
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from topspin.plan import EnginePlan
+from topspin.plan.spec import EnginePlan
 
 Changed = TypeVar("Changed", bound=msgspec.Struct)
 

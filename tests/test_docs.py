@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import yaml
 
+from app.cli.main import _parser
 from server.gateway.http.auth import ApiKeys, read_key_file
-from topspin.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
 KUSTOMIZE = os.environ.get("TOPSPIN_KUSTOMIZE") or shutil.which("kustomize")

@@ -1,8 +1,8 @@
 """The layout: each node's cores and threads on one host, and the setup of its process.
 
 Owns the layouts and the environment of a node process: OpenMP, heap, cores. Knows the numbers of
-nodes and cores, starts no node and measures nothing. topspin.launch.calibrate chooses between
-layouts, topspin.launch.engine gives each node its environment; a node without a launcher (in its
+nodes and cores, starts no node and measures nothing. app.launch.calibrate chooses between
+layouts, app.launch.engine gives each node its environment; a node without a launcher (in its
 own container) sets it by settle_process().
 
 "shared": every node uses all cores and they take turns, so waits block at once. "split": every node

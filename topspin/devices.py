@@ -1,8 +1,8 @@
 """The devices of nodes, and the nets that can connect nodes on such devices.
 
 Pure: knows names and numbers of nodes, opens nothing and looks at no machine (each node checks for
-its GPU, by kernels.runtime). Called by topspin.resolve and by
-topspin.plan.
+its GPU, by kernels.runtime). Called by topspin.plan.from_flags and by
+topspin.plan.spec.
 """
 
 from __future__ import annotations

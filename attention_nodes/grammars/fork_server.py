@@ -25,7 +25,7 @@ from llguidance import LLTokenizer
 
 from attention_nodes.grammars import grammar_process
 from attention_nodes.grammars.frames import OUT_OF_MEMORY_STATUS, Ended, Fork, Loaded
-from models.tokenizer_files import effective_tokenizer
+from models.text.tokenizer_files import effective_tokenizer
 from topspin.grammars import MAX_ALL_COMPILED_BYTES
 
 _MAX_MESSAGE_BYTES: Final = 4096

@@ -16,11 +16,11 @@ from m2n_comm.host.stage_link import StageLink
 from m2n_comm.net import AttentionNet, stage_shape
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert, waits_of
 from m2n_comm.waits import TURN_S
-from topspin.channel import ControlClient
 from topspin.messages import Welcome
-from topspin.node_command import run_command
-from topspin.node_life import NodeLife
-from topspin.wires import ON_ONE_HOST, Wires
+from topspin.processes.channel import ControlClient
+from topspin.processes.node_command import run_command
+from topspin.processes.node_life import NodeLife
+from topspin.processes.node_network import ON_ONE_HOST, Wires
 
 
 def connect_experts(

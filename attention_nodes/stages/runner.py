@@ -15,31 +15,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention_nodes import kv_cache
-from attention_nodes.decoder import Layers
 from attention_nodes.loading import held_layers
-from attention_nodes.plan_chain import PlanChain
-from attention_nodes.rally import Flight, rally
-from attention_nodes.recorded_steps import Key, key_of, recorded_steps
-from attention_nodes.relay import Link
-from attention_nodes.rotary import RotaryTable
-from attention_nodes.sampler import Sampled
-from attention_nodes.sequences import Limits, SequenceTable
-from attention_nodes.slow_decoder import SlowLayers
-from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
+from attention_nodes.sampling.sampler import Sampled
+from attention_nodes.sampling.slow_decoder import SlowLayers
+from attention_nodes.step import kv_cache
+from attention_nodes.step.decoder import Layers
+from attention_nodes.step.plan_chain import PlanChain
+from attention_nodes.step.rally import Flight, rally
+from attention_nodes.step.recorded_steps import Key, key_of, recorded_steps
+from attention_nodes.step.relay import Link
+from attention_nodes.step.rotary import RotaryTable
+from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.step_inputs import Slices, StepInputs, host_inputs
 from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import NO_TIMES, AttentionNet, NetShape
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig, load_model_config
-from models.weights import stream_layers
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import stream_layers
+from models.description.config import ModelConfig, load_model_config
 from topspin.messages import StepPlan
-from topspin.plan import NodeConfig
-from topspin.precision import formats
+from topspin.plan.precision import formats
+from topspin.plan.spec import NodeConfig
 from topspin.process import release_freed_memory
-from topspin.progress import Beat
+from topspin.processes.progress import Beat
+from topspin.processes.trace_node import ring_of
 from topspin.trace import Kind, Stamps
-from topspin.trace_node import ring_of
 
 
 class StageRunner:

@@ -1,7 +1,8 @@
 """The stage worker: take the plans of an attention node, run some of its layers.
 
-Owns one step's course; the node's life is topspin.node_life's. Results are the attention node's to
-report: a stage says only that it works, waits or is done. Runs in the process's one busy thread.
+Owns one step's course; the node's life is topspin.processes.node_life's. Results are the attention
+node's to report: a stage says only that it works, waits or is done. Runs in the process's one busy
+thread.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from pathlib import Path
 
 import torch
 
-from attention_nodes.relay import Link
 from attention_nodes.stages.runner import StageRunner, load_stage
+from attention_nodes.step.relay import Link
 from m2n_comm.net import AttentionNet
-from models.checkpoint import Checkpoint
-from topspin.channel import ControlClient
+from models.checkpoints.checkpoint import Checkpoint
 from topspin.errors import ProtocolError
 from topspin.messages import AnyMessage, PrepareTable, StepPlan, TablePrepared, Welcome
-from topspin.node_life import CacheSize, NodeLife
-from topspin.progress import INTERVAL_S
+from topspin.processes.channel import ControlClient
+from topspin.processes.node_life import CacheSize, NodeLife
+from topspin.processes.progress import INTERVAL_S
 
 OpenNet = Callable[[Welcome, StageRunner, NodeLife], AttentionNet]
 OpenLink = Callable[[Welcome, StageRunner, NodeLife], Link]
 
 
 class StageWorker:
-    """One stage; implements topspin.node_life.Worker.
+    """One stage; implements topspin.processes.node_life.Worker.
 
     Invariant: `_link`, and `_net` of a model with routed experts, are usable exactly while the
     stage takes part in the engine's generation.

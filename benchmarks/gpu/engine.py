@@ -22,9 +22,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attention_nodes import kv_cache
-from attention_nodes.decoder import Decoder
-from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
+from attention_nodes.step import kv_cache
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.model_runner import MAX_LAUNCHED, ModelRunner
 from benchmarks.byte_floor import decode_floor
 from benchmarks.gpu.plans import Plans
 from benchmarks.gpu.weights import RandomWeights
@@ -34,8 +34,11 @@ from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch, NetShape
-from models.config import ModelConfig, load_model_config
-from topspin.config import (
+from models.description.config import ModelConfig, load_model_config
+from topspin.expert_table import uniform_table
+from topspin.messages import StepPlan, StepResult
+from topspin.plan.from_flags import ModelFacts, resolve
+from topspin.plan.settings import (
     CacheSection,
     ComputeSection,
     EngineConfig,
@@ -43,10 +46,7 @@ from topspin.config import (
     SchedulerSection,
     TraceSection,
 )
-from topspin.expert_table import uniform_table
-from topspin.messages import StepPlan, StepResult
-from topspin.plan import NodeConfig
-from topspin.resolve import ModelFacts, resolve
+from topspin.plan.spec import NodeConfig
 
 BLOCK_SIZE = 16
 SEED = 0

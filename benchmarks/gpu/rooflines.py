@@ -34,7 +34,7 @@ from kernels.triton.ops import TritonOps
 from kernels.triton.rotary import rotate_and_store
 from kernels.triton.router.launches import permute, route
 from kernels.triton.sampling.launches import draw, plan_sampling
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 SECONDS: Final = 110.0
 BLOCK_SIZE: Final = 16

@@ -1,9 +1,9 @@
 """Random weights of a model, made on the device: a benchmark needs shapes, not a checkpoint.
 
 Owns their distribution, which keeps activations of order one through many layers and spreads the
-router's choices over all experts. They come layer by layer, in the forms that models.weights reads
-from a checkpoint, so that nodes pack them as they pack a real model's. Called by
-benchmarks.gpu.engine.
+router's choices over all experts. They come layer by layer, in the forms that
+models.checkpoints.weights reads from a checkpoint, so that nodes pack them as they pack a real
+model's. Called by benchmarks.gpu.engine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
-from models.weights import (
+from models.checkpoints.weights import (
     AttentionWeights,
     DenseMlpWeights,
     ExpertStream,
     LayerWeights,
     SharedExpertWeights,
 )
+from models.description.config import ModelConfig
 
 STD: Final = 0.02
 """The standard deviation of a weight, as most checkpoints are initialised."""

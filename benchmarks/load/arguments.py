@@ -23,8 +23,8 @@ from benchmarks.load.datasets.settings import DatasetSettings
 from benchmarks.load.metrics import parse_goodput
 from benchmarks.load.result import LATENCIES
 from benchmarks.load.targets import first_model, served_model
-from models.hub import made_model_path
-from models.tokenizer import Tokenizer
+from models.sources.hub import made_model_path
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError
 
 # Datasets that set the output lengths.

@@ -19,10 +19,10 @@ from benchmarks.byte_floor import BITS, step_weight_bytes
 from benchmarks.load import arguments, datasets, pictures, report
 from benchmarks.load.contracts import BenchRequest, Load, Target
 from benchmarks.load.sweep import numbers
-from models.config import load_model_config
-from models.tokenizer import Tokenizer
+from models.description.config import load_model_config
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError
-from topspin.precision import UNQUANTISED
+from topspin.plan.precision import UNQUANTISED
 
 _LEAST_REQUESTS = 8
 _REQUESTS_PER_PLACE = 4

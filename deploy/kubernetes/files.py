@@ -20,8 +20,8 @@ from deploy.observability.alerts import prometheus_rule
 from deploy.observability.dashboard import dashboard
 from deploy.services.engine import Engine
 from deploy.yaml_text import yaml_text
-from topspin.keys import PUBLIC, SECRET
-from topspin.plan_file import print_plan
+from topspin.plan.file import print_plan
+from topspin.processes.keys import PUBLIC, SECRET
 
 Files = dict[str, str]
 """Texts by their path."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.services.engine import Group, Hosts
-from topspin.plan import NodeSpec
+from topspin.plan.spec import NodeSpec
 
 
 def hosts(*, share_memory: bool) -> Hosts:

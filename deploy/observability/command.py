@@ -1,6 +1,6 @@
 """`topspin deploy dashboard` and `topspin deploy alerts`: write what watches an engine.
 
-Owns both commands' flags and files. Called by topspin.cli.deploy.
+Owns both commands' flags and files. Called by app.cli.deploy.
 """
 
 from __future__ import annotations

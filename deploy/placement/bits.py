@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from topspin.precision import Format, Part
+from topspin.plan.precision import Format, Part
 
 GAP = 1e-4
 """The relative distance from the best objective at which a solution is taken for the best."""

@@ -1,6 +1,6 @@
 """`topspin plan`: reads a cluster, a model and a workload, writes the plan that serves them best.
 
-Owns the command's flags and files. Called by topspin.cli.main.
+Owns the command's flags and files. Called by app.cli.main.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from deploy.placement.shapes import ModelShape
 from deploy.placement.units import Device, Host
 from deploy.placement.workload import Drafts, read_workload
 from deploy.placement.write import plan_of
-from models.checkpoint_index import read_index
-from models.config import load_model_config
-from models.facts import facts_of
-from models.fingerprint import digests_of, fingerprint_of
-from models.hub import resolve_model
+from models.checkpoints.checkpoint_index import read_index
+from models.checkpoints.fingerprint import digests_of, fingerprint_of
+from models.description.config import load_model_config
+from models.description.facts import facts_of
+from models.sources.hub import resolve_model
 from topspin.errors import ConfigError
-from topspin.plan_file import print_plan
-from topspin.resolve import ModelFacts
+from topspin.plan.file import print_plan
+from topspin.plan.from_flags import ModelFacts
 from topspin.units import parse_size
 
 

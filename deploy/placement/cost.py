@@ -16,7 +16,7 @@ from deploy.placement.devices import DeviceProfile, Link, Operation
 from deploy.placement.shapes import Kernels, ModelShape, PrecisionOf
 from deploy.placement.tables import find_table, seconds_at
 from topspin.pipeline import HopTimes, layers_s
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 __all__ = [
     "Rows",

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from topspin.errors import ConfigError
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 VERSION: Final = 1
 LITERATURE: Final = Path(__file__).parent / "literature"

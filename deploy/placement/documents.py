@@ -14,7 +14,7 @@ import msgspec
 import yaml
 
 from topspin.errors import ConfigError
-from topspin.strict_yaml import StrictLoader
+from topspin.plan.strict_yaml import StrictLoader
 
 Document = TypeVar("Document", bound=msgspec.Struct)
 

@@ -28,7 +28,7 @@ from deploy.placement.steady import high_running
 from deploy.placement.steps import Clock, EngineSteps, node_shares
 from deploy.placement.units import Seat, Unit, most_copies, price_of
 from deploy.placement.workload import Drafts
-from topspin.speculation import Speculation, cached_tokens
+from topspin.plan.speculation import Speculation, cached_tokens
 
 MIN_SAMPLED_ROWS: Final = 64
 """server.scheduler samples so many rows in a step, drafts included, however few sequences run."""

@@ -12,7 +12,7 @@ from typing import Final
 TENSOR_PARALLEL: Final = False
 """A node that is a group of devices."""
 STAGES: Final = True
-"""Layer ranges of an attention node on several devices (topspin.stages: CPUs only)."""
+"""Layer ranges of an attention node on several devices (topspin.plan.stages: CPUs only)."""
 LOCAL_LAYERS: Final = True
 """Attention nodes that hold the routed experts of chosen layers."""
 SLOW_NODES: Final = True

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from deploy.placement.shapes import ModelShape
-from topspin.precision import UNQUANTISED, Format, Part, PrecisionRule
+from topspin.plan.precision import UNQUANTISED, Format, Part, PrecisionRule
 
 LAYER_PARTS: Final[tuple[Part, ...]] = ("attention", "mlp", "experts")
 

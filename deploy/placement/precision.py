@@ -29,7 +29,7 @@ from deploy.placement.rating import Rater, Rating
 from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.steps import node_shares
 from deploy.placement.units import Unit
-from topspin.precision import KERNEL_FORMATS, LM_HEAD_FORMATS, UNQUANTISED, Format, Part
+from topspin.plan.precision import KERNEL_FORMATS, LM_HEAD_FORMATS, UNQUANTISED, Format, Part
 
 EXHAUSTIVE = 64
 """Assignments that are all tried; of more, the best by a solver are."""

@@ -20,7 +20,7 @@ from deploy.placement.steady import Point, Shape, high_running, point
 from deploy.placement.steps import Clock, Engine, EngineSteps
 from deploy.placement.units import Unit, most_copies
 from deploy.placement.workload import Z95, Workload, answer_s, asked_load
-from topspin.config import MAX_MICRO_BATCHES
+from topspin.plan.settings import MAX_MICRO_BATCHES
 
 CPU_BUDGETS = (128, 256, 512, 1024)
 GPU_BUDGETS = (512, 2048, 4096, 8192)
@@ -187,7 +187,7 @@ class Rater:
         """Return the numbers of local layers to try: none, and all that fit."""
         if not engine_limits.LOCAL_LAYERS or unit.layout == "one_process" or not unit.experts:
             return (0,)
-        if unit.stages:  # topspin.stages: they hold no routed experts
+        if unit.stages:  # topspin.plan.stages: they hold no routed experts
             return (0,)
         most = self.nodes.most_local(unit, formats, room)
         return (0, most) if most else (0,)

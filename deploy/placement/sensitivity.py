@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from deploy.placement.shapes import ModelShape
 from topspin.errors import ConfigError
-from topspin.precision import UNQUANTISED, Format, Part
+from topspin.plan.precision import UNQUANTISED, Format, Part
 
 Key = tuple[Part, int | None, Format]
 

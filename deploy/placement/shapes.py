@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from models.config import ModelConfig
-from topspin.precision import UNQUANTISED, Format, Part, Rules, format_of
+from models.description.config import ModelConfig
+from topspin.plan.precision import UNQUANTISED, Format, Part, Rules, format_of
 
 Kernels = Literal["cpu", "triton"]
 PrecisionOf = Callable[[Part, int | None], Format]
@@ -95,9 +95,9 @@ class Window(NamedTuple):
 class ModelShape:
     """The numbers of a model that determine bytes and times.
 
-    Sizes as in models.config.ModelConfig. `expert_width` and `shared_width` are the widths of a
-    routed and of the shared expert, 0: there is none; `itemsize` the bytes of a number that is not
-    quantised.
+    Sizes as in models.description.config.ModelConfig. `expert_width` and `shared_width` are the
+    widths of a routed and of the shared expert, 0: there is none; `itemsize` the bytes of a number
+    that is not quantised.
     """
 
     vocab_size: int

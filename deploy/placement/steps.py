@@ -35,7 +35,7 @@ from deploy.placement.tables import RallyFactors, rally_factors
 from deploy.placement.units import Seat, Seats, Unit
 from deploy.placement.workload import Workload
 from topspin.pipeline import HopTimes, layers_s, pipeline_s
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 NO_LINK = Link(name="local", alpha_s=0.0, bytes_per_s=1e18)
 NO_FACTORS = RallyFactors()

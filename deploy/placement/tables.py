@@ -12,7 +12,7 @@ from itertools import product
 from typing import NamedTuple
 
 from deploy.placement.devices import DeviceProfile, Operation, Rally, Table
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 
 class RallyFactors(NamedTuple):

@@ -4,7 +4,7 @@ Owns the enumeration and what a seat is. Knows no times: deploy.placement.steady
 Called by deploy.placement.search.
 
 A GPU is a seat. A CPU is one seat with all its cores, or several that divide them. Nodes of an
-engine are on one host, though an engine may have several (topspin.network).
+engine are on one host, though an engine may have several (topspin.plan.network).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple, get_args
 from deploy.placement import engine_limits
 from deploy.placement.cluster import HostGroup, HostLink, LinkTransport
 from deploy.placement.devices import DeviceProfile
-from topspin.config import Transport
 from topspin.devices import CPU, CUDA, Place, check_transport
 from topspin.errors import ConfigError
+from topspin.plan.settings import Transport
 
 Layout = Literal["one_process", "turns", "apart"]
 MAX_UNITS = 3000
@@ -89,7 +89,7 @@ class Unit:
     `one_process`: a device that serves both roles without a link. `turns`: two processes that
     share a CPU's cores. `apart`: every node has a seat of its own. `used[g]` devices of group g.
     `shares_memory`: all seats are parts of one device's memory. `stages`: the seats of the later
-    layers of the one attention node there is then, in their order (topspin.stages).
+    layers of the one attention node there is then, in their order (topspin.plan.stages).
     """
 
     host: Host
@@ -242,7 +242,7 @@ def _apart(host: Host, num_experts: int) -> tuple[list[Unit], bool]:
 def _cut(host: Host, num_experts: int) -> Iterator[Unit]:
     """Yield the units whose one attention node is cut by layers over CPUs, short chains first.
 
-    topspin.stages says what the engine runs: CPUs, which pass rows on over shm or tcp.
+    topspin.plan.stages says what the engine runs: CPUs, which pass rows on over shm or tcp.
     """
     if not engine_limits.STAGES:
         return

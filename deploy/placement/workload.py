@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from deploy.placement.documents import Fields, read_document
 from topspin.errors import ConfigError
-from topspin.speculation import MAX_TOKENS
+from topspin.plan.speculation import MAX_TOKENS
 
 Tokens = Annotated[float, Meta(ge=1, le=2**24)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]

@@ -19,11 +19,12 @@ from deploy.placement.steady import Shape as EngineShape
 from deploy.placement.steady import chunks_of, high_running
 from deploy.placement.steps import EngineSteps, Step
 from deploy.placement.units import Device, Seat, Seats, Unit, place_of, price_of
-from topspin.config import GPU_WINDOW_ROWS, WINDOW_ROWS, Dtype, SchedulingPolicy
-from topspin.expected import Expected, ExpectedStep
-from topspin.kv_cache_spec import KvCacheSpec
-from topspin.local_experts import LocalExperts
-from topspin.plan import (
+from topspin.plan.expected import Expected, ExpectedStep
+from topspin.plan.from_flags import ModelFacts, check_model
+from topspin.plan.kv_cache import KvCacheSpec
+from topspin.plan.local_experts import LocalExperts
+from topspin.plan.settings import GPU_WINDOW_ROWS, WINDOW_ROWS, Dtype, SchedulingPolicy
+from topspin.plan.spec import (
     AttentionNode,
     DraftNode,
     EnginePlan,
@@ -32,7 +33,6 @@ from topspin.plan import (
     PlannedModel,
     StageNode,
 )
-from topspin.resolve import ModelFacts, check_model
 
 CLOSE = 0.1
 """Steps with and without hops that differ by less may really differ the other way: the cost model's

@@ -1,7 +1,7 @@
 """`topspin profile`: measures the device at hand and writes its file for the planner.
 
 Owns the flags, the workers (one process per model and format), and the device's file that their
-reports become. Knows no tensors. Loaded by topspin.cli.main.
+reports become. Knows no tensors. Loaded by app.cli.main.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from deploy.profiling.resident import MeasuredRole, Resident
 from deploy.profiling.solo import Grid
 from deploy.profiling.steps import Load
 from deploy.profiling.worker import Job, RallyJob, Report
-from models.config import load_model_config
-from models.hub import resolve_model
-from topspin.config import Dtype
+from models.description.config import load_model_config
+from models.sources.hub import resolve_model
 from topspin.cores import node_environment
 from topspin.devices import CPU, TRITON
 from topspin.errors import ConfigError, TopspinError
-from topspin.precision import KERNEL_FORMATS, UNQUANTISED, Format
+from topspin.plan.precision import KERNEL_FORMATS, UNQUANTISED, Format
+from topspin.plan.settings import Dtype
 from topspin.process import PARENT_PID_VARIABLE
 
 RALLY_ROWS = (1, 4, 16, 32)

@@ -16,23 +16,28 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_nodes import kv_cache
-from attention_nodes.decoder import Decoder
 from attention_nodes.memory_budget import AbsentExperts
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.step import kv_cache
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.model_runner import ModelRunner
 from deploy.placement.shapes import ModelShape
 from expert_nodes.experts import Experts
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import open_runtime
-from models.config import LayerConfig, ModelConfig
-from models.weights import (
+from models.checkpoints.weights import (
     AttentionWeights,
     DenseMlpWeights,
     ExpertLayerWeights,
     ExpertStream,
     LayerWeights,
 )
-from topspin.config import (
+from models.description.config import LayerConfig, ModelConfig
+from topspin.cores import Layout
+from topspin.devices import NodeRole
+from topspin.expert_table import ExpertTable, uniform_table
+from topspin.plan.from_flags import ModelFacts, resolve
+from topspin.plan.precision import Format, Rules, formats, rules_of
+from topspin.plan.settings import (
     CacheSection,
     ComputeSection,
     Dtype,
@@ -43,12 +48,7 @@ from topspin.config import (
     TraceSection,
     Transport,
 )
-from topspin.cores import Layout
-from topspin.devices import NodeRole
-from topspin.expert_table import ExpertTable, uniform_table
-from topspin.plan import NodeConfig
-from topspin.precision import Format, Rules, formats, rules_of
-from topspin.resolve import ModelFacts, resolve
+from topspin.plan.spec import NodeConfig
 
 BLOCK_SIZE: Final = 16
 # Weights that one pass over a slice reads at least, of either side.

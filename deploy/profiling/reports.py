@@ -16,7 +16,7 @@ from deploy.profiling.rally import Sample
 from deploy.profiling.worker import RallyReport
 from topspin.errors import EngineError
 from topspin.pipeline import HopTimes
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 # Of a link over which no time could be told apart from waiting.
 _LEAST_ALPHA_S = 1e-6

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from attention_nodes.decoder import Decoder
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.model_runner import ModelRunner
 from deploy.placement.devices import AXES, Operation, Table
 from deploy.placement.shapes import ModelShape
 from deploy.profiling.hops import CAPACITY, durations, lower_quartile
@@ -33,8 +33,8 @@ from deploy.profiling.parts import (
 from deploy.profiling.steps import Load, plans, tickets
 from kernels.runtime import Runtime
 from m2n_comm.net import ExpertBatch
-from models.config import LayerConfig
-from topspin.precision import Format, format_of, rules_of
+from models.description.config import LayerConfig
+from topspin.plan.precision import Format, format_of, rules_of
 from topspin.trace import Kind, Ring
 
 

@@ -24,10 +24,10 @@ from deploy.profiling.rally import Sample, Schedule, run_rally
 from deploy.profiling.resident import MeasuredRole, Resident, resident
 from deploy.profiling.solo import Grid, Sides
 from deploy.profiling.steps import Load
-from models.config import load_model_config
-from topspin.config import Dtype
+from models.description.config import load_model_config
 from topspin.logs import start_logging
-from topspin.precision import Format
+from topspin.plan.precision import Format
+from topspin.plan.settings import Dtype
 from topspin.process import follow_parent
 
 Tick = Callable[[int], None]

@@ -1,6 +1,6 @@
 """`topspin quantize`: writes a quantised checkpoint and measures what that costs in quality.
 
-Owns the flags and what is printed. Loaded by topspin.cli when it is run.
+Owns the flags and what is printed. Loaded by app.cli when it is run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from deploy.quantisation.writing import (
     scale_dtype,
     write_quantised,
 )
-from models.checkpoint_index import read_index
-from models.config import load_model_config
-from models.fingerprint import digests_of, fingerprint_of
-from models.hub import resolve_model
+from models.checkpoints.checkpoint_index import read_index
+from models.checkpoints.fingerprint import digests_of, fingerprint_of
+from models.description.config import load_model_config
+from models.sources.hub import resolve_model
 from topspin.errors import ConfigError
-from topspin.plan_file import read_plan
-from topspin.precision import Rules
+from topspin.plan.file import read_plan
+from topspin.plan.precision import Rules
 
 
 def add_arguments(result: argparse.ArgumentParser) -> None:

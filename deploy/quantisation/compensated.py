@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deploy.quantisation.grids import BITS, Coded, steps_of
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 _DAMPING: Final = 0.01
 

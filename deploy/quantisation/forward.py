@@ -28,9 +28,9 @@ from deploy.quantisation.layers import (
     Model,
 )
 from kernels import reference
-from models.config import ModelConfig
+from models.checkpoints.weights import ExpertLayerWeights, LayerWeights
+from models.description.config import ModelConfig
 from models.rope import inverse_frequencies
-from models.weights import ExpertLayerWeights, LayerWeights
 
 
 class Observer(Protocol):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topspin.errors import ConfigError
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 BITS: Final[dict[Format, int]] = {"int4": 4, "int8": 8}
 BLOCK: Final = 128

@@ -14,17 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig, load_model_config
-from models.families import FAMILIES, expert_name, layer_name
-from models.weights import (
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import (
     ExpertLayerWeights,
     LayerWeights,
     stream_attention_weights,
     stream_expert_weights,
     take,
 )
-from topspin.precision import Part
+from models.description.config import ModelConfig, load_model_config
+from models.description.families import FAMILIES, expert_name, layer_name
+from topspin.plan.precision import Part
 
 # What a matrix multiplies: the names of its inputs in a layer.
 QKV, OUT, GATE_UP, DOWN = "qkv", "o", "gate_up", "down"

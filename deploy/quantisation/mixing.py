@@ -13,7 +13,7 @@ from deploy.placement.formats import LAYER_PARTS, Formats, LayerFormats
 from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.shapes import ModelShape
 from topspin.errors import ConfigError
-from topspin.precision import UNQUANTISED, Format, Part, Rules, format_of
+from topspin.plan.precision import UNQUANTISED, Format, Part, Rules, format_of
 
 CHOICES: Final[tuple[Format, ...]] = (UNQUANTISED, "int8", "int4")
 """What kernels of all devices compute with."""

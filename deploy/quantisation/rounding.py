@@ -19,8 +19,8 @@ from deploy.quantisation.compensated import compensated, inverse_factor
 from deploy.quantisation.grids import Coded, check_size, rounded
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import EXPERT_GATE_UP, DecoderLayer, Matrix, matrices
-from models.config import ModelConfig
-from topspin.precision import UNQUANTISED, Format, Rules, format_of
+from models.description.config import ModelConfig
+from topspin.plan.precision import UNQUANTISED, Format, Rules, format_of
 
 Method = Literal["nearest", "compensated"]
 METHODS: Final[tuple[Method, ...]] = ("compensated", "nearest")

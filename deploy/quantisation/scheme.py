@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deploy.quantisation.grids import BITS, BLOCK, Coded
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _KINDS: Final[dict[Format, str]] = {

@@ -30,8 +30,8 @@ from deploy.quantisation.layers import DecoderLayer, Model, matrices, open_model
 from deploy.quantisation.quality import Judged, Outputs, judge
 from deploy.quantisation.rounding import Rounding, nearest, quantised
 from kernels.reference import rms_norm
-from models.config import ModelConfig
-from topspin.precision import LM_HEAD_FORMATS, Format, Part, PrecisionRule
+from models.description.config import ModelConfig
+from topspin.plan.precision import LM_HEAD_FORMATS, Format, Part, PrecisionRule
 
 FORMATS: Final[tuple[Format, ...]] = ("int8", "int4", "fp8")
 # A divergence below this is the rounding of fp32.

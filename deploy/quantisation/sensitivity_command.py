@@ -1,6 +1,6 @@
 """`topspin sensitivity`: writes what each layer's part would lose in each format.
 
-Owns the flags, and the file that `topspin plan` reads. Loaded by topspin.cli when it is run.
+Owns the flags, and the file that `topspin plan` reads. Loaded by app.cli when it is run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from deploy.quantisation.progress import stages
 from deploy.quantisation.rounding import Rounding
 from deploy.quantisation.sensitivity import find, predicted, sampled
 from deploy.quantisation.writing import scale_dtype
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.hub import resolve_model
+from models.checkpoints.checkpoint import Checkpoint
+from models.description.config import load_model_config
+from models.sources.hub import resolve_model
 from topspin.errors import ConfigError
 
 _SAMPLED = 6

@@ -9,7 +9,7 @@ import re
 from typing import Final, get_args
 
 from topspin.errors import ConfigError
-from topspin.precision import Format, Part, PrecisionRule, Rules
+from topspin.plan.precision import Format, Part, PrecisionRule, Rules
 
 _FORMATS: Final[dict[str, Format]] = {
     "4": "int4",

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from models.config import load_model_config
-from models.tokenizer import Tokenizer
+from models.description.config import load_model_config
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError
 
 CALIBRATION: Final = Path(__file__).with_name("calibration.txt")

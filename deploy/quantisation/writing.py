@@ -25,11 +25,11 @@ from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import Matrix, block_name, matrices, open_model
 from deploy.quantisation.rounding import Rounding, nearest, quantised
 from deploy.quantisation.scheme import module_tensors, quantisation_config
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig, load_model_config
-from models.families import EMBED, FAMILIES, LM_HEAD
+from models.checkpoints.checkpoint import Checkpoint
+from models.description.config import ModelConfig, load_model_config
+from models.description.families import EMBED, FAMILIES, LM_HEAD
 from topspin.errors import ConfigError
-from topspin.precision import UNQUANTISED, Format, Rules, check_rules, format_of
+from topspin.plan.precision import UNQUANTISED, Format, Rules, check_rules, format_of
 
 _SHARD_BYTES: Final = 2 << 30
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")

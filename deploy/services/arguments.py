@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.services.engine import HTTP_PORT, MODELS
-from topspin.listening import ALL_ADDRESSES
-from topspin.plan import EnginePlan
+from topspin.plan.spec import EnginePlan
+from topspin.processes.listening import ALL_ADDRESSES
 
 ROOT: Final = "/topspin"
 PLAN_FILE: Final = f"{ROOT}/plan/plan.yaml"

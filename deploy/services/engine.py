@@ -19,12 +19,12 @@ from typing import Final
 
 import msgspec
 
-from models.hub import DEFAULT_MODEL
+from models.sources.hub import DEFAULT_MODEL
 from topspin import __version__
 from topspin.errors import ConfigError
-from topspin.network import LOCALHOST, NetworkSpec
-from topspin.plan import AttentionNode, DraftNode, EnginePlan, ExpertNode, NodeSpec, StageNode
-from topspin.speculation import SELF_INT4
+from topspin.plan.network import LOCALHOST, NetworkSpec
+from topspin.plan.spec import AttentionNode, DraftNode, EnginePlan, ExpertNode, NodeSpec, StageNode
+from topspin.plan.speculation import SELF_INT4
 
 CONTROL_PORT: Final = 7000
 HTTP_PORT: Final = 8000

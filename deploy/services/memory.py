@@ -11,7 +11,7 @@ from typing import Final
 from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
 from deploy.placement.shapes import Kernels, ModelShape, PrecisionOf, precision_by
 from deploy.services.engine import MemoryOf
-from topspin.plan import AttentionNode, EnginePlan, ExpertNode, NodeSpec, StageNode
+from topspin.plan.spec import AttentionNode, EnginePlan, ExpertNode, NodeSpec, StageNode
 
 GIB: Final = 2**30
 

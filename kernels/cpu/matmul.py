@@ -38,7 +38,7 @@ from kernels.cpu.compiled import matmul as numba_matmul
 from kernels.cpu.huge_pages import Arena
 from kernels.expert_slots import Packing, check_expert, collect_experts, pack_slots, rebuild_slots
 from kernels.reference import count_slots, permute, swiglu
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 # Join only experts of which a row uses nearly half (else the wasted arithmetic exceeds the saved
 # calls) and whose matrices are small.

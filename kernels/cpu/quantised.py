@@ -40,7 +40,7 @@ from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, SCALE_BYTES, group
 from kernels.cpu.simd.lanes import LANES
 from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.mixed_experts import MixedExperts, collect_by_format, mixed_mlp
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 BITS: Final[dict[Format, int]] = {"int4": 4, "int8": 8}
 

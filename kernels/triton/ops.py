@@ -52,7 +52,7 @@ from kernels.triton.sampling import launches as triton_sampling
 from kernels.triton.swiglu import swiglu
 from kernels.triton.toolchain import check_toolchain
 from topspin.errors import ConfigError
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 
 def check_device(device: str) -> None:

@@ -3,8 +3,8 @@
 Implements AttentionNet. No frames and no windows: dispatch() turns logical experts into the slots
 of each expert node, on the device, and enqueues the nodes' computing; combine() joins. The host
 never reads a tensor, for any number of rows, so a graph can hold a whole step. Knows no weights:
-`serves` are Experts.compute of the nodes, in node order. Called by attention_nodes.rally; composed
-by topspin.launch.local_node and benchmarks.
+`serves` are Experts.compute of the nodes, in node order. Called by attention_nodes.step.rally;
+composed by app.launch.local_node and benchmarks.
 
 With one stream everything is in order. With two the experts have a separate stream: the attention
 half of one micro-batch and the experts of another then share the device. A dispatch forks (the
@@ -43,7 +43,7 @@ from m2n_comm.rules import AttentionRules
 from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
 from topspin.trace import Kind, Stamps
 
 LocalSlots = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from models.config_fields import Fields
+from models.description.config_fields import Fields
 from models.quantised.scheme import EVERY, Quantisation, Rule, Scheme
 
 FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")

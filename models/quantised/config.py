@@ -3,7 +3,7 @@
 Owns the methods fp8 (blocks, as DeepSeek and Qwen3 publish), GPTQ (also as AutoRound writes it)
 and AWQ; models.quantised.compressed_tensors has the last. What a configuration says of activations
 is not followed: rows stay in the kernels' own precision, which is no coarser. Imports no torch.
-Called by models.config.
+Called by models.description.config.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from models.config_fields import Fields
+from models.description.config_fields import Fields
 from models.quantised.compressed_tensors import parse_compressed_tensors
 from models.quantised.scheme import EVERY, Quantisation, Rule, Scheme
 from topspin.errors import ConfigError

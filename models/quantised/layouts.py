@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from models.checkpoint import Checkpoint
+from models.checkpoints.checkpoint import Checkpoint
 from models.quantised.coded import CodedMatrix
 from models.quantised.scheme import Scheme, Stored
 from topspin.errors import CheckpointError

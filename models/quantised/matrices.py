@@ -1,8 +1,8 @@
 """Reads the matrices of a checkpoint, quantised or not, as numbers or as codes.
 
 Owns the choice between the two, and the pieces in which a quantised matrix is read, so that little
-more than its codes is in memory. Knows no model: names and shapes come from models.weights and
-models.expert_reader.
+more than its codes is in memory. Knows no model: names and shapes come from
+models.checkpoints.weights and models.checkpoints.expert_reader.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from models.checkpoint import Checkpoint
+from models.checkpoints.checkpoint import Checkpoint
 from models.quantised.coded import CodedMatrix, stacked
 from models.quantised.layouts import ROW_STEP, Shape, check_codes, read_rows
 from models.quantised.scheme import Quantisation, Stored, find_stored

@@ -14,11 +14,17 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from models.checkpoint_index import TensorEntry, read_index
-from models.config import ModelConfig
-from models.families import FAMILIES, LM_HEAD, expert_name, fused_expert_name, layer_name
+from models.checkpoints.checkpoint_index import TensorEntry, read_index
+from models.description.config import ModelConfig
+from models.description.families import (
+    FAMILIES,
+    LM_HEAD,
+    expert_name,
+    fused_expert_name,
+    layer_name,
+)
 from models.quantised.scheme import Stored, find_stored
-from topspin.precision import (
+from topspin.plan.precision import (
     CODE_GROUPS,
     KERNEL_FORMATS,
     LM_HEAD_FORMATS,
@@ -35,7 +41,8 @@ _FP8_BLOCK: Final = 128
 def checkpoint_rules(path: Path, config: ModelConfig) -> dict[str, Rules]:
     """Return, by kernels, the rules by which they serve the checkpoint at `path` as it is.
 
-    Empty if it is not quantised. Raises CheckpointError as models.checkpoint_index.read_index.
+    Empty if it is not quantised. Raises CheckpointError as
+    models.checkpoints.checkpoint_index.read_index.
     """
     if config.quantisation is None:
         return {}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from models.checkpoint_index import TensorEntry
+from models.checkpoints.checkpoint_index import TensorEntry
 from topspin.errors import CheckpointError
 
 Layout = Literal["plain", "packed", "gptq", "awq"]

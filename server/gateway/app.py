@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from models.chat_template import ChatTemplate
-from models.tokenizer import Tokenizer
+from models.text.chat_template import ChatTemplate
+from models.text.tokenizer import Tokenizer
 from server.gateway.answers.wire import ModelCard, ModelList
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.errors import MESSAGES, ModelNotFound, error_response, truncated

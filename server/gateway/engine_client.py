@@ -59,7 +59,7 @@ _log = logging.getLogger("gateway")
 
 
 class ControlConnection(Protocol):
-    """The methods used of topspin.channel.AsyncControlClient."""
+    """The methods used of topspin.processes.channel.AsyncControlClient."""
 
     async def recv(self) -> AnyMessage:
         """Return the next message; raises PeerLost when the scheduler is gone."""

@@ -18,8 +18,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from models.chat_template import ChatTemplate
-from models.tokenizer import IncrementalDetokenizer, Tokenizer
+from models.text.chat_template import ChatTemplate
+from models.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.answers.generation import ChoiceText, Delta
 from server.gateway.answers.prompts import Prompt
 from server.gateway.answers.replies.anthropic import MessagesReplies, TokenCount

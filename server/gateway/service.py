@@ -3,7 +3,7 @@
 Owns the life of the process and its shutdown after a signal: new requests are refused, those
 in flight get a short grace period and then end with EngineUnavailable. A lost control connection
 is replaced for as long as the process lives. Knows no route. Started by
-topspin.launch.engine as `python -m server.gateway`, or by hand.
+app.launch.engine as `python -m server.gateway`, or by hand.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 import uvloop
 from starlette.types import ASGIApp
 
-from models.chat_template import ChatTemplate
-from models.config import load_model_config
-from models.tokenizer import Tokenizer
+from models.description.config import load_model_config
+from models.text.chat_template import ChatTemplate
+from models.text.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
 from server.gateway.http.auth import keys_of
@@ -35,14 +35,14 @@ from server.gateway.requests.params import ServedModel
 from server.gateway.requests.sampling_defaults import load_sampling_defaults
 from server.gateway.requests.tools import message_formats
 from topspin import __version__
-from topspin.channel import AsyncControlClient
-from topspin.config import GatewaySection
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 from topspin.logs import start_logging
 from topspin.messages import Hello
-from topspin.plan import ServeConfig, load_serve_config
+from topspin.plan.settings import GatewaySection
+from topspin.plan.spec import ServeConfig, load_serve_config
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation
-from topspin.wires import add_key_arguments, read_keys_of
+from topspin.processes.channel import AsyncControlClient
+from topspin.processes.node_network import add_key_arguments, read_keys_of
 
 # The pause before Hello is sent on a new control connection, after the last one was lost.
 RECONNECT_DELAY_S = 0.1

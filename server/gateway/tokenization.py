@@ -14,8 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from models.chat_template import ChatTemplate
-from models.tokenizer import Tokenizer
+from models.text.chat_template import ChatTemplate
+from models.text.tokenizer import Tokenizer
 from server.gateway.engine_client import EngineClient
 from server.gateway.http.body import Bodies
 from server.gateway.requests.params import ServedModel

@@ -21,12 +21,13 @@ from server.scheduler.planning.policy import Policy
 from server.scheduler.rehearsal.steps import Rehearsal, obstacle
 from spec_decode.controller import Controller
 from topspin.expert_table import ExpertTable, contiguous_table
-from topspin.plan import EnginePlan
-from topspin.speculation import Speculation
+from topspin.plan.spec import EnginePlan
+from topspin.plan.speculation import Speculation
 
 # How long all nodes of a step may wait for one another, in addition to the links' latency,
-# before the awaited rows count as lost. They report waiting after topspin.progress.INTERVAL_S:
-# together that is less than the 3 s within which a partition must be noticed.
+# before the awaited rows count as lost. They report waiting after
+# topspin.processes.progress.INTERVAL_S: together that is less than the 3 s within which a partition
+# must be noticed.
 STANDSTILL_S = 1.5
 
 
@@ -56,7 +57,7 @@ def make_formation(plan: EnginePlan, facts: EngineFacts) -> Formation:
     if absent:
         full = formation.full_table
         table = table_without(full, absent, current=full)
-        assert table is not None, "topspin.optional.check_held() first"
+        assert table is not None, "topspin.plan.optional.check_held() first"
         formation.use_part(table)
     return formation
 

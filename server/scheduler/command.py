@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 from server.scheduler.engine_facts import read_facts
 from server.scheduler.planning.journal import Note
 from server.scheduler.service import Service
-from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlServer
 from topspin.errors import ConfigError
 from topspin.logs import REQUESTS, about, start_logging
 from topspin.messages import choice_of, client_id
-from topspin.plan import load_serve_config
+from topspin.plan.spec import load_serve_config
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent
-from topspin.progress_word import ProgressWord
-from topspin.wires import add_key_arguments, read_keys_of
+from topspin.processes.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlServer
+from topspin.processes.node_network import add_key_arguments, read_keys_of
+from topspin.processes.progress_word import ProgressWord
 
 if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
-    from topspin.keys import KeyDirectory
+    from topspin.processes.keys import KeyDirectory
 
 SIGN_OF_LIFE_S = 1.0
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from models.config import load_model_config
-from topspin.plan import EnginePlan, PlannedModel
+from models.description.config import load_model_config
+from topspin.plan.spec import EnginePlan, PlannedModel
 
 
 class EngineFacts(NamedTuple):

@@ -41,7 +41,6 @@ from server.scheduler.rehearsal.comparison import compare
 from server.scheduler.rehearsal.steps import Rehearsal, obstacle
 from server.scheduler.traces import Tracer
 from topspin import __version__, errors
-from topspin.channel import Event, Malformed, PeerGone, Received
 from topspin.errors import (
     ConfigError,
     EngineError,
@@ -75,8 +74,9 @@ from topspin.messages import (
     TraceDump,
     Welcome,
 )
-from topspin.plan import EnginePlan
+from topspin.plan.spec import EnginePlan
 from topspin.process import CONFIG_ERROR_STATUS
+from topspin.processes.channel import Event, Malformed, PeerGone, Received
 
 # How often a loop with nothing to do looks at the clock and at stop requests.
 POLL_S = 0.5
@@ -89,7 +89,7 @@ STOP_WAIT_S = 3.0
 
 
 class Channel(Protocol):
-    """The methods used of topspin.channel.ControlServer."""
+    """The methods used of topspin.processes.channel.ControlServer."""
 
     def poll(self, timeout_s: float | None) -> list[Event]:
         """Wait for events."""

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from topspin.config import TraceSection
 from topspin.messages import (
     ClockPing,
     ClockPong,
@@ -26,6 +25,7 @@ from topspin.messages import (
     TraceQuery,
     TraceRequest,
 )
+from topspin.plan.settings import TraceSection
 from topspin.trace import RECORD_BYTES, Kind, Ring
 
 NUM_PINGS = 4

@@ -12,10 +12,10 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from attention_nodes.grammars.processes import CompiledGrammar, Grammars
-from attention_nodes.sampler import Sampled, Sampler
-from attention_nodes.sequences import Limits, SequenceTable
+from attention_nodes.sampling.sampler import Sampled, Sampler
+from attention_nodes.step.sequences import Limits, SequenceTable
 from kernels.cpu import sampling as ops
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
 from topspin.grammars import grammar_key, limits
 from topspin.messages import NewSequence, SamplingParams, pack_ints

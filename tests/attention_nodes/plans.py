@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
+from attention_nodes.step.model_runner import MAX_LAUNCHED, ModelRunner
 from m2n_comm.net import AttentionNet
 from topspin.messages import (
     SAMPLE,

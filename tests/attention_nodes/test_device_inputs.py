@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_nodes.device_inputs import NO_SLOT, DeviceInputs
-from attention_nodes.rotary import RotaryTable
-from attention_nodes.sequences import Limits, SequenceTable
-from attention_nodes.step_inputs import Slices, host_inputs, slice_up
+from attention_nodes.step.rotary import RotaryTable
+from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.step_inputs import Slices, host_inputs, slice_up
 from kernels.runtime import HostRuntime
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from topspin.errors import ProtocolError
 from topspin.messages import MicroBatch, NewSequence, SamplingParams, pack_ints

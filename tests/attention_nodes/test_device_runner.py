@@ -18,9 +18,9 @@ from attention_nodes.loading import load_runner
 from kernels.runtime import HostRuntime, Replay
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.weights import load_expert_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import load_expert_weights
+from models.description.config import load_model_config
 from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.attention_nodes.plans import (
     BLOCK_SIZE,
@@ -34,7 +34,7 @@ from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
 from tests.structs import changed
 from topspin.expert_table import ExpertTable, uniform_table
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
 
 PROMPTS = {1: [5, 9, 200, 31], 2: [17, 3], 3: [40, 41, 42, 43, 44, 45, 46], 4: [250]}
 # Triton's interpreter runs one program at a time: few heads, few layers.

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from attention_nodes.kv_cache import bytes_per_block, layer_specs
 from attention_nodes.loading import load_runner
 from attention_nodes.memory_budget import (
     GRAPH_BYTES,
@@ -18,19 +17,20 @@ from attention_nodes.memory_budget import (
     largest_steps,
     measure,
 )
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.step.kv_cache import bytes_per_block, layer_specs
+from attention_nodes.step.model_runner import ModelRunner
 from kernels import reference
 from kernels.runtime import DeviceMemory, HostRuntime
 from m2n_comm.gpu.ipc_pairs import inbox_bytes
 from m2n_comm.net import NetTimes
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
 from tests.structs import changed
 from topspin.errors import ConfigError
 from topspin.messages import SAMPLE, SCORE, StepPlan, unpack_ints
-from topspin.plan import NodeConfig
-from topspin.retrieval import RetrievalPolicy
+from topspin.plan.retrieval import RetrievalPolicy
+from topspin.plan.spec import NodeConfig
 
 GIB = 2**30
 

@@ -13,22 +13,22 @@ import msgspec
 import pytest
 import torch
 
-from attention_nodes import kv_cache
-from attention_nodes.decoder import Decoder
 from attention_nodes.grammars.processes import Grammars
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.step import kv_cache
+from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.model_runner import ModelRunner
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime, Runtime
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.weights import load_attention_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import load_attention_weights
+from models.description.config import load_model_config
 from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.attention_nodes.plans import BLOCK_SIZE, Planner, ahead, one_by_one, tokens_of
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
 from tests.structs import changed
 from topspin.messages import StepResult
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
 
 NUM_BLOCKS = 64
 

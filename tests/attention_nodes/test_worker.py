@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from attention_nodes.loading import load_runner
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.step.model_runner import ModelRunner
 from attention_nodes.worker import AttentionWorker
 from kernels import reference
 from m2n_comm.net import NetTimes
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.attention_nodes.plans import BLOCK_SIZE, Planner, one_by_one
 from tests.checkpoints import make_checkpoint
@@ -41,8 +41,8 @@ from topspin.messages import (
     Topology,
     Welcome,
 )
-from topspin.node_life import Stopped
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
+from topspin.processes.node_life import Stopped
 
 
 class World:

@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.byte_floor import step_weight_bytes
 from kernels.dispatch import select_ops
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 # The tiny qwen3_moe: 2 layers, hidden 64, 4 query and 2 key/value heads of 32, 4 of 8 experts of
 # width 32 a token, 288 logits. Matrices as (outputs, inputs):

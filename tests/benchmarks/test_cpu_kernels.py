@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from app.cli.main import main as topspin
 from benchmarks import cpu_kernel_cases, cpu_kernels, report
 from benchmarks.cpu_kernel_cases import BUILDERS, Case, Shape, cache_bytes, num_copies
 from benchmarks.cpu_kernels import Ceilings, Probe, against, figures, take_turns
 from benchmarks.load.pictures import can_draw
 from benchmarks.roofline import Roofline, Work
-from topspin.cli.main import main as topspin
 
 TINY = Shape("smollm2-moe", 64, 4, 2, 64, 4, 2, 32, 512, True)
 

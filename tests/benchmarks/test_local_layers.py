@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.local_layers import Load, predicted_s
 from deploy.placement.devices import DeviceProfile, Link, ProcessMemory, Rates
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 
 LAPTOP = DeviceProfile(

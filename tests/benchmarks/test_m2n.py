@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.main import main
 from benchmarks import m2n, report
-from topspin.cli.main import main
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from benchmarks.quantization import Fp8Cache, compare, gpu_ops, mode_ops, patche
 from benchmarks.transformers_names import CACHE
 from kernels.dispatch import select_ops
 from tests.checkpoints import make_checkpoint, oracle_model
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 
 def test_figures_of_distributions_that_can_be_counted() -> None:

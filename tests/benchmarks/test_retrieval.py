@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from app.cli.main import main
 from benchmarks import retrieval, retrieval_quality, retrieval_speed, retrieval_tasks
 from benchmarks.load import pictures
 from benchmarks.local_model import BLOCK_SIZE, LocalModel
@@ -17,9 +18,8 @@ from benchmarks.retrieval_tasks import KINDS, NothingSelected, questions_of, sel
 from benchmarks.table_layouts import LAYOUTS
 from kernels.contracts import SEGMENT_KEYS
 from kernels.cpu.compiled.matmul import block_width
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
-from topspin.cli.main import main
 from topspin.errors import ConfigError, EngineUnavailable
 
 TEXT = "".join(f"Line {number} says nothing that matters.\n" for number in range(400))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.cli.main import main
 from benchmarks import spec
 from benchmarks.load import pictures
 from benchmarks.load.client import request_body
@@ -25,9 +26,8 @@ from benchmarks.spec_figures import (
 )
 from benchmarks.spec_prompts import KINDS, PROMPTS_PER_KIND, TEXTS, requests_of
 from benchmarks.table_layouts import LAYOUTS
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
-from topspin.cli.main import main
 from topspin.errors import ConfigError, EngineUnavailable
 
 NONE = Drafts(0, 0, 0)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from app.cli.main import BENCHMARKS
 from benchmarks import report, tables
 from benchmarks.load.compare import Agreement, ByteFloor, Figures, summarise
 from benchmarks.markdown import number, table
 from benchmarks.table_layouts import LAYOUTS
 from benchmarks.tables import NOT_MEASURED, render
-from topspin.cli.main import BENCHMARKS
 from topspin.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from models.smollm2_moe import pull
+from models.sources.smollm2_moe import pull
 from tests.clients.environments import NotBuilt, environment
 from tests.system.server import Server
 

@@ -10,12 +10,12 @@ import jsonschema
 import pytest
 import yaml
 
+from app.cli.deploy import rendered
+from app.cli.main import _parser
 from deploy.services.engine import Asked
 from tests.deploy.kubernetes.renders import APART, IMAGE, WHOLE, plan_named, spilling
 from tests.structs import changed
-from topspin.cli.deploy import rendered
-from topspin.cli.main import _parser
-from topspin.plan_file import read_plan
+from topspin.plan.file import read_plan
 
 SCHEMA = json.loads((Path(__file__).parent / "kubernetes" / "schemas" / "compose.json").read_text())
 NAMES = (*APART, "drafts, gpus", *WHOLE)

@@ -12,8 +12,8 @@ import pytest
 from draft_nodes.asking import RETRY_S, AskingDrafter
 from spec_decode.asking import FIRST_WAIT_S, MAX_UNANSWERED
 from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text
-from topspin.channel import ControlServer, Received
 from topspin.messages import Message, Stop, TreeOffer, TreeOffers, Verdicts, pack_ints
+from topspin.processes.channel import ControlServer, Received
 
 TIMEOUT_S = 30.0
 VOCAB = 16

@@ -14,12 +14,12 @@ from draft_nodes import drafter as drafter_module
 from draft_nodes.drafter import MEMORY_SHARE, load_draft_model, make_drafter
 from draft_nodes.model import DraftModel, Settings
 from kernels.runtime import DeviceMemory, HostRuntime
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
 from tests.structs import changed
-from topspin.plan import NodeConfig
-from topspin.speculation import CACHED_TOKENS_PER_SEQUENCE, Speculation
+from topspin.plan.spec import NodeConfig
+from topspin.plan.speculation import CACHED_TOKENS_PER_SEQUENCE, Speculation
 
 SELF = Speculation(method="draft_model", model="self-int4")
 

@@ -21,7 +21,7 @@ from spec_decode.serial import SerialDrafter
 from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from topspin.errors import ConfigError
-from topspin.precision import rules_of
+from topspin.plan.precision import rules_of
 
 VARIANTS = ("llama", "mixtral_sliding_window", "qwen2_moe", "qwen3_moe", "olmoe_clip_qkv")
 NUM_SLOTS = 600
@@ -256,7 +256,7 @@ def test_a_model_that_does_not_fit_on_a_gpu_is_refused(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr("draft_nodes.model.open_runtime", lambda *_: Full())
-    monkeypatch.setattr("attention_nodes.kv_cache.of_blocks", allocate)
+    monkeypatch.setattr("attention_nodes.step.kv_cache.of_blocks", allocate)
     with pytest.raises(ConfigError, match=r"the draft model does not fit: 1\.\d.*of 1"):
         DraftModel.load(checkpoint("llama"), F32)
 

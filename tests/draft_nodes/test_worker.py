@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from app.cli.keys import make
+from app.launch.engine import with_draft_addresses
+from app.launch.role import peer_groups
 from draft_nodes.worker import COUNTS_INTERVAL_S, DraftWorker
 from spec_decode.forest import Growth
 from tests.server.scheduler.engine import make_config
 from tests.spec_decode.table import Table
-from topspin.channel import ControlClient, ControlServer, Received
-from topspin.cli.keys import make
 from topspin.errors import PeerLost
 from topspin.expert_table import uniform_table
-from topspin.keys import KeyDirectory
-from topspin.launch.engine import with_draft_addresses
-from topspin.launch.role import peer_groups
 from topspin.messages import (
     DraftCounts,
     Hello,
@@ -38,8 +36,10 @@ from topspin.messages import (
     Welcome,
     pack_ints,
 )
-from topspin.node_life import run_node
-from topspin.wires import ON_ONE_HOST, Wires
+from topspin.processes.channel import ControlClient, ControlServer, Received
+from topspin.processes.keys import KeyDirectory
+from topspin.processes.node_life import run_node
+from topspin.processes.node_network import ON_ONE_HOST, Wires
 
 TIMEOUT_S = 30.0
 

@@ -13,9 +13,9 @@ from expert_nodes.worker import run_ticket
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime
 from m2n_comm.net import ExpertBatch
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.weights import load_expert_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import load_expert_weights
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import taken
 from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER, ipc_fleet, ipc_shape, ticket_of

@@ -20,18 +20,18 @@ from kernels.dispatch import Ops, select_ops
 from kernels.runtime import DeviceMemory, HostRuntime, NoSync, Runtime, open_runtime
 from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
 from m2n_comm.net import ExpertBatch, NetShape
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.expert_reader import ExpertReader
-from models.weights import load_expert_weights, stream_expert_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.expert_reader import ExpertReader
+from models.checkpoints.weights import load_expert_weights, stream_expert_weights
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import taken
 from tests.expert_nodes.test_tables import node_config
 from tests.structs import changed
-from topspin.config import Transport
 from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared, unpack_ints
-from topspin.precision import Format, rules_of
+from topspin.plan.precision import Format, rules_of
+from topspin.plan.settings import Transport
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 

@@ -15,9 +15,9 @@ from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import select_ops
 from m2n_comm.net import ExpertBatch
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.weights import load_expert_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import load_expert_weights
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_model
 from topspin.expert_table import uniform_table
 from topspin.messages import StepTicket, unpack_ints

@@ -23,10 +23,10 @@ from tests.expert_nodes.test_tables import node_config
 from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER
 from tests.server.scheduler.engine import make_config
 from tests.structs import changed
-from topspin.config import Transport
 from topspin.errors import CheckpointError, ConfigError
 from topspin.expert_table import uniform_table
 from topspin.messages import Topology, Welcome
+from topspin.plan.settings import Transport
 
 pytestmark = NEEDS_INTERPRETER
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from expert_nodes.experts import Experts
 from kernels.dispatch import select_ops
 from m2n_comm.net import ExpertBatch
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.expert_reader import ExpertReader
-from models.weights import stream_expert_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.expert_reader import ExpertReader
+from models.checkpoints.weights import stream_expert_weights
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
-from topspin.precision import Format, rules_of
+from topspin.plan.precision import Format, rules_of
 
 Held = tuple[tuple[int, ...], ...]
 FIRST: Held = ((0, 1, 2), (0, 1, 2))

@@ -17,11 +17,11 @@ from expert_nodes.tables import TableChange
 from expert_nodes.versions import Held
 from expert_nodes.worker import ExpertWorker, InlineNet
 from kernels.dispatch import select_ops
-from models import expert_reader
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.expert_reader import ExpertReader
-from models.weights import load_expert_weights
+from models.checkpoints import expert_reader
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.expert_reader import ExpertReader
+from models.checkpoints.weights import load_expert_weights
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import batch_of, taken
 from tests.server.scheduler.engine import make_config
@@ -29,7 +29,7 @@ from tests.structs import changed
 from topspin.errors import ProtocolError
 from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertCounts, Message, TablePrepared, Topology, Welcome
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
 
 FIRST = ((0, 1, 2), (5, 6, 7))
 SECOND = ((0, 4, 2), (5, 6, 7))

@@ -19,10 +19,10 @@ from expert_nodes.worker import run_ticket
 from kernels.dispatch import select_ops
 from kernels.runtime import Replay, Runtime, open_runtime
 from m2n_comm.net import ExpertBatch
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.expert_reader import ExpertReader
-from models.weights import load_expert_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.expert_reader import ExpertReader
+from models.checkpoints.weights import load_expert_weights
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import taken
 from topspin.messages import StepTicket

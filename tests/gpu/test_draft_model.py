@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_nodes import kv_cache
-from attention_nodes.decoder import Decoder
 from attention_nodes.local_experts import LocalExperts
+from attention_nodes.step import kv_cache
+from attention_nodes.step.decoder import Decoder
 from benchmarks.gpu.engine import read_fields
 from benchmarks.gpu.weights import RandomWeights
 from benchmarks.gpu.workload import TINY

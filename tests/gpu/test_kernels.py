@@ -36,7 +36,7 @@ from kernels.triton.rotary import rotate_and_store
 from kernels.triton.router.launches import local_slots, permute, route
 from kernels.triton.sampling.launches import draw, plan_sampling
 from kernels.triton.swiglu import swiglu
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 ON_GPU = torch.cuda.is_available()
 SIZES = QWEN3_30B if ON_GPU else TINY

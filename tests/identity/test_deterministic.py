@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import torch
 
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import MOE_VARIANTS, VOCAB_SIZE, oracle_model
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.pairwise import cover_pairs
-from topspin.config import BalanceSection
 from topspin.messages import TokenLogprobs
-from topspin.plan import EnginePlan
+from topspin.plan.settings import BalanceSection
+from topspin.plan.spec import EnginePlan
 
 slow = pytest.mark.slow
 DTYPES = ("float32", "bfloat16")

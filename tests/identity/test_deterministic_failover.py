@@ -16,8 +16,8 @@ from tests.engine import Engine
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.identity.test_deterministic import Answer, ask, run, settings_of
-from topspin.config import BalanceSection, FailoverSection
-from topspin.plan import EnginePlan
+from topspin.plan.settings import BalanceSection, FailoverSection
+from topspin.plan.spec import EnginePlan
 
 VARIANT = "qwen2_moe"
 NUM_EXPERTS = 8

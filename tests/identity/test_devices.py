@@ -18,9 +18,9 @@ import torch
 from msgspec.structs import replace
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention_nodes.retrieval import num_places, place_bytes
+from attention_nodes.long_contexts.retrieval import num_places, place_bytes
 from kernels.contracts import SEGMENT_KEYS
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import MOE_VARIANTS, make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
@@ -33,7 +33,7 @@ from tests.identity.test_retrieval import prompts_of as retrieval_prompts
 from tests.identity.test_speculation import accepted
 from tests.pairwise import cover_pairs
 from tests.structs import changed, with_nodes
-from topspin.retrieval import SpillSpec, policy_of
+from topspin.plan.retrieval import SpillSpec, policy_of
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 slow = pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.identity.test_speculation import (
     generate_until,
     was_preempted,
 )
-from topspin.speculation import Speculation
+from topspin.plan.speculation import Speculation
 
 VARIANT = "qwen3_moe"
 slow = pytest.mark.slow

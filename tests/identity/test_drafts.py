@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from attention_nodes.loading import load_runner
-from models.config import load_model_config
+from models.description.config import load_model_config
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.policy import Policy

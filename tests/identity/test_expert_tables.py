@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from models.config import load_model_config
+from models.description.config import load_model_config
 from server.scheduler.experts.balance import balance
 from tests.checkpoints import oracle_generate
 from tests.engine import TIMEOUT_S, Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, Case, CaseOf
-from topspin.config import BalanceSection
 from topspin.expert_table import ExpertTable, contiguous_table, even_shares, uniform_table
 from topspin.messages import Stats
-from topspin.plan import EnginePlan
+from topspin.plan.settings import BalanceSection
+from topspin.plan.spec import EnginePlan
 
 slow = pytest.mark.slow
 NUM_EXPERTS = 8

@@ -16,15 +16,15 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from attention_nodes.grammars.processes import CompiledGrammar, Grammars
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from server.gateway.requests.grammars import json_grammar
 from tests.checkpoints import EOS_TOKEN_ID
 from tests.engine import Collected, Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import Case, CaseOf
 from tests.identity.test_speculation import CHAINS, TREES, accepted
-from topspin.config import FailoverSection
-from topspin.speculation import Speculation
+from topspin.plan.settings import FailoverSection
+from topspin.plan.speculation import Speculation
 
 VARIANT = "qwen3_moe"
 MAX_TOKENS = 48

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kernels.cpu.compiled.program import Program
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.engine import Collected, Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
@@ -22,8 +22,8 @@ from tests.identity.test_deterministic import ask
 from tests.identity.test_devices import ATTENTION_ON_IT, MAX_NUM_SEQS, ON_ONE, prompts_of
 from tests.identity.test_draft_model import TREES, speculation_of
 from tests.identity.test_speculation import accepted
-from topspin.local_experts import LocalExperts
-from topspin.plan import EnginePlan
+from topspin.plan.local_experts import LocalExperts
+from topspin.plan.spec import EnginePlan
 
 slow = pytest.mark.slow
 # A shared expert and a dense layer between MoE layers.

@@ -10,11 +10,11 @@ import pytest
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.structs import changed
-from topspin.channel import ControlServer, Event, Received
-from topspin.config import BalanceSection, FailoverSection
 from topspin.messages import ExpertCounts, StepResult, unpack_ints
-from topspin.node_life import NodeLife, Worker
-from topspin.plan import EnginePlan
+from topspin.plan.settings import BalanceSection, FailoverSection
+from topspin.plan.spec import EnginePlan
+from topspin.processes.channel import ControlServer, Event, Received
+from topspin.processes.node_life import NodeLife, Worker
 
 NUM_STREAMS = 4
 NUM_EXPERTS = 8

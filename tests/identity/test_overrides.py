@@ -13,7 +13,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS
 from topspin.errors import ConfigError
-from topspin.speculation import Speculation
+from topspin.plan.speculation import Speculation
 
 LIMIT, EXTENDED = 48, 192
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LIMIT}

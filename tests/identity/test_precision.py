@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from benchmarks.quantization import patched
 from kernels.dispatch import select_ops
-from models.config import load_model_config
-from models.facts import facts_of
+from models.description.config import load_model_config
+from models.description.facts import facts_of
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Collected, Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.test_expert_tables import NUM_EXPERTS, only_copies, random_tables
 from tests.identity.test_quantised import PROMPT_LENS, clear_tokens
-from topspin.config import FailoverSection
-from topspin.plan import EnginePlan, ExpertNode
-from topspin.precision import PrecisionRule, Rules
-from topspin.resolve import check_model
+from topspin.plan.from_flags import check_model
+from topspin.plan.precision import PrecisionRule, Rules
+from topspin.plan.settings import FailoverSection
+from topspin.plan.spec import EnginePlan, ExpertNode
 
 NUM_STEPS = 8
 # Three tables are ready sooner, unless the machine is busy.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, CaseOf

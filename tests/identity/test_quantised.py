@@ -18,7 +18,7 @@ import torch
 from benchmarks.quantization import mode_ops, patched
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
-from topspin.precision import Format, rules_of
+from topspin.plan.precision import Format, rules_of
 
 NUM_TOKENS = 8
 # In logits, whose standard deviation is about 3; rounding differences are below 0.05.

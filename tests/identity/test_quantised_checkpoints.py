@@ -23,7 +23,7 @@ from tests.identity.test_expert_tables import only_copies, random_tables
 from tests.identity.test_speculation import accepted
 from tests.models.quantised.forms import FAMILIES, FORMS, make_quantised
 from topspin.expert_table import even_shares
-from topspin.speculation import Speculation
+from topspin.plan.speculation import Speculation
 
 NUM_TOKENS = 8
 MANY_TOKENS = 24

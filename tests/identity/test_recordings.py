@@ -15,16 +15,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from attention_nodes import recorded_steps
+from attention_nodes.step import recorded_steps
 from kernels.contracts import SEGMENT_KEYS, AttentionMeta
 from kernels.cpu import attention
 from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
-from topspin.config import KvDtype, Transport
-from topspin.precision import Format, PrecisionRule
-from topspin.speculation import Speculation
+from topspin.plan.precision import Format, PrecisionRule
+from topspin.plan.settings import KvDtype, Transport
+from topspin.plan.speculation import Speculation
 
 pytestmark = pytest.mark.skipif(
     not block_width(), reason="this processor leaves bf16 products to oneDNN"
@@ -170,7 +170,7 @@ def test_steps_that_retrieve_are_recorded_too(
     lengths = (SEGMENT_KEYS + 200, SEGMENT_KEYS + 15, 300)
     prompts = [rng.integers(0, VOCAB_SIZE - 8, size=length).tolist() for length in lengths]
     monkeypatch.setattr("kernels.cpu.attention.renew", renew := mock.Mock(wraps=attention.renew))
-    monkeypatch.setattr("attention_nodes.retrieval.RECALL_PERIOD", 5)
+    monkeypatch.setattr("attention_nodes.long_contexts.retrieval.RECALL_PERIOD", 5)
     found = []
     for recordings in (False, True):
         config = engine_config(

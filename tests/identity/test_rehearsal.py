@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
-from topspin.expected import Expected, ExpectedStep
-from topspin.plan import EnginePlan
+from topspin.plan.expected import Expected, ExpectedStep
+from topspin.plan.spec import EnginePlan
 
 
 def step(rows: int, context: float, *, micro_batches: int = 1) -> ExpectedStep:

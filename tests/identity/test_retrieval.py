@@ -12,19 +12,19 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention_nodes.retrieval import place_bytes
+from app.cli.trace.accounts import accounts_of
+from app.cli.trace.report import lanes_of
+from attention_nodes.long_contexts.retrieval import place_bytes
 from kernels.contracts import SEGMENT_KEYS, KeyCodes, Retrieval
 from kernels.retrieval import encode, learn_codebooks, select, summaries_of
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
 from tests.structs import changed
-from topspin.cli.trace.accounts import accounts_of
-from topspin.cli.trace.report import lanes_of
-from topspin.config import Kernels
-from topspin.kv_cache_spec import KvLayerRule
-from topspin.retrieval import RetrievalPolicy, policy_of
-from topspin.speculation import Speculation
+from topspin.plan.kv_cache import KvLayerRule
+from topspin.plan.retrieval import RetrievalPolicy, policy_of
+from topspin.plan.settings import Kernels
+from topspin.plan.speculation import Speculation
 from topspin.trace import Kind
 
 NUM_TOKENS = 12
@@ -270,7 +270,7 @@ def test_recall_is_that_of_a_search_of_all_keys(
         oracle.recalls[2 * step + turn % 2] for turn, step in enumerate(range(0, num_steps, period))
     ]
     assert 0.1 < min(wanted) < max(wanted) < 0.95, "it is neither chance nor all"
-    monkeypatch.setattr("attention_nodes.retrieval.RECALL_PERIOD", period)
+    monkeypatch.setattr("attention_nodes.long_contexts.retrieval.RECALL_PERIOD", period)
     checks: tuple[tuple[Kernels, float], ...] = (("reference", 1e-6), ("cpu", 0.01))
     for kernels, tolerance in checks:
         with Engine(config_of(path, kernels=kernels, kv_retrieval_tokens=BUDGET)) as engine:
@@ -332,7 +332,7 @@ def test_codebooks_are_learnt_while_rows_are_with_experts(
     config = config_of(path, kv_retrieval_tokens=BUDGET, transport="shm")
     num_learnt = []
     for num_rows in (1, 10**6):
-        monkeypatch.setattr("attention_nodes.long_contexts.LEARNING_ROWS", num_rows)
+        monkeypatch.setattr("attention_nodes.long_contexts.long_contexts.LEARNING_ROWS", num_rows)
         with Engine(config) as engine:
             assert engine.generate([prompt], max_tokens=NUM_TOKENS) == expected
             lanes = lanes_of(engine.trace(60.0))

@@ -17,10 +17,10 @@ from kernels.cpu.compiled.program import Program
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.structs import with_nodes
-from topspin.config import BalanceSection
 from topspin.messages.requests import STEP_BUCKETS_S
-from topspin.plan import EnginePlan
-from topspin.speculation import Speculation
+from topspin.plan.settings import BalanceSection
+from topspin.plan.spec import EnginePlan
+from topspin.plan.speculation import Speculation
 
 pytestmark = pytest.mark.skipif(
     not block_width(), reason="this processor leaves bf16 products to oneDNN"

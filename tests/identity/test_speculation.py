@@ -17,7 +17,7 @@ from tests.engine import Collected, Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.identity.test_sampling import SAMPLING
 from topspin.messages import Stats
-from topspin.speculation import Speculation
+from topspin.plan.speculation import Speculation
 
 VARIANT = "qwen3_moe"
 slow = pytest.mark.slow

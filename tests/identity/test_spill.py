@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from attention_nodes.sequences import IntArray
-from attention_nodes.spill_file import SpillFile
+from app.cli.trace.report import lanes_of
+from attention_nodes.long_contexts.spill_file import SpillFile
+from attention_nodes.step.sequences import IntArray
 from kernels.contracts import SEGMENT_KEYS
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.test_retrieval import prompts_of
-from topspin.cli.trace.report import lanes_of
-from topspin.config import KvDtype
-from topspin.retrieval import SpillSpec
-from topspin.speculation import Speculation
+from topspin.plan.retrieval import SpillSpec
+from topspin.plan.settings import KvDtype
+from topspin.plan.speculation import Speculation
 from topspin.trace import Kind
 
 BUDGET = 64

@@ -24,8 +24,8 @@ from tests.identity.test_deterministic import ask, run, settings_of
 from tests.identity.test_expert_tables import only_copies, random_tables
 from tests.identity.test_grammars import asked
 from tests.identity.test_recordings import PROMPTS, SIZES
-from topspin.config import BalanceSection, FailoverSection
-from topspin.plan import AttentionNode, EnginePlan, StageNode
+from topspin.plan.settings import BalanceSection, FailoverSection
+from topspin.plan.spec import AttentionNode, EnginePlan, StageNode
 
 slow = pytest.mark.slow
 

@@ -18,9 +18,9 @@ from server.scheduler.planning.in_flight import MAX_STEPS_IN_FLIGHT
 from tests.engine import Collected, Engine
 from tests.identity.conftest import NUM_TOKENS, CaseOf
 from tests.identity.test_expert_tables import config_of, only_copies, random_tables
-from topspin.channel import ControlServer, Event
-from topspin.inbox import Inbox
 from topspin.messages import AnyMessage, Message, StepTicket, TablePrepared
+from topspin.processes.channel import ControlServer, Event
+from topspin.processes.inbox import Inbox
 
 CHUNK = 16
 # The tables are ready sooner, unless the machine is busy.

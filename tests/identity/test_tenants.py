@@ -20,11 +20,11 @@ from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.test_spill import config_of
 from topspin import __version__
-from topspin.channel import AsyncControlClient
-from topspin.config import GatewaySection
 from topspin.messages import Hello, Stats
-from topspin.plan import ServeConfig
-from topspin.speculation import Speculation
+from topspin.plan.settings import GatewaySection
+from topspin.plan.spec import ServeConfig
+from topspin.plan.speculation import Speculation
+from topspin.processes.channel import AsyncControlClient
 
 NUM_TOKENS = 12
 OURS, THEIRS = "sk-ours-0123456789", "sk-theirs-0123456789"

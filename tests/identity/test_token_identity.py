@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import MOE_VARIANTS, VARIANTS, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, CaseOf

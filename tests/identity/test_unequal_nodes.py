@@ -12,9 +12,9 @@ from tests.engine import Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.structs import one_of_each
-from topspin.config import BalanceSection, FailoverSection
-from topspin.plan import EnginePlan
-from topspin.precision import PrecisionRule
+from topspin.plan.precision import PrecisionRule
+from topspin.plan.settings import BalanceSection, FailoverSection
+from topspin.plan.spec import EnginePlan
 
 # Of the greatest log-probabilities: far above what one code rounded the other way changes.
 MARGIN = 0.5

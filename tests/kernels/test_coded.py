@@ -17,7 +17,7 @@ from kernels.triton.grouped_mlp.weights import GpuWeight, pack_weight, unpack_we
 from kernels.triton.ops import TritonOps
 from models.quantised.coded import CodedMatrix, stacked
 from tests.kernels.generators import finish
-from topspin.precision import CODE_GROUPS, Format
+from topspin.plan.precision import CODE_GROUPS, Format
 
 # By kernels: their packing of a matrix, and the numbers [O, I] of the result.
 KERNELS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {

@@ -16,7 +16,7 @@ from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.open import listen_expert
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, serve_steps
-from topspin.keys import KeyDirectory
+from topspin.processes.keys import KeyDirectory
 
 EXPERT_INCARNATION = 2**63 + 5
 ATTENTION_INCARNATION = 2**64 - 1

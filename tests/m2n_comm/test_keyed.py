@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.cli.keys import make, rotate
 from m2n_comm import reception
 from m2n_comm.addresses import check_host
 from m2n_comm.handshake import Reader, ask, introduce, send_message
@@ -41,7 +42,6 @@ from tests.m2n_comm.harness import (
     serve_steps,
 )
 from tests.m2n_comm.test_session import agreed
-from topspin.cli.keys import make, rotate
 from topspin.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -50,9 +50,9 @@ from topspin.errors import (
     StaleFrame,
     UntrustedPeer,
 )
-from topspin.keys import KeyDirectory
-from topspin.listening import has_ipv6
 from topspin.messages import ExpertPeer
+from topspin.processes.keys import KeyDirectory
+from topspin.processes.listening import has_ipv6
 
 GROUPS = ("attention", "expert", "gateway")
 EXPERT, ATTENTION = 7, 50

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from m2n_comm.hello import KeyOffer
 from m2n_comm.session import Agreement, Codes, Session
 from topspin.errors import UntrustedPeer
-from topspin.keys import new_secret, public_of_secret
+from topspin.processes.keys import new_secret, public_of_secret
 
 
 def agreed() -> tuple[Session, Session]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.cli.keys import make
 from m2n_comm.hello import Identity
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.faults import Delay, FaultInjector
@@ -20,10 +21,9 @@ from m2n_comm.open import connect_attention, listen_expert
 from m2n_comm.waits import Waits
 from tests.m2n_comm.expert_process import ATTENTION_INCARNATION, EXPERT_INCARNATION, STEPS
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, random_rows
-from topspin.cli.keys import make
 from topspin.errors import ConfigError
-from topspin.keys import KeyDirectory
 from topspin.messages import ExpertPeer
+from topspin.processes.keys import KeyDirectory
 
 OURS, THEIRS = "10.213.77.1", "10.213.77.2"
 

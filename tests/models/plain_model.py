@@ -13,9 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.config import ModelConfig
+from models.checkpoints.weights import (
+    AttentionWeights,
+    ExpertLayerWeights,
+    ExpertWeights,
+    LayerWeights,
+)
+from models.description.config import ModelConfig
 from models.rope import inverse_frequencies
-from models.weights import AttentionWeights, ExpertLayerWeights, ExpertWeights, LayerWeights
 
 
 def plain_logits(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.config import ModelConfig, load_model_config
+from models.description.config import ModelConfig, load_model_config
 from models.rope import inverse_frequencies, is_length_dependent, rope_seq_len
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
 

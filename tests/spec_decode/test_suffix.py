@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spec_decode import suffix
 from spec_decode.draft import NO_DRAFT, ROOT, Draft, DraftRequest, Text
 from spec_decode.suffix import Limits, SuffixDrafter, SuffixIndex, drafter_of, limits_of
-from topspin.speculation import Speculation
+from topspin.plan.speculation import Speculation
 
 FREE = Limits(min_match=1, factor=None, min_share=0.0)
 

@@ -6,11 +6,11 @@ import argparse
 import sys
 from dataclasses import replace
 
-from topspin.cli.flags import add_arguments
-from topspin.cli.serve import asked_for, serve_config
-from topspin.launch import supervisor
-from topspin.launch.engine import LaunchContext, launch, role_commands
-from topspin.launch.supervisor import RoleCommand
+from app.cli.flags import add_arguments
+from app.cli.serve import asked_for, serve_config
+from app.launch import supervisor
+from app.launch.engine import LaunchContext, launch, role_commands
+from app.launch.supervisor import RoleCommand
 
 NODES = ("attention_nodes", "expert_nodes")
 

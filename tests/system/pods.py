@@ -28,7 +28,7 @@ import yaml
 
 from deploy.services.arguments import INIT
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
-from models.hub import cache_root
+from models.sources.hub import cache_root
 from tests.system.hosts import add_link, run_ip
 
 DEADLINE_S = 110.0

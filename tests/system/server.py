@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from models.hub import resolve_model
+from app.cli.flags import read_config
+from app.cli.main import _parser
+from app.cli.serve import plan_of
+from models.sources.hub import resolve_model
 from tests.structs import changed
-from topspin.cli.flags import read_config
-from topspin.cli.main import _parser
-from topspin.cli.serve import plan_of
-from topspin.plan import EnginePlan
-from topspin.plan_file import print_plan
+from topspin.plan.file import print_plan
+from topspin.plan.spec import EnginePlan
 
 READY = re.compile(r"ready at (http://\S+)")
 READY_TIMEOUT_S = 300.0
@@ -34,7 +34,7 @@ ROLES = {
     "expert_nodes": "expert",
     "server.scheduler": "scheduler",
     "server.gateway": "gateway",
-    "topspin.launch.local_node": "local",
+    "app.launch.local_node": "local",
 }
 
 

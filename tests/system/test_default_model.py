@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from models.smollm2_moe import pull
+from models.sources.smollm2_moe import pull
 from tests.system.server import Server
 
 NUM_CHATS = 10

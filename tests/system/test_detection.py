@@ -27,9 +27,9 @@ from tests.faults import OnDemand, faulty_nets
 from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.links import Link, measured_lateness
 from tests.system.test_failover import expert_process, with_replicas
-from topspin.channel import FAILOVER_HEARTBEAT
-from topspin.config import FailoverSection
-from topspin.plan import EnginePlan
+from topspin.plan.settings import FailoverSection
+from topspin.plan.spec import EnginePlan
+from topspin.processes.channel import FAILOVER_HEARTBEAT
 
 CLOSED_S, FROZEN_S, PARTITION_S = 1.0, 2.0, 3.0
 PROGRESS_DEADLINE_S = 2.0

@@ -18,7 +18,7 @@ from tests.system.conftest import Tiny
 from tests.system.server import Server, plan_flags
 from tests.system.test_serve import complete
 from tests.system.test_speculation import accepted
-from topspin.speculation import Speculation
+from topspin.plan.speculation import Speculation
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 

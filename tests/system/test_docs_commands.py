@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.main import main
 from tests.checkpoints import make_checkpoint
 from tests.server.gateway.operations.collector import collector
 from tests.system.conftest import Tiny
@@ -30,7 +31,6 @@ from tests.system.test_docs import (
     serve,
 )
 from tests.test_docs import OTHERS, PAGES, ROOT, TARGETS, blocks, words_of
-from topspin.cli.main import main
 
 FLAGS_OF_MAKE = (
     'make serve ARGS="--attention-nodes 2 --expert-nodes 2 --micro-batches 2 --transport tcp"'

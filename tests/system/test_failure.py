@@ -134,7 +134,7 @@ def test_a_killed_gateway_stops_the_engine(tiny: Tiny, tmp_path: Path) -> None:
         assert "gateway" in server.output
 
 
-@slow  # the parts: server/gateway/test_service.py and topspin/launch/test_engine.py
+@slow  # the parts: server/gateway/test_service.py and app/launch/test_engine.py
 def test_a_frozen_gateway_serves_again_and_roles_die_with_a_killed_supervisor(
     tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_frozen_gateway_serves_again_and_roles_die_with_a_killed_supervisor(
         server.assert_nothing_left()
 
 
-@slow  # the parts: server/gateway/test_service.py and topspin/launch/test_engine.py
+@slow  # the parts: server/gateway/test_service.py and app/launch/test_engine.py
 def test_sigterm_ends_open_requests_and_exits_0(tiny: Tiny, tmp_path: Path) -> None:
     with Server(tiny.path, tmp_path, settings=SLOW_LINK) as server:
         threads, results = run_streams(server, tiny.prompts)

@@ -9,7 +9,7 @@ import httpx
 import jsonschema
 import pytest
 
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.system import chaos
 from tests.system.chaos import Streams, wait_until, wait_until_whole
 from tests.system.conftest import Tiny

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.flags import read_config
+from app.cli.keys import make, rotate
+from app.cli.main import _parser, main
+from app.cli.serve import plan_of
 from tests.structs import changed
 from tests.system.conftest import Tiny
 from tests.system.hosts import Host, Service
 from tests.system.streams import NUM_STREAMS, Load
-from topspin.cli.flags import read_config
-from topspin.cli.keys import make, rotate
-from topspin.cli.main import _parser, main
-from topspin.cli.serve import plan_of
-from topspin.config import BalancePolicy, FailoverSection
-from topspin.network import NetworkSpec
-from topspin.plan import EnginePlan
-from topspin.plan_file import print_plan
+from topspin.plan.file import print_plan
+from topspin.plan.network import NetworkSpec
+from topspin.plan.settings import BalancePolicy, FailoverSection
+from topspin.plan.spec import EnginePlan
 
 CONTROL_PORT = 7400
 GATEWAY_FLAGS = ("--served-model-name", "tiny", "--port", "0")

@@ -13,16 +13,16 @@ import httpx
 import pytest
 import yaml
 
+from app.cli.flags import read_config
+from app.cli.main import _parser, main
+from app.cli.serve import plan_of
 from tests.structs import changed
 from tests.system.conftest import Tiny
 from tests.system.pods import Cluster, Object, Pod, objects_in, secret_folder
 from tests.system.streams import NUM_STREAMS, Load
-from topspin.cli.flags import read_config
-from topspin.cli.main import _parser, main
-from topspin.cli.serve import plan_of
-from topspin.plan import DraftNode, EnginePlan, StageNode
-from topspin.plan_file import print_plan
-from topspin.speculation import Speculation
+from topspin.plan.file import print_plan
+from topspin.plan.spec import DraftNode, EnginePlan, StageNode
+from topspin.plan.speculation import Speculation
 
 USER = 10001
 API_KEY = "a-key-of-the-tests-1234"

@@ -11,16 +11,16 @@ import httpx
 import msgspec
 import pytest
 
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
 from tests.identity.conftest import MIN_MARGIN, Case
 from tests.structs import changed, with_nodes
 from tests.system.server import Server
 from tests.system.test_serve import complete
-from topspin.config import FailoverSection
-from topspin.local_experts import LocalExperts
-from topspin.plan import EnginePlan
+from topspin.plan.local_experts import LocalExperts
+from topspin.plan.settings import FailoverSection
+from topspin.plan.spec import EnginePlan
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from tests.structs import changed
 from tests.system.conftest import Tiny
 from tests.system.server import Server
 from tests.system.streams import DEADLINE_S, NUM_STREAMS, Load
-from topspin.config import BalanceSection, FailoverSection
-from topspin.plan import EnginePlan
+from topspin.plan.settings import BalanceSection, FailoverSection
+from topspin.plan.spec import EnginePlan
 
 NUM_EXPERTS = 8
 

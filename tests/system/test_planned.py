@@ -11,7 +11,7 @@ from deploy.placement.command import main as plan
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.system.server import Server
 from tests.system.test_serve import complete
-from topspin.plan_file import read_plan
+from topspin.plan.file import read_plan
 
 PROMPTS = [[5, 9, 200, 31], list(range(40, 70))]
 NUM_TOKENS = 12

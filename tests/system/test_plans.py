@@ -15,8 +15,8 @@ from tests.engine import Engine
 from tests.structs import changed, one_of_each
 from tests.system.server import Server
 from tests.system.test_serve import complete
-from topspin.plan import EnginePlan
-from topspin.plan_file import print_plan, read_plan
+from topspin.plan.file import print_plan, read_plan
+from topspin.plan.spec import EnginePlan
 
 PLANS = Path(__file__).parents[2] / "docs" / "plans"
 PROMPTS = [[5 + 31 * number, 9, 200 - 17 * number] for number in range(8)]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import yaml
 
+from app.cli.main import main as topspin
 from deploy.placement.devices import save_profile
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.deploy.placement import samples
@@ -16,9 +17,8 @@ from tests.identity.test_stages import staged
 from tests.system import chaos
 from tests.system.chaos import Streams, check_identical, wait_until, wait_until_whole
 from tests.system.server import Server
-from topspin.cli.main import main as topspin
-from topspin.config import FailoverSection
-from topspin.plan_file import read_plan
+from topspin.plan.file import read_plan
+from topspin.plan.settings import FailoverSection
 
 NUM_TOKENS = 60
 MIN_MARGIN = 5e-4

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.config import load_model_config
+from app.cli.trace.report import lanes_of, make_report
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
-from topspin.cli.trace.report import lanes_of, make_report
-from topspin.config import TraceSection
+from topspin.plan.settings import TraceSection
 from topspin.trace import Kind
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]

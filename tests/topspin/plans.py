@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tests.structs import changed
-from topspin.config import EngineConfig, ModelSection
 from topspin.cores import LayoutChoice
-from topspin.plan import EnginePlan
-from topspin.resolve import ModelFacts, resolve
+from topspin.plan.from_flags import ModelFacts, resolve
+from topspin.plan.settings import EngineConfig, ModelSection
+from topspin.plan.spec import EnginePlan
 
 FACTS = ModelFacts(
     dtype="bfloat16", max_positions=2048, num_layers=3, moe_layers=(1, 2), num_experts=8

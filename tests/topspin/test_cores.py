@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.topspin.launch.roles import ROOT
+from tests.app.launch.roles import ROOT
 from topspin.cores import CORES_VARIABLE, node_environment, split_cores
 from topspin.errors import ConfigError
 

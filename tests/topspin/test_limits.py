@@ -33,7 +33,12 @@ def rows() -> list[Row]:
 def test_the_page_has_limits_of_every_wire() -> None:
     names = [row.name for row in rows()]
     assert len(names) == len(set(names)) > 40
-    for prefix in ("server.gateway.http.", "topspin.channel:", "m2n_comm.", "topspin.keys:"):
+    for prefix in (
+        "server.gateway.http.",
+        "topspin.processes.channel:",
+        "m2n_comm.",
+        "topspin.processes.keys:",
+    ):
         assert any(name.startswith(prefix) for name in names)
 
 

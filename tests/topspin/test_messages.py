@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.topspin.plans import plan
 from topspin import messages
-from topspin.config import ComputeSection, M2NSection, ModelSection
 from topspin.errors import ProtocolError
 from topspin.expert_table import uniform_table
 from topspin.messages import (
@@ -77,8 +76,9 @@ from topspin.messages import (
     pack_ints,
     unpack_ints,
 )
-from topspin.plan import NodeSpec
-from topspin.precision import PrecisionRule
+from topspin.plan.precision import PrecisionRule
+from topspin.plan.settings import ComputeSection, M2NSection, ModelSection
+from topspin.plan.spec import NodeSpec
 
 SAMPLING = SamplingParams(
     max_tokens=5,

@@ -2,9 +2,9 @@
 
 Import them from here; the modules of this package define them by sender and receiver. Owns their
 format: frozen, tagged msgspec structs, encoded as MessagePack maps with a `type` field. Knows no
-sockets (topspin.channel) and no policy. Numeric arrays travel as little-endian int32 bytes
-(`pack_ints`), so that a decode step of 256 sequences is a few buffers and not thousands of objects.
-A change of meaning increments PROTOCOL_VERSION.
+sockets (topspin.processes.channel) and no policy. Numeric arrays travel as little-endian int32
+bytes (`pack_ints`), so that a decode step of 256 sequences is a few buffers and not thousands of
+objects. A change of meaning increments PROTOCOL_VERSION.
 
 Senders and receivers:
     node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult,

@@ -11,7 +11,7 @@ import msgspec
 
 from topspin.expert_table import ExpertTable
 from topspin.messages.base import PROTOCOL_VERSION, Message, Role
-from topspin.plan import NodeConfig
+from topspin.plan.spec import NodeConfig
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -194,7 +194,7 @@ class StepFailed(Message, frozen=True, kw_only=True):
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """A node's state in a long step (topspin.progress).
+    """A node's state in a long step (topspin.processes.progress).
 
     It works, waits for a peer's rows, or (expert nodes, whose results name no step) has done
     its part and nothing has come since.

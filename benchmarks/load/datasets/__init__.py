@@ -13,7 +13,7 @@ from benchmarks.load.contracts import BenchRequest
 from benchmarks.load.datasets import conversations, synthetic, traces
 from benchmarks.load.datasets.prompts import PromptMaker
 from benchmarks.load.datasets.settings import NAMES, DatasetSettings, add_arguments
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError
 
 __all__ = ["NAMES", "DatasetSettings", "add_arguments", "load"]

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.load.contracts import BenchRequest, Message
 from benchmarks.load.datasets.lines import Entry, json_entries, jsonl_entries
 from benchmarks.load.datasets.settings import DatasetSettings
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError, InvalidRequest
 
 # The roles, in the spellings that files use.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError
 
 # Text is made of this many words at most: enough variety, and each must be tried out.

@@ -85,7 +85,7 @@ class Kernel:
             compiled = numba.cfunc(types.void(types.int64), cache=keeps, error_model="numpy")
             self._compiled = compiled(self._function)
             if not self._compiled.cache_hits:
-                # topspin.launch.display counts these lines.
+                # app.launch.display counts these lines.
                 name, elapsed_s = self.name.strip("_"), time.monotonic() - started
                 _logger.info("compiled kernel %s for this processor (%.1f s)", name, elapsed_s)
             return self._compiled.address or 0

@@ -35,7 +35,7 @@ from kernels.triton.grouped_mlp.weights import (
     GpuWeight,
 )
 from kernels.triton.router.launches import permute
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 GATE_UP: Final = "grouped_gate_up"
 DOWN: Final = "grouped_down"

@@ -25,7 +25,7 @@ from kernels.contracts import CodedMatrix, ExpertWeights, LinearWeight, Matrix
 from kernels.expert_slots import Packing, collect_experts
 from kernels.mixed_experts import collect_by_format
 from topspin.errors import ConfigError
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 GROUP: Final = 128
 """Inputs that share a scale or a step; in fp8 outputs too."""

@@ -23,7 +23,7 @@ _Token = tuple[int, TokenLogprobs | None]
 
 
 class Detokenizer(Protocol):
-    """The methods used of models.tokenizer.IncrementalDetokenizer."""
+    """The methods used of models.text.tokenizer.IncrementalDetokenizer."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""

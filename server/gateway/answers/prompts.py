@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Raw
 
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from server.gateway.answers.wire import PromptLogprob, finite
 from server.gateway.engine_client import Arrival
 from topspin.errors import ProtocolError

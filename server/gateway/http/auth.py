@@ -25,9 +25,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.gateway.errors import MESSAGES, error_response
 from server.gateway.http.exchange import exchange_of
 from server.gateway.http.listener import bind
-from topspin.config import API_KEY_VARIABLE, GatewaySection
 from topspin.errors import ConfigError
-from topspin.network import is_loopback
+from topspin.plan.network import is_loopback
+from topspin.plan.settings import API_KEY_VARIABLE, GatewaySection
 
 DEFAULT_TENANT: Final = "default"
 # Probes have no key; the answer tells the engine's state only.

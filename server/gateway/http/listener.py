@@ -19,9 +19,9 @@ from starlette.types import ASGIApp
 from server.gateway.http.protocol import HttpProtocol
 from server.gateway.http.room import Room, allowed_connections
 from server.gateway.http.turns import Turns
-from topspin.config import GatewaySection
 from topspin.errors import ConfigError
-from topspin.listening import bound_socket
+from topspin.plan.settings import GatewaySection
+from topspin.processes.listening import bound_socket
 
 KEEP_ALIVE_S = 65
 BACKLOG = 2048

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from models.chat_template import ChatTemplate
+from models.text.chat_template import ChatTemplate
 from server.gateway.parsing.json_scan import CallScan, ValueScan
 from server.gateway.parsing.markers import num_held
 from server.gateway.parsing.parts import CallArguments, CallBegin, CallParser, Content, Part

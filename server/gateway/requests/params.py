@@ -29,7 +29,7 @@ from server.gateway.requests.schema import (
 )
 from topspin.errors import InvalidRequest
 from topspin.messages import SamplingParams
-from topspin.retrieval import RetrievalPolicy
+from topspin.plan.retrieval import RetrievalPolicy
 
 MAX_CHOICES_OF_ALL_PROMPTS = 256
 # Log-probabilities of prompts in one answer: each takes some 100 bytes here, and 70 as JSON.

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from models.chat_template import ChatTemplate, may_set
-from models.message_forms import MessageForms, marked, text_of
-from models.tokenizer import Tokenizer, text_before
+from models.text.chat_template import ChatTemplate, may_set
+from models.text.message_forms import MessageForms, marked, text_of
+from models.text.tokenizer import Tokenizer, text_before
 from server.gateway.answers.cache_report import PromptMap
 from server.gateway.errors import truncated
 from server.gateway.requests.decoding import check_depth, decode, decode_each, decode_pieces

@@ -1,7 +1,7 @@
 """The sampling parameters that apply unless a request sets them.
 
 Owns their types with ranges, and reading them from a checkpoint's generation_config.json.
-Knows no request. topspin.cli.serve reads the file to refuse a bad one at the start,
+Knows no request. app.cli.serve reads the file to refuse a bad one at the start,
 server.gateway.service to serve it.
 """
 
@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from models.config_fields import read_json
+from models.description.config_fields import read_json
 from server.sampling_limits import (
     MAX_COUNT,
     MAX_REPETITION_PENALTY,

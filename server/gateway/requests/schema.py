@@ -29,7 +29,7 @@ from server.gateway.requests.sampling_defaults import (
 )
 from server.sampling_limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS, MAX_PENALTY
 from topspin.errors import InvalidRequest
-from topspin.retrieval import MAX_TOKENS, MIN_TOKENS
+from topspin.plan.retrieval import MAX_TOKENS, MIN_TOKENS
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16

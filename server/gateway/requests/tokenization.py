@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from models.chat_template import ChatTemplate
-from models.tokenizer import Tokenizer
+from models.text.chat_template import ChatTemplate
+from models.text.tokenizer import Tokenizer
 from server.gateway.requests.decoding import decode
 from server.gateway.requests.params import ServedModel, check_vocabulary
 from server.gateway.requests.prompts import chat_prompt

@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.chat_template import ChatTemplate
+from models.text.chat_template import ChatTemplate
 from server.gateway.errors import truncated
 from server.gateway.parsing.call_formats import CallFormat, call_format
 from server.gateway.parsing.reasoning import BEGIN
 from server.gateway.requests.decoding import check_depth
 from server.gateway.requests.schema import ChatBody, NamedToolChoice, Tool
-from topspin.config import GatewaySection
 from topspin.errors import InvalidRequest
+from topspin.plan.settings import GatewaySection
 
 # Keys of a schema that models read best first; the others follow in alphabetical order.
 _FIRST_KEYS = ("type", "title", "description", "enum", "const", "properties", "required", "items")

@@ -22,8 +22,8 @@ from server.scheduler.experts.load import ExpertLoad
 from server.scheduler.experts.placement import migrations, plan_table
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member
-from topspin.config import BalancePolicy
 from topspin.expert_table import ExpertTable
+from topspin.plan.settings import BalancePolicy
 
 MAX_DOUBLINGS: Final = 10
 """The most doublings of the time between plans, while nodes refuse tables."""

@@ -11,8 +11,8 @@ from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 from server.scheduler.micro_batching.cost import CostModel
-from topspin.config import MAX_MICRO_BATCHES
 from topspin.pipeline import HopTimes, pipeline_s
+from topspin.plan.settings import MAX_MICRO_BATCHES
 
 # A new number of micro-batches must be this much faster than the one in use. With TIE it bounds
 # the cost of keeping that one (3 %); fitted times vary less than this under a constant load.

@@ -20,7 +20,7 @@ from server.scheduler.planning.outbox import Delivery
 from server.scheduler.planning.policy import Policy
 from topspin.errors import NodeLost, TopspinError
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Refused, Stop, Welcome
-from topspin.plan import EnginePlan
+from topspin.plan.spec import EnginePlan
 
 # How often a loop that waits for nodes checks its deadlines.
 POLL_S = 0.1

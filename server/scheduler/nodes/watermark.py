@@ -1,6 +1,6 @@
 """Detection of a node that blocks a step although it answers pings.
 
-Owns the nodes' last reports on the oldest step (topspin.progress) and the two rules that
+Owns the nodes' last reports on the oldest step (topspin.processes.progress) and the two rules that
 judge them: a node that the step awaits and that reports nothing is dead; if all nodes wait for
 one another, rows or answers were lost on the way. Pure: no clock, no socket. Called by
 service.py at every turn.

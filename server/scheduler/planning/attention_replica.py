@@ -19,7 +19,7 @@ from server.scheduler.planning.block_pool import BlockPool
 from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.sequence import Request, Sequence
 from topspin.messages import SAMPLE, SCORE, NewSequence, client_id, pack_ints
-from topspin.plan import AttentionNode
+from topspin.plan.spec import AttentionNode
 
 MIN_SAMPLED_ROWS: Final = 64
 """So many rows may be sampled in a step, drafts included, however few sequences may run."""

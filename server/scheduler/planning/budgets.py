@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from server.scheduler.micro_batching.cost import CostModel
-from topspin.plan import AttentionNode
+from topspin.plan.spec import AttentionNode
 
 # Fitted times of equal nodes vary by less: their budgets stay whole.
 EQUAL = 1.25

@@ -7,7 +7,7 @@ retrieval. Which blocks these are, the node decides. Called by attention_replica
 from __future__ import annotations
 
 from server.scheduler.planning.sequence import Request, Sequence
-from topspin.retrieval import RetrievalPolicy
+from topspin.plan.retrieval import RetrievalPolicy
 
 
 class FrameBudget:

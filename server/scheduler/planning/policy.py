@@ -67,7 +67,7 @@ from topspin.messages import (
     StepTimings,
     unpack_ints,
 )
-from topspin.plan import EnginePlan
+from topspin.plan.spec import EnginePlan
 
 # A request that takes part in so many lost generations without a token may be their cause.
 MAX_REPLAYS = 5

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.rehearsal.steps import Measured
-from topspin.expected import Expected, ExpectedStep
+from topspin.plan.expected import Expected, ExpectedStep
 
 CLOSE: Final = 0.05
 """A step that is off by less is as expected."""

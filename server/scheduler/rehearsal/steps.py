@@ -19,7 +19,6 @@ from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.micro_batching.split import row_bucket
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.plans import Step
-from topspin.expected import Expected, ExpectedStep
 from topspin.messages import (
     SAMPLE,
     MicroBatch,
@@ -31,7 +30,8 @@ from topspin.messages import (
     StepTimings,
     pack_ints,
 )
-from topspin.plan import EnginePlan
+from topspin.plan.expected import Expected, ExpectedStep
+from topspin.plan.spec import EnginePlan
 
 PROMPTS_S: Final = 1.0
 """No step with prompts begins later than this; the first one warms up, unless it takes so long."""

@@ -19,7 +19,7 @@ from benchmarks.gpu.engine import SEED, GpuEngine, node_config, read_fields
 from benchmarks.gpu.weights import RandomWeights
 from benchmarks.gpu.workload import QUICK, Variant
 from kernels.runtime import open_runtime
-from models.config import ModelConfig
+from models.description.config import ModelConfig
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []

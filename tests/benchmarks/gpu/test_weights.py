@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.byte_floor import decode_floor
 from benchmarks.gpu.weights import RandomWeights
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig, load_model_config
-from models.weights import load_attention_weights, load_expert_weights
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import load_attention_weights, load_expert_weights
+from models.description.config import ModelConfig, load_model_config
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
 
 

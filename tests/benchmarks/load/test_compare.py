@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from app.cli.main import main
 from benchmarks import compare, read_rate
 from benchmarks.byte_floor import step_weight_bytes
 from benchmarks.load import pictures
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
-from topspin.cli.main import main
 from topspin.errors import ConfigError, EngineUnavailable
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ import tokenizers
 from benchmarks.load import datasets
 from benchmarks.load.contracts import BenchRequest
 from benchmarks.load.datasets import DatasetSettings
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from tests.benchmarks.load.words import write_byte_level, write_pieces
 from topspin.errors import ConfigError
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from app.cli.main import main
 from benchmarks.load.contracts import BenchRequest, Load, Target
 from benchmarks.load.runner import Snapshot
 from benchmarks.load.view import Progress, progress_line
 from benchmarks.serve import warm_up
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
 from tests.benchmarks.load.words import write_byte_level
-from topspin.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("without_collections")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from app.cli.main import main
 from benchmarks import sweep
 from benchmarks.load import pictures
 from benchmarks.load.contracts import Run
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
-from topspin.cli.main import main
 from topspin.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("without_collections")

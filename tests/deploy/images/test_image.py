@@ -177,7 +177,7 @@ def test_the_installed_package_runs_without_its_sources(tmp_path: Path) -> None:
     own.mkdir()
     render = ["deploy", "render", "--plan", str(ROOT / "docs/plans/unequal.yaml")]
     for arguments in (["--version"], [*render, "-o", str(own / "out")]):
-        program = f"import sys; sys.argv[1:] = {arguments!r}; import topspin.cli.main as m; "
+        program = f"import sys; sys.argv[1:] = {arguments!r}; import app.cli.main as m; "
         program += (
             f"import pathlib; assert pathlib.Path(m.__file__).is_relative_to({str(site)!r}); "
         )

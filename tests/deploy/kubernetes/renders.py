@@ -11,14 +11,14 @@ from typing import Any
 
 import yaml
 
+from app.cli.deploy import rendered
 from deploy.kubernetes.pods import Object
 from deploy.services.engine import Asked, Engine
 from tests.structs import changed
-from topspin.cli.deploy import rendered
-from topspin.plan import DraftNode, EnginePlan
-from topspin.plan_file import read_plan
-from topspin.retrieval import SpillSpec, policy_of
-from topspin.speculation import SELF_INT4, Speculation
+from topspin.plan.file import read_plan
+from topspin.plan.retrieval import SpillSpec, policy_of
+from topspin.plan.spec import DraftNode, EnginePlan
+from topspin.plan.speculation import SELF_INT4, Speculation
 
 PLANS = Path(__file__).parents[3] / "docs" / "plans"
 IMAGE = "registry.example/topspin:1"

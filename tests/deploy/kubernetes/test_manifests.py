@@ -14,10 +14,14 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from app.cli.deploy import rendered
+from app.cli.keys import make
+from app.cli.main import _parser
+from app.launch.role import index_of
 from deploy.kubernetes.pods import Object
 from deploy.placement.shapes import ModelShape
 from deploy.services.engine import Asked, Engine
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.deploy.kubernetes.renders import (
     APART,
     IMAGE,
@@ -31,11 +35,7 @@ from tests.deploy.kubernetes.renders import (
     templates,
 )
 from tests.structs import changed
-from topspin.cli.deploy import rendered
-from topspin.cli.keys import make
-from topspin.cli.main import _parser
-from topspin.launch.role import index_of
-from topspin.network import NetworkSpec
+from topspin.plan.network import NetworkSpec
 
 SCHEMAS = Path(__file__).parent / "schemas"
 MODEL = Path(__file__).parents[1] / "placement" / "models" / "smollm2-moe"

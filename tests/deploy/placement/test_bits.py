@@ -18,7 +18,7 @@ from deploy.placement.bits import (
     restored,
     solve,
 )
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 NAMES: tuple[Format, ...] = ("none", "int8", "int4")
 amount = st.integers(1, 20).map(float)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from app.cli.main import main as topspin
 from deploy.placement.command import main
 from deploy.placement.devices import save_profile
 from deploy.placement.search import ImpossibleError
 from tests.checkpoints import make_checkpoint
 from tests.deploy.placement import samples
-from topspin.cli.main import main as topspin
 from topspin.errors import ConfigError
-from topspin.plan_file import read_plan
+from topspin.plan.file import read_plan
 
 MODELS = Path(__file__).parent / "models"
 MODEL = str(MODELS / "qwen3-30b-a3b")

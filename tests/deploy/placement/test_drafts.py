@@ -23,9 +23,9 @@ from deploy.placement.write import plan_of
 from server.scheduler.planning import attention_replica
 from tests.deploy.placement import samples
 from tests.pairwise import cover_pairs
-from topspin.plan import EnginePlan
-from topspin.plan_file import print_plan, read_plan
-from topspin.precision import UNQUANTISED
+from topspin.plan.file import print_plan, read_plan
+from topspin.plan.precision import UNQUANTISED
+from topspin.plan.spec import EnginePlan
 
 TARGET = samples.model(24, hidden=2048)
 DRAFTS = {"dense": samples.model(2, num_experts=0, hidden=512), "moe": samples.model(2, hidden=256)}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_nodes import kv_cache
+from attention_nodes.step import kv_cache
 from deploy.placement.shapes import Matrix, ModelShape, matrix_bytes
 from expert_nodes.memory import measure_expert
 from kernels.cpu.quantised import quantise
 from kernels.dispatch import select_ops
 from kernels.triton.grouped_mlp.weights import pack_weight
-from models.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
-from topspin.precision import Format
+from models.description.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
+from topspin.plan.precision import Format
 
 
 def model(**changes: object) -> ModelConfig:

@@ -56,7 +56,7 @@ def test_a_step_on_shared_cores_adds_both_sides_up() -> None:
 
 
 def ranged(layers: list[HopTimes], ends: tuple[int, ...], m: int, pass_s: float) -> float:
-    """Simulate attention_nodes.rally on a device per range, and the expert side, as programs.
+    """Simulate attention_nodes.step.rally on a device per range, and the expert side, as programs.
 
     A device takes micro-batches in at its first layer and lets them leave after its last one.
     """

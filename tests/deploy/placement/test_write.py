@@ -22,10 +22,10 @@ from deploy.placement.write import local_experts_of, plan_of
 from tests.deploy.placement import samples
 from tests.topspin.plans import plan as default_plan
 from topspin.errors import ConfigError
-from topspin.local_experts import LocalExperts
-from topspin.plan import AttentionNode, EnginePlan, StageNode
-from topspin.plan_file import print_plan, read_plan
-from topspin.resolve import check_model
+from topspin.plan.file import print_plan, read_plan
+from topspin.plan.from_flags import check_model
+from topspin.plan.local_experts import LocalExperts
+from topspin.plan.spec import AttentionNode, EnginePlan, StageNode
 
 
 def planned(inputs: Inputs) -> list[EnginePlan]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from app.cli.main import main as topspin
 from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step_fixed_s, unmeasured
 from deploy.placement.devices import load_profile
 from deploy.placement.shapes import ModelShape, precision_by
@@ -16,11 +17,10 @@ from deploy.profiling.reports import rallies_of
 from deploy.profiling.solo import Grid
 from deploy.profiling.steps import Load
 from deploy.profiling.worker import RallyReport
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
-from topspin.cli.main import main as topspin
 from topspin.errors import ConfigError, EngineError
-from topspin.precision import PrecisionRule
+from topspin.plan.precision import PrecisionRule
 
 TINY = Grid(
     rows=(1, 4),

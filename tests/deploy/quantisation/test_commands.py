@@ -10,19 +10,19 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
+from app.cli.main import main
 from deploy.placement.shapes import ModelShape
 from deploy.quantisation.mixing import mean_bits
 from deploy.quantisation.specification import parse_bits
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
+from models.checkpoints.checkpoint import Checkpoint
+from models.description.config import load_model_config
 from models.quantised.precision import checkpoint_rules
 from tests.checkpoints import make_checkpoint
 from tests.topspin.plans import plan
-from topspin.cli.main import main
 from topspin.errors import ConfigError
-from topspin.expected import Expected, ExpectedStep
-from topspin.plan_file import print_plan
-from topspin.precision import PrecisionRule, format_of
+from topspin.plan.expected import Expected, ExpectedStep
+from topspin.plan.file import print_plan
+from topspin.plan.precision import PrecisionRule, format_of
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from deploy.quantisation.rounding import Rounding
 from deploy.quantisation.sensitivity import find, predicted, sampled
 from deploy.quantisation.specification import parse_bits
 from deploy.quantisation.writing import write_quantised
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.deploy.quantisation.sources import NUM_LAYERS, SENSITIVE, divergence, planted
-from topspin.precision import Rules, format_of
+from topspin.plan.precision import Rules, format_of
 
 
 def tokens(seed: int, count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Written checkpoints, as the compressed-tensors library and models.weights read them."""
+"""Written checkpoints, read by the compressed-tensors library and models.checkpoints.weights."""
 
 from __future__ import annotations
 

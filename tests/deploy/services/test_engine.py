@@ -10,20 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.cli.deploy import rendered
 from deploy.placement.shapes import ModelShape
 from deploy.services import memory as memory_module
 from deploy.services.engine import Asked, Engine
 from deploy.services.memory import GIB
-from models.config import load_model_config
+from models.description.config import load_model_config
 from tests.deploy.kubernetes.renders import IMAGE, plan_named, render
 from tests.structs import changed
-from topspin.cli.deploy import rendered
 from topspin.errors import ConfigError
-from topspin.local_experts import LocalExperts
-from topspin.network import NetworkSpec
-from topspin.plan import EnginePlan
-from topspin.plan_file import print_plan, read_plan
-from topspin.retrieval import SpillSpec
+from topspin.plan.file import print_plan, read_plan
+from topspin.plan.local_experts import LocalExperts
+from topspin.plan.network import NetworkSpec
+from topspin.plan.retrieval import SpillSpec
+from topspin.plan.spec import EnginePlan
 
 MODEL = Path(__file__).parents[1] / "placement" / "models" / "smollm2-moe"
 

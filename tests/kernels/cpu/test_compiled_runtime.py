@@ -155,7 +155,7 @@ def test_code_is_kept_where_the_user_says(tmp_path: Path, run_program: Callable[
     ("module", "name", "kernel", "changed"),
     [
         (codebooks, "NUM_CENTROIDS", codebooks._code, 32),  # of kernels.contracts
-        (retrieval, "SEGMENT_KEYS", retrieval._search, 512),  # of topspin.retrieval
+        (retrieval, "SEGMENT_KEYS", retrieval._search, 512),  # of topspin.plan.retrieval
         (retrieval, "_scratch_tables", retrieval._search, simd.stack(64)),
     ],
 )

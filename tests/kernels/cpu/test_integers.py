@@ -17,7 +17,7 @@ from kernels.cpu.simd import integers
 from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, dot_tile
 from kernels.cpu.simd.lanes import I64, LANES
 from tests.kernels.matrices import slow_rows
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 # By processor, as LLVM names them: the features that choose the form, and its instruction.
 FORMS = {

@@ -16,7 +16,7 @@ from kernels.mixed_experts import MixedExperts
 from tests.kernels.cpu.test_matmul import unpacked
 from tests.kernels.generators import finish
 from tests.kernels.matrices import values_then_pairs
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 FORMATS: list[Format] = ["int4", "none", "int8", "int4", "none", "int8"]
 HIDDEN, WIDTH = 64, 64  # whole groups of 32, so that no half has padding

@@ -31,7 +31,7 @@ from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import Ops, select_ops
 from tests.kernels.matrices import values_then_pairs
 from topspin.errors import ConfigError
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 MODES = sorted(BITS)
 # Rows are rounded to steps of 1/127 of a group's largest number: an error of half a step at most.

@@ -14,7 +14,7 @@ from kernels.triton.router.grouping import group_slot
 from kernels.triton.router.kernels import local_slots_block
 from kernels.triton.swiglu import _swiglu_block
 from tests.kernels.triton.hopper import NAMES, compile_kernel
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 DATA = {"none": "*bf16", "fp8": "*fp8e4nv", "int8": "*u8", "int4": "*u8"}
 

@@ -20,7 +20,7 @@ from kernels.triton.router.launches import ELEMENTS_PER_WARP, MAX_WARPS
 from kernels.triton.sampling import filters
 from kernels.triton.sampling import kernels as sampling
 from tests.kernels.triton.hopper import NAMES, compile_kernel
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 GROUPING = {
     "hist_ptr": "*i32", "order_ptr": "*i64", "row_of_ptr": "*i64", "counts_ptr": "*i64",

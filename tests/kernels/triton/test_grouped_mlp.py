@@ -35,7 +35,7 @@ from tests.kernels.generators import finish
 from tests.kernels.matrices import slow_rows
 from tests.pairwise import cover_values
 from topspin.errors import ConfigError
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 QUANTISED = FORMATS[1:]
 

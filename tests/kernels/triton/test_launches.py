@@ -15,7 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 from kernels.contracts import AttentionMeta, HeadRows
 from kernels.dispatch import select_ops
 from kernels.triton.router.launches import local_slots
-from topspin.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format
 
 HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, FFN, BLOCK = 32, 4, 2, 16, 4, 16, 4
 

@@ -12,7 +12,7 @@ from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp.weights import FORMATS, GpuWeight, pack_weight, unpack_weight
 from kernels.triton.linear.launches import LinearTiles, default_tiles, linear, tiled_linear
 from tests.pairwise import cover_values
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 QUANTISED = FORMATS[1:]
 # A sum of bf16 products is exact in fp32 except for the order; the result is rounded once.

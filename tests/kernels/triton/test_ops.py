@@ -21,7 +21,7 @@ from kernels.triton.sampling.launches import plan_sampling
 from tests.kernels.generators import finish
 from tests.kernels.test_sampling import batch
 from tests.pairwise import cover_values
-from topspin.precision import Format
+from topspin.plan.precision import Format
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {

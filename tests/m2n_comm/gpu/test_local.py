@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_nodes.rally import Flight
-from attention_nodes.rally import rally as rally_layers
+from attention_nodes.step.rally import Flight
+from attention_nodes.step.rally import rally as rally_layers
 from kernels.runtime import HostRuntime, NoSync, Runtime
 from kernels.triton.router.launches import local_slots as triton_slots
 from m2n_comm.gpu.local import DeviceNet, LocalSlots, home_slots, local_slots

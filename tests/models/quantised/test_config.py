@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from models.config_fields import Fields
+from models.description.config_fields import Fields
 from models.quantised.config import parse_quantisation
 from models.quantised.scheme import Quantisation
 from tests.models.quantised.forms import compressed

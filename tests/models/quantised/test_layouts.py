@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint import Checkpoint
-from models.config_fields import Fields
+from models.checkpoints.checkpoint import Checkpoint
+from models.description.config_fields import Fields
 from models.quantised.config import parse_quantisation
 from models.quantised.matrices import MatrixReader, Source
 from tests.models.quantised.forms import FORMS

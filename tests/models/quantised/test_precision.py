@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from models.config import load_model_config
-from models.facts import facts_of
+from models.description.config import load_model_config
+from models.description.facts import facts_of
 from models.quantised.precision import checkpoint_rules
 from tests.checkpoints import make_checkpoint
 from tests.models.quantised.forms import FORMS, Form, fp8_blocks, gptq, make_quantised
-from topspin.config import ComputeSection, EngineConfig, ModelSection
-from topspin.precision import Format, PrecisionRule, Rules
-from topspin.resolve import resolve
+from topspin.plan.from_flags import resolve
+from topspin.plan.precision import Format, PrecisionRule, Rules
+from topspin.plan.settings import ComputeSection, EngineConfig, ModelSection
 
 PARTS = ("attention", "experts")
 

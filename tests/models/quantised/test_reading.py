@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
-from models.expert_reader import ExpertReader
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.expert_reader import ExpertReader
+from models.checkpoints.unused_tensors import unused_tensors
+from models.checkpoints.weights import load_attention_weights, load_expert_weights
+from models.description.config import load_model_config
 from models.quantised.precision import checkpoint_rules
-from models.unused_tensors import unused_tensors
-from models.weights import load_attention_weights, load_expert_weights
 from tests.checkpoints import oracle_model
 from tests.kernels.generators import finish
 from tests.models.plain_model import plain_logits

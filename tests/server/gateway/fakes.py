@@ -20,8 +20,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from models.chat_template import ChatTemplate
-from models.tokenizer import Tokenizer
+from models.text.chat_template import ChatTemplate
+from models.text.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
 from server.gateway.http.auth import ApiKeys
@@ -30,7 +30,6 @@ from server.gateway.operations.otlp import SpanSender
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.sampling_defaults import SamplingDefaults
 from server.gateway.requests.tools import MessageFormats, message_formats
-from topspin.config import GatewaySection
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -45,7 +44,8 @@ from topspin.messages import (
     StatsQuery,
     TokenLogprobs,
 )
-from topspin.retrieval import RetrievalPolicy
+from topspin.plan.retrieval import RetrievalPolicy
+from topspin.plan.settings import GatewaySection
 
 MODEL_NAME = "tiny"
 MAX_REQUEST_TOKENS = 100

@@ -14,7 +14,7 @@ from tests.server.gateway.bad_requests import GOOD, ROWS
 from tests.server.gateway.calls import CHAT, PLAIN, USER
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying
 from topspin.messages import EngineState, RequestFailed
-from topspin.retrieval import RetrievalPolicy
+from topspin.plan.retrieval import RetrievalPolicy
 
 JSON = {"Content-Type": "application/json"}
 
@@ -228,7 +228,7 @@ def test_text_that_cannot_fit_is_refused_without_tokenising_it(
     def encode(*_: object, **__: object) -> list[int]:
         raise AssertionError("was tokenised")
 
-    monkeypatch.setattr("models.tokenizer.Tokenizer.encode", encode)
+    monkeypatch.setattr("models.text.tokenizer.Tokenizer.encode", encode)
     # The longest token of the test's tokenizer has 12 bytes; 100 tokens are served.
     text = "a" * 1200
     fields: dict[str, object] = {"prompt": text if prompt == "text" else ["a", text]}

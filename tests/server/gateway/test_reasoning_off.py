@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from models.chat_template import ChatTemplate
+from models.text.chat_template import ChatTemplate
 from tests.server.gateway.calls import CHAT, USER, post
 from tests.server.gateway.fakes import FakeEngine, saying
 from tests.server.gateway.requests.test_tool_grammars import allows

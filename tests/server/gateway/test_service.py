@@ -26,8 +26,6 @@ from tests.server.gateway.operations.collector import collector
 from tests.server.scheduler.engine import make_config
 from tests.structs import changed
 from topspin import __version__
-from topspin.channel import ControlServer, Heartbeat, PeerGone, Received
-from topspin.config import GatewaySection
 from topspin.errors import ConfigError
 from topspin.messages import (
     AddRequest,
@@ -38,7 +36,9 @@ from topspin.messages import (
     Refused,
     StatsQuery,
 )
-from topspin.plan import ServeConfig
+from topspin.plan.settings import GatewaySection
+from topspin.plan.spec import ServeConfig
+from topspin.processes.channel import ControlServer, Heartbeat, PeerGone, Received
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 20.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from models.chat_template import ChatTemplate
+from models.text.chat_template import ChatTemplate
 from server.gateway.parsing.call_formats import (
     HERMES,
     LLAMA3,
@@ -21,8 +21,8 @@ from server.gateway.parsing.call_formats import (
 from server.gateway.requests.tools import message_formats
 from tests.server.gateway.calls import CHAT, CHAT_BODY, events_of, post, prompt_of, without_head
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, saying
-from topspin.config import GatewaySection
 from topspin.messages import AddRequest, RequestOutput, TokenLogprobs, unpack_ints
+from topspin.plan.settings import GatewaySection
 
 TOOLS = [
     {

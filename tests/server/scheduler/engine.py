@@ -21,9 +21,7 @@ from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
 from spec_decode.controller import Controller
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate, score
-from topspin.config import FailoverSection, SchedulingPolicy, Transport
 from topspin.expert_table import uniform_table
-from topspin.kv_cache_spec import KvCacheSpec
 from topspin.messages import (
     AddRequest,
     Outputs,
@@ -35,7 +33,9 @@ from topspin.messages import (
     pack_ints,
     unpack_ints,
 )
-from topspin.plan import (
+from topspin.plan.kv_cache import KvCacheSpec
+from topspin.plan.settings import FailoverSection, SchedulingPolicy, Transport
+from topspin.plan.spec import (
     AttentionNode,
     DraftNode,
     EnginePlan,

@@ -14,8 +14,6 @@ from server.scheduler.service import Service
 from tests.server.scheduler.engine import make_config
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode
 from topspin import __version__
-from topspin.channel import Event, Received
-from topspin.config import Transport
 from topspin.messages import (
     AnyMessage,
     EngineState,
@@ -26,7 +24,9 @@ from topspin.messages import (
     Role,
     StepPlan,
 )
-from topspin.plan import EnginePlan
+from topspin.plan.settings import Transport
+from topspin.plan.spec import EnginePlan
+from topspin.processes.channel import Event, Received
 
 FACTS = EngineFacts(
     num_moe_layers=2,

@@ -16,10 +16,10 @@ import pytest
 from tests.server.scheduler.engine import make_config
 from tests.server.scheduler.test_engine_facts import MIXTRAL, planned
 from topspin import __version__
-from topspin.channel import ControlClient
 from topspin.errors import PeerLost
 from topspin.messages import EngineState, Hello, Refused, Role
-from topspin.plan import ServeConfig
+from topspin.plan.spec import ServeConfig
+from topspin.processes.channel import ControlClient
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30.0

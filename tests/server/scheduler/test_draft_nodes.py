@@ -6,7 +6,6 @@ from typing import Any
 
 from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.scripted_world import GATEWAY, World
-from topspin.channel import PeerGone
 from topspin.messages import (
     ClockPing,
     DraftCounts,
@@ -21,6 +20,7 @@ from topspin.messages import (
     TraceRequest,
     Welcome,
 )
+from topspin.processes.channel import PeerGone
 
 COUNTS: dict[str, Any] = {
     "num_root_hits": 4,

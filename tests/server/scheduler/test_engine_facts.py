@@ -14,7 +14,7 @@ import pytest
 from server.scheduler.engine_facts import EngineFacts, read_facts, shares_cores
 from tests.server.scheduler.engine import make_config
 from tests.structs import with_nodes
-from topspin.plan import PlannedModel
+from topspin.plan.spec import PlannedModel
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.scripted_world import GATEWAY, NUM_BLOCKS, World
 from tests.structs import changed
-from topspin.channel import PeerGone
-from topspin.config import FailoverSection
 from topspin.messages import (
     EngineState,
     Leaving,
@@ -19,7 +17,9 @@ from topspin.messages import (
     Stop,
     Welcome,
 )
-from topspin.plan import EnginePlan
+from topspin.plan.settings import FailoverSection
+from topspin.plan.spec import EnginePlan
+from topspin.processes.channel import PeerGone
 
 
 def optional_ones(plan: EnginePlan) -> EnginePlan:

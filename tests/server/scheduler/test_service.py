@@ -14,7 +14,6 @@ from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, generate
 from tests.server.scheduler.scripted_world import GATEWAY, NUM_BLOCKS, World
 from topspin import __version__
-from topspin.channel import Malformed, PeerGone, Received
 from topspin.grammars import grammar_key
 from topspin.messages import (
     AbortRequest,
@@ -38,6 +37,7 @@ from topspin.messages import (
     Welcome,
     pack_ints,
 )
+from topspin.processes.channel import Malformed, PeerGone, Received
 
 
 def test_start_serve_and_stop() -> None:

@@ -7,8 +7,6 @@ import pytest
 from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.scripted_world import GATEWAY, World
 from tests.structs import changed
-from topspin.channel import Event, Malformed, PeerGone, Received
-from topspin.config import FailoverSection
 from topspin.messages import (
     AddRequest,
     EngineState,
@@ -23,8 +21,10 @@ from topspin.messages import (
     Welcome,
     unpack_ints,
 )
-from topspin.network import NetworkSpec
-from topspin.plan import EnginePlan
+from topspin.plan.network import NetworkSpec
+from topspin.plan.settings import FailoverSection
+from topspin.plan.spec import EnginePlan
+from topspin.processes.channel import Event, Malformed, PeerGone, Received
 
 
 def run_with_two_requests(world: World, *last: Event) -> int:

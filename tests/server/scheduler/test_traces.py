@@ -7,8 +7,8 @@ import random
 import pytest
 
 from server.scheduler.traces import DEADLINE_S, NUM_PINGS, Tracer
-from topspin.config import TraceSection
 from topspin.messages import ClockPing, ClockPong, Trace, TraceDump, TraceQuery, TraceRequest
+from topspin.plan.settings import TraceSection
 from topspin.trace import Kind, read_stamps
 
 NODES = {"attention 0": ("attention", 0), "expert 1": ("expert", 1)}

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from models.tokenizer import IncrementalDetokenizer, Tokenizer
+from models.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.answers.generation import ChoiceText, Delta
 from server.gateway.answers.prompts import Prompt, encode_prompt_logprobs
 from server.gateway.answers.wire import PromptTokensDetails, Usage

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from server.gateway.answers.cache_report import PrefixCacheReport, PromptMap
 from server.gateway.answers.generation import Delta
 from server.gateway.answers.replies.base import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from models.tokenizer import IncrementalDetokenizer, Tokenizer
+from models.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.answers.generation import Delta
 from server.gateway.answers.replies.base import (
     COMMENT,

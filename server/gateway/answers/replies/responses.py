@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UnsetType
 
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from server.gateway.answers.generation import Delta
 from server.gateway.answers.replies.base import COMMENT, Choice, ReplyHead
 from server.gateway.answers.replies.chat import chat_logprobs

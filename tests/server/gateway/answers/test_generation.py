@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tokenizer import IncrementalDetokenizer
+from models.text.tokenizer import IncrementalDetokenizer
 from server.gateway.answers.generation import ChoiceText, Delta, TextOptions
 from server.gateway.answers.stop_strings import StopStrings
 from tests.server.gateway.answers.test_stop_strings import first_stop

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from server.gateway.handler import INLINE_LOGPROBS
 from tests.server.gateway.calls import (
     CHAT,

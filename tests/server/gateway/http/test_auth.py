@@ -31,8 +31,8 @@ from server.gateway.http.auth import (
 from server.gateway.http.listener import check_tls
 from tests.mutations import damaged
 from tests.server.gateway.fakes import MODEL_NAME, FakeEngine, gateway, loopback, make_app, saying
-from topspin.config import API_KEY_VARIABLE, GatewaySection
 from topspin.errors import ConfigError
+from topspin.plan.settings import API_KEY_VARIABLE, GatewaySection
 
 OURS, THEIRS = "sk-ours-0123456789", "sk-theirs-0123456789"
 BODY = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from app.cli.main import main
 from server.gateway.operations.otlp import check_endpoint, span_sender
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY
 from tests.server.gateway.fakes import FakeEngine, gateway, saying
 from tests.server.gateway.operations.collector import Collector, collector, values
-from topspin.cli.main import main
 from topspin.errors import ConfigError
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

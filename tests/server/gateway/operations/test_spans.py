@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
-from models.tokenizer import IncrementalDetokenizer
+from models.text.tokenizer import IncrementalDetokenizer
 from server.gateway.answers.generation import ChoiceText, TextOptions
 from server.gateway.answers.prompts import Prompt
 from server.gateway.answers.replies.base import Choice

@@ -14,7 +14,7 @@ import msgspec
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from models.chat_template import ChatTemplate
+from models.text.chat_template import ChatTemplate
 from server.gateway.requests.anthropic import MessagesBody
 from server.gateway.requests.responses import ResponsesBody
 from server.gateway.requests.schema import ChatBody, CompletionBody

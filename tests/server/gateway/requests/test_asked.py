@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from server.gateway.requests.sampling_defaults import SamplingDefaults
 from tests.server.gateway.calls import (
     CHAT,
@@ -35,7 +35,7 @@ from topspin.messages import (
     SamplingParams,
     unpack_ints,
 )
-from topspin.retrieval import policy_of
+from topspin.plan.retrieval import policy_of
 
 
 def test_every_parameter_reaches_the_engine() -> None:

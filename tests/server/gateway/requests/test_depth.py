@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from models.chat_template import ChatTemplate
+from models.text.chat_template import ChatTemplate
 from server.gateway.requests.decoding import MAX_DEPTH, check_depth
 from tests.server.gateway.calls import CHAT, USER
 from tests.server.gateway.fakes import FakeEngine, gateway, saying

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from models.chat_template import ChatTemplate
+from models.text.chat_template import ChatTemplate
 from server.gateway.requests.anthropic import MessagesBody
 from server.gateway.requests.responses import ResponsesBody
 from server.gateway.requests.schema import (

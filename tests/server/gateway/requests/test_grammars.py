@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from server.gateway.requests.grammars import GRAMMAR_FIELDS
 from server.gateway.requests.json_schemas import closed
 from server.gateway.requests.prompts import bad_word_tokens

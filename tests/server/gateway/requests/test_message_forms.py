@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from models.chat_template import ChatTemplate
-from models.tokenizer import Tokenizer
+from models.text.chat_template import ChatTemplate
+from models.text.tokenizer import Tokenizer
 from server.gateway.requests.prompts import ChatPrompt, chat_prompt
 from server.gateway.requests.schema import decode_chat
 from tests.checkpoints import write_tokenizer

@@ -9,9 +9,9 @@ from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.experts.load import ExpertLoad
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member
-from topspin.config import BalanceSection
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertCounts, pack_ints
+from topspin.plan.settings import BalanceSection
 
 NODES = [Member("attention", 0), Member("expert", 0), Member("expert", 1)]
 TABLE = uniform_table(num_layers=2, num_experts=4, num_nodes=2)

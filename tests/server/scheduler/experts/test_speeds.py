@@ -18,10 +18,10 @@ from server.scheduler.experts.speeds import NodeSpeeds
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member
 from tests.server.scheduler.experts.test_placement import tables_and_loads
-from topspin.config import BalanceSection
 from topspin.errors import ProtocolError
 from topspin.expert_table import ACTIVATION_ROWS, ExpertTable, shares_by_speed, uniform_table
 from topspin.messages import ExpertCounts, pack_ints
+from topspin.plan.settings import BalanceSection
 
 HALF = (1.0, 0.5)
 

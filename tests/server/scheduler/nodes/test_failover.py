@@ -16,7 +16,6 @@ from server.scheduler.nodes.side import NodeSide
 from server.scheduler.planning.outbox import Delivery
 from server.scheduler.traces import Tracer
 from tests.server.scheduler.engine import GATEWAY, make_config, make_policy, make_request
-from topspin.config import FailoverSection, Transport
 from topspin.errors import NodeLost, ProtocolError, StepFailed
 from topspin.expert_table import ExpertTable
 from topspin.messages import (
@@ -31,6 +30,7 @@ from topspin.messages import (
     RequestFailed,
     Welcome,
 )
+from topspin.plan.settings import FailoverSection, Transport
 
 A0, A1 = Member("attention", 0), Member("attention", 1)
 E0, E1 = Member("expert", 0), Member("expert", 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.planning.budgets import token_budgets
-from topspin.plan import AttentionNode
+from topspin.plan.spec import AttentionNode
 
 
 def budgets(*slowness: float, seats: int = 4) -> list[int]:

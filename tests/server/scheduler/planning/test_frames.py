@@ -13,8 +13,8 @@ from server.scheduler.planning.sequence import Sequence
 from tests.server.scheduler.engine import Engine, make_config, make_request
 from tests.server.scheduler.planning.test_sequence import make_request as made
 from topspin.messages import pack_ints
-from topspin.plan import EnginePlan
-from topspin.retrieval import SEGMENT_TOKENS, RetrievalPolicy, SpillSpec
+from topspin.plan.retrieval import SEGMENT_TOKENS, RetrievalPolicy, SpillSpec
+from topspin.plan.spec import EnginePlan
 
 
 def spilling(**settings: Any) -> EnginePlan:

@@ -10,7 +10,7 @@ import pytest
 from server.scheduler.micro_batching.cost_fit import StepLoad
 from tests.server.scheduler.engine import Engine, make_config, make_request, num_tokens_of
 from tests.server.scheduler.planning.test_policy_random import random_request
-from topspin.plan import EnginePlan
+from topspin.plan.spec import EnginePlan
 
 SMALL, LARGE = 4, 12
 

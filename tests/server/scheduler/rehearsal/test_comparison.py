@@ -7,7 +7,7 @@ import pytest
 from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.rehearsal.comparison import compare
 from server.scheduler.rehearsal.steps import Measured
-from topspin.expected import Expected, ExpectedStep
+from topspin.plan.expected import Expected, ExpectedStep
 
 FACTS = EngineFacts(8, 4, 100, 8, 2, num_layers=10)
 # 10 halves of 1 ms, 8 hops of 2 ms and 16 ways of 0.1 ms leave 7.4 ms for the rest.

@@ -12,11 +12,11 @@ from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.plans import Step
 from server.scheduler.rehearsal.steps import BUDGET_S, NUM_WARM_UP, Rehearsal, obstacle
 from tests.topspin.plans import plan
-from topspin.config import CacheSection, ComputeSection, SchedulerSection, TopologySection
-from topspin.expected import Expected, ExpectedStep
 from topspin.expert_table import uniform_table
 from topspin.messages import StepResult, StepTimings, unpack_ints
-from topspin.plan import EnginePlan
+from topspin.plan.expected import Expected, ExpectedStep
+from topspin.plan.settings import CacheSection, ComputeSection, SchedulerSection, TopologySection
+from topspin.plan.spec import EnginePlan
 
 FACTS = EngineFacts(2, 8, 100, 8, 2, num_layers=3)
 PLAN = plan(

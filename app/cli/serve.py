@@ -1,0 +1,249 @@
+"""`topspin serve`: turns its flags, or a file, into the engine plan, and starts the engine.
+
+All settings are checked here, before a process is started. Called by app.cli.main.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from app.cli.flags import given, hide_api_key, read_config
+from app.launch.calibrate import choose_layout
+from app.launch.display import write_line
+from app.launch.engine import launch
+from app.launch.gpu_check import check_gpus
+from models.description.config import ModelConfig, load_model_config
+from models.description.facts import facts_of
+from models.sources.hub import resolve_model
+from server.gateway.requests.sampling_defaults import load_sampling_defaults, unapplied_defaults
+from topspin.cores import LayoutChoice
+from topspin.devices import TRITON
+from topspin.errors import ConfigError
+from topspin.logs import FORMAT_VARIABLE
+from topspin.plan.file import print_plan, read_plan
+from topspin.plan.from_flags import check_model, resolve
+from topspin.plan.setting import check_ranges
+from topspin.plan.settings import EngineConfig, GatewaySection
+from topspin.plan.spec import EnginePlan, NodeSpec, ServeConfig
+from topspin.plan.speculation import SELF_INT4
+
+ONLY_ON_GPUS = ("cache.gpu_memory_utilization",)
+
+
+class Asked(NamedTuple):
+    """The engine that a user asked for: its plan, its HTTP side, and the model's directory."""
+
+    plan: EnginePlan
+    gateway: GatewaySection
+    path: Path
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Run an engine until it is stopped; returns the exit status (see launch).
+
+    With `--print-plan`, print its plan instead. Raises ConfigError before any process is started,
+    EngineError if one cannot be.
+    """
+    hide_api_key(arguments)
+    asked = asked_for(arguments)
+    say_ignored(asked)
+    plan = asked.plan
+    if arguments.print_plan:
+        print(print_plan(plan), end="")
+        return 0
+    if plan.network is not None:
+        raise ConfigError(
+            f"--plan {arguments.plan}: `network` says that its processes are on several hosts: "
+            "start each with `topspin scheduler`, `topspin gateway` and `topspin node`"
+        )
+    check_host(plan, plan.nodes)
+    set_log_format(asked.gateway)
+    return launch(serve_config(asked))
+
+
+def say_ignored(asked: Asked) -> None:
+    """Name on stderr what the checkpoint says and is not followed; once for an engine."""
+    plan, gateway, path = asked
+    model = load_model_config(path, plan.model.hf_overrides)
+    for note in (*model.notes, *unapplied_defaults(path, gateway.generation_config)):
+        _to_stderr(f"topspin: {note}")
+    if model.dtype == "float16" and plan.model.dtype == "bfloat16":
+        _to_stderr(
+            f"topspin: {path}: its float16 weights are rounded to bfloat16, which has 8 bits of "
+            "precision instead of 11; --dtype float32 keeps them"
+        )
+
+
+def check_http(gateway: GatewaySection) -> None:
+    """Raise ConfigError for keys, certificates or a collector that cannot be used."""
+    # Only now: other commands need no HTTP server.
+    from server.gateway.http.auth import keys_of
+    from server.gateway.http.listener import check_tls
+    from server.gateway.operations.otlp import check_endpoint
+
+    keys_of(gateway)
+    check_tls(gateway)
+    check_endpoint(gateway.otlp_traces_endpoint)
+
+
+def set_log_format(gateway: GatewaySection) -> None:
+    """Have this process's roles write their logs in the format that was asked for."""
+    if gateway.log_format is not None:
+        os.environ[FORMAT_VARIABLE] = gateway.log_format
+
+
+def check_host(plan: EnginePlan, nodes: Sequence[NodeSpec]) -> None:
+    """Raise ConfigError if this host lacks what `nodes` of `plan` need, before they start."""
+    check_packages(plan, nodes)
+    check_cores(nodes)
+    check_gpus([node.device for node in nodes])
+
+
+def asked_for(arguments: argparse.Namespace) -> Asked:
+    """Return the plan of the flags, or of `--plan`, and the settings of the HTTP side.
+
+    Raises ConfigError naming what cannot be served, and why.
+    """
+    config = read_config(arguments)
+    gateway = config.gateway
+    if not arguments.print_plan:
+        check_http(gateway)  # before layouts are measured
+    if arguments.plan is not None:
+        check_ranges(config)
+        return asked_by_plan(arguments.plan, gateway)
+    path = resolve_model(config.model.path)
+    plan = plan_of(config, path)
+    for option in without_effect(arguments, plan):
+        _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
+    return Asked(plan, gateway, path)
+
+
+def asked_by_plan(file: str, gateway: GatewaySection) -> Asked:
+    """Return the plan in `file`, checked against its model. Raises ConfigError."""
+    plan = read_plan(file)
+    path = resolve_model(plan.model.path)
+    model = load_model_config(path, plan.model.hf_overrides)
+    check_model(plan, facts_of(model, path))
+    check_draft_model(plan, model)
+    load_sampling_defaults(path, gateway.generation_config)
+    return Asked(plan, gateway, path)
+
+
+def plan_of(config: EngineConfig, path: Path) -> EnginePlan:
+    """Return the plan that runs the settings `config`; measures layouts if that is wanted.
+
+    `path` is the model's directory. Raises ConfigError naming the setting that the model cannot be
+    served with, and why.
+    """
+    model = load_model_config(path, config.model.hf_overrides)
+    load_sampling_defaults(path, config.gateway.generation_config)
+    plan = resolve_for(config, model, path)
+    check_draft_model(plan, model)
+    if config.compute.layout != "auto":
+        return plan
+    # All checks have passed.
+    measured = choose_layout(
+        config,
+        model,
+        path,
+        lambda choice: resolve_for(config, model, path, measured=choice),
+        emit=_to_stderr,
+    )
+    return resolve_for(config, model, path, measured=measured)
+
+
+def check_draft_model(plan: EnginePlan, model: ModelConfig) -> None:
+    """Raise ConfigError if the draft model of `plan` cannot draft for `model`, and why."""
+    speculation = plan.speculation
+    if speculation is None or speculation.model is None:
+        return
+    flag = f"--speculative-config: the draft model {speculation.model}"
+    if speculation.model == SELF_INT4:
+        return
+    try:
+        draft = load_model_config(resolve_model(speculation.model))
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{flag} has a vocabulary of {draft.vocab_size} tokens, {plan.model.path} one of "
+            f"{model.vocab_size}: they must have the same tokens"
+        )
+
+
+def resolve_for(
+    config: EngineConfig,
+    model: ModelConfig,
+    path: Path,
+    *,
+    measured: LayoutChoice | None = None,
+) -> EnginePlan:
+    """Return the plan of `config` for the checkpoint `model` in `path`, on this host."""
+    cores = sorted(os.sched_getaffinity(0))
+    return resolve(config, facts_of(model, path), cores=cores, measured=measured)
+
+
+def serve_config(asked: Asked) -> ServeConfig:
+    """Return the configuration of all processes: the model is a directory, with a name.
+
+    Without a name in its settings the model has its user's: a directory's last part, a hub id.
+    """
+    plan, gateway, path = asked
+    path = path.resolve()
+    names = gateway.served_names
+    if not names:
+        is_directory = Path(plan.model.path).expanduser().is_dir()
+        names = (path.name if is_directory else plan.model.path,)
+    model = msgspec.structs.replace(plan.model, path=str(path))
+    speculation = plan.speculation
+    if speculation is not None and speculation.model not in (None, SELF_INT4):
+        draft = str(resolve_model(speculation.model).resolve())
+        speculation = msgspec.structs.replace(speculation, model=draft)
+    return ServeConfig(
+        plan=msgspec.structs.replace(plan, model=model, speculation=speculation),
+        gateway=msgspec.structs.replace(gateway, served_names=names),
+    )
+
+
+def _to_stderr(line: str) -> None:
+    write_line(sys.stderr, line)
+
+
+def without_effect(arguments: argparse.Namespace, plan: EnginePlan) -> list[str]:
+    """Return the flags that were given and change nothing on the devices of `plan`."""
+    if any(node.place.is_device for node in plan.attention):
+        return []
+    return [field.shown_name for field in given(arguments) if field.key in ONLY_ON_GPUS]
+
+
+def check_packages(plan: EnginePlan, nodes: Sequence[NodeSpec]) -> None:
+    """Raise ConfigError if `nodes` need a package that is not installed; imports none."""
+    if plan.link.transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        raise ConfigError(
+            "--transport nixl: the nixl package is not installed; install it with "
+            "pip install -e '.[rdma]', or use --transport shm or tcp"
+        )
+    for node in nodes:
+        if node.kernels == TRITON and importlib.util.find_spec("triton") is None:
+            raise ConfigError(
+                f"the {TRITON} kernels, which {node.device} needs: the triton package is not "
+                "installed; torch's builds for GPUs bring it"
+            )
+
+
+def check_cores(nodes: Sequence[NodeSpec]) -> None:
+    """Raise ConfigError if a node has a core that this host, or this process, does not have."""
+    usable = os.sched_getaffinity(0)
+    for node in nodes:
+        if missing := sorted(set(node.cores) - usable):
+            raise ConfigError(
+                f"{node}: cores {missing}: this process may use {sorted(usable)} only"
+            )

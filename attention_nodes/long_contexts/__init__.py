@@ -1,0 +1,1 @@
+"""Retrieval of keys by codes, and keys outside the cache."""

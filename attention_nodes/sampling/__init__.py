@@ -1,0 +1,1 @@
+"""Tokens of a step: drafts, constraints, sampling and scores."""

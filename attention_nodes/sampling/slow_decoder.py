@@ -1,0 +1,68 @@
+"""A decoder of an emulated slower device: each of its parts takes a multiple of its time.
+
+Owns which work of an attention node counts: the embedding, the halves of layers, and the head, but
+neither planning nor sampling. Used for plans of devices that the machine does not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from attention_nodes.step.decoder import Decoder, Layer, Layers
+from attention_nodes.step.step_inputs import MicroBatchInputs
+from kernels.contracts import Routing
+from kernels.cpu.compiled.slowdown import Slowdown
+
+
+class SlowLayers(Layers):
+    """Takes `slow` times as long; nothing else differs."""
+
+    def __init__(self, *arguments: Any, slow: float, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._slowdown = Slowdown(slow)
+
+    def attention_half(
+        self, layer: Layer, residual: Tensor, delta: Tensor | None, inputs: MicroBatchInputs
+    ) -> Tensor:
+        self._slowdown.begin()
+        normed = super().attention_half(layer, residual, delta, inputs)
+        self._slowdown.end()
+        return normed
+
+    def route(self, layer: Layer, normed: Tensor) -> Routing:
+        self._slowdown.begin()
+        routing = super().route(layer, normed)
+        self._slowdown.end()
+        return routing
+
+    def routed_experts(self, *arguments: Any, **settings: Any) -> Tensor:
+        self._slowdown.begin()
+        routed = super().routed_experts(*arguments, **settings)
+        self._slowdown.end()
+        return routed
+
+    def local_mlp(self, layer: Layer, normed: Tensor) -> Tensor | None:
+        if layer.mlp is None:
+            return None
+        self._slowdown.begin()
+        local = super().local_mlp(layer, normed)
+        self._slowdown.end()
+        return local
+
+
+class SlowDecoder(SlowLayers, Decoder):
+    """The same for a model's two ends too."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        self._slowdown.begin()
+        residual = super().embed(tokens)
+        self._slowdown.end()
+        return residual
+
+    def logits(self, residual: Tensor, out: Tensor | None = None) -> Tensor:
+        self._slowdown.begin()
+        logits = super().logits(residual, out)
+        self._slowdown.end()
+        return logits

@@ -1,0 +1,172 @@
+"""The rally: micro-batches travel between this node's attention and the experts.
+
+Owns the order in which layers and micro-batches are served, and the rows in the air.
+Knows no weights (decoder.py), no transport (m2n_comm.net) and no plan: `rally` takes
+inputs and leaves each micro-batch's finished residual stream. Runs in the node's one
+busy thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_nodes.step.decoder import Layer, Layers
+from attention_nodes.step.step_inputs import MicroBatchInputs
+from kernels.contracts import Routing
+from m2n_comm.net import AttentionNet
+from topspin.processes.progress import Beat
+from topspin.trace import Kind, Stamps
+
+
+@dataclass(eq=False)
+class Flight:
+    """One micro-batch under way: its residual stream [T, H] and the terms to be added to it.
+
+    `combined` [T, H] fp32 is the buffer for the sums of the experts' answers; `in_air` the MoE
+    layer whose answer is awaited; `local` the term of this node, computed meanwhile; `delta` is
+    added to the residual by the next attention half.
+    """
+
+    inputs: MicroBatchInputs
+    residual: Tensor
+    combined: Tensor
+    in_air: int | None = None
+    local: Tensor | None = None
+    delta: Tensor | None = None
+
+
+Passage = Callable[[int, Flight], None]
+"""Takes a micro-batch's index and its flight where its rows come from, or go to, another node."""
+
+
+def rally(
+    decoder: Layers,
+    net: AttentionNet | None,
+    flights: list[Flight],
+    trace: Stamps | None = None,
+    *,
+    beat: Beat | None = None,
+    meanwhile: Callable[[], bool] | None = None,
+    arrive: Passage | None = None,
+    leave: Passage | None = None,
+) -> None:
+    """Run all layers over all micro-batches; the residuals are complete afterwards.
+
+    `net` may be None if no layer needs expert nodes. `trace` gets a stamp per hop;
+    `beat` is called whenever a micro-batch enters a layer. `meanwhile` is called before each wait
+    for experts, does work that is not the step's, and says whether there was some. `arrive` fills a
+    micro-batch's residual before its first layer; `leave` is called when it is complete.
+    """
+    for layer in decoder.layers:
+        for micro_batch, flight in enumerate(flights):
+            if arrive is not None and layer is decoder.layers[0]:
+                arrive(micro_batch, flight)
+            if flight.in_air is not None and meanwhile is not None:
+                has_worked = meanwhile()
+                if has_worked and trace is not None:
+                    trace.stamp(Kind.CODED, flight.in_air, micro_batch)
+            take_back(net, micro_batch, flight)
+            if beat is not None:
+                beat()
+            normed = flight.residual
+            if len(normed):
+                normed = decoder.attention_half(layer, normed, flight.delta, flight.inputs)
+            flight.delta = None
+            if layer.moe_idx is None:
+                flight.delta = run_local(decoder, micro_batch, layer, normed, trace)
+            elif net is None or layer.moe_idx in net.local:
+                flight.delta = run_experts(decoder, micro_batch, flight, layer, normed, trace)
+            else:
+                send_out(decoder, net, micro_batch, flight, layer, normed, trace)
+    for micro_batch, flight in enumerate(flights):
+        take_back(net, micro_batch, flight)
+        if flight.delta is not None:
+            flight.residual += flight.delta
+        if leave is not None:
+            leave(micro_batch, flight)
+
+
+def send_out(
+    decoder: Layers,
+    net: AttentionNet | None,
+    micro_batch: int,
+    flight: Flight,
+    layer: Layer,
+    normed: Tensor,
+    trace: Stamps | None,
+) -> None:
+    """Dispatch rows to their experts, then run the shared expert while they are away."""
+    assert net is not None
+    assert layer.moe_idx is not None
+    routing = _route(decoder, layer, normed)
+    if trace is not None:
+        trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
+    num_rows = flight.inputs.num_rows
+    net.dispatch(micro_batch, layer.moe_idx, normed, routing.experts, routing.weights, num_rows)
+    if trace is not None:
+        trace.stamp(Kind.DISPATCHED, layer.moe_idx, micro_batch)
+    flight.in_air = layer.moe_idx
+    flight.local = run_local(decoder, micro_batch, layer, normed, trace)
+
+
+def run_experts(
+    decoder: Layers,
+    micro_batch: int,
+    flight: Flight,
+    layer: Layer,
+    normed: Tensor,
+    trace: Stamps | None,
+) -> Tensor | None:
+    """Return the sum of the routed and shared experts of a layer that is local; None: no rows."""
+    moe_idx = layer.moe_idx
+    assert moe_idx is not None
+    if not len(normed):
+        return None
+    routing = decoder.route(layer, normed)
+    if trace is not None:
+        trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
+    delta = decoder.routed_experts(
+        moe_idx, normed, routing, num_rows=flight.inputs.num_rows, out=flight.combined
+    )
+    if trace is not None:
+        trace.stamp(Kind.EXPERTS, moe_idx, micro_batch)
+    local = run_local(decoder, micro_batch, layer, normed, trace)
+    if local is not None:
+        delta += local
+    return delta
+
+
+def _route(decoder: Layers, layer: Layer, normed: Tensor) -> Routing:
+    """Choose the experts of rows [T, H]; T is 0 where only other attention nodes have rows."""
+    if len(normed):
+        return decoder.route(layer, normed)
+    assert decoder.config.moe is not None
+    size = (0, decoder.config.moe.top_k)
+    experts = torch.empty(size, dtype=torch.int64, device=normed.device)
+    return Routing(experts, torch.empty(size, device=normed.device))
+
+
+def run_local(
+    decoder: Layers, micro_batch: int, layer: Layer, normed: Tensor, trace: Stamps | None
+) -> Tensor | None:
+    """Run the part computed on this node: a dense layer's MLP or the shared expert."""
+    local = decoder.local_mlp(layer, normed) if len(normed) else None
+    if trace is not None and local is not None:
+        trace.stamp(Kind.LOCAL, layer.idx, micro_batch)
+    return local
+
+
+def take_back(net: AttentionNet | None, micro_batch: int, flight: Flight) -> None:
+    """Wait for the experts' answer, if one is awaited, and make it the next delta."""
+    if flight.in_air is None:
+        return
+    assert net is not None
+    flight.delta = net.combine(micro_batch, flight.in_air, flight.combined)
+    if flight.local is not None:
+        flight.delta += flight.local
+    flight.in_air = None
+    flight.local = None

@@ -1,0 +1,157 @@
+"""Steps of few rows on the CPU: recorded once per shape, replayed with other numbers.
+
+Owns the tensors that a recorded step reads and writes: each replay gets its own numbers in them. A
+step is recorded per number of rows of each micro-batch and of rows to sample; contexts, trees,
+selections of keys and cache blocks are read from memory. Knows no layer and no net: its caller
+computes the step. Used by host_executor.py and by draft_nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_nodes.step.decoder import Layers
+from attention_nodes.step.rotary import RotaryTable
+from attention_nodes.step.step_inputs import Indexed, StepInputs, host_meta
+from kernels.contracts import AttentionMeta
+from kernels.recordings import MAX_RECORDED_ROWS, Recordings
+from kernels.runtime import Runtime
+
+# Rows of one sequence: what paged_attention computes one by one.
+MAX_SEQUENCE_ROWS: Final = 8
+# Recordings that are kept: about 100 KB each for 30 layers, besides their rows.
+MAX_RECORDINGS: Final = 64
+
+_log = logging.getLogger("recordings")
+
+Renew = Callable[[AttentionMeta, AttentionMeta], None]
+"""Lets a recorded step attend to other keys: kernels.cpu.attention.renew."""
+
+
+class Key(NamedTuple):
+    """The shape of a step.
+
+    The rows of each micro-batch, whether sequences of it retrieve, and the number of rows to
+    sample.
+    """
+
+    rows: tuple[int, ...]
+    retrieves: tuple[bool, ...]
+    num_sampled: int
+
+
+def key_of(micro_batches: Sequence[Indexed]) -> Key | None:
+    """Return the shape of a step; None: such steps are not recorded."""
+    rows = tuple(len(each.tokens) for each in micro_batches)
+    if not 0 < sum(rows) <= MAX_RECORDED_ROWS:
+        return None
+    if any(each.counts.max(initial=0) > MAX_SEQUENCE_ROWS for each in micro_batches):
+        return None
+    return Key(
+        rows,
+        tuple(each.retrieval is not None for each in micro_batches),
+        sum(len(each.sample_rows) for each in micro_batches),
+    )
+
+
+class _Recorded(NamedTuple):
+    """What the recorded steps of one key read and write."""
+
+    inputs: StepInputs
+    logits: Tensor
+
+    def take(self, micro_batches: Sequence[Indexed], rotary: RotaryTable, renew: Renew) -> None:
+        """Let the next replay run with the numbers of `micro_batches`.
+
+        They are copied as arrays: a tensor's copy_ takes several times as long.
+        """
+        begin, tokens, sample_rows = 0, self.inputs.tokens.numpy(), self.inputs.sample_rows.numpy()
+        for part, each in zip(self.inputs.parts, micro_batches, strict=True):
+            tokens[part.start : part.start + part.num_tokens] = each.tokens
+            end = begin + len(each.sample_rows)
+            sample_rows[begin:end] = each.sample_rows + part.start
+            begin = end
+            rotary.gather(each.positions, each.prompt_lens, out=(part.cos, part.sin))
+            part.kv_slots.numpy()[:] = each.kv_slots
+            renew(part.meta, host_meta(each))
+
+
+class RecordedSteps:
+    """The recorded steps of one model, or of some of its layers."""
+
+    def __init__(
+        self, runtime: Runtime, rotary: RotaryTable, renew: Renew, *, vocab_size: int
+    ) -> None:
+        self._rotary = rotary
+        self._renew = renew
+        self._vocab_size = vocab_size
+        self._recordings: Recordings[Key] = Recordings(runtime)
+        self._recorded: dict[Key, _Recorded] = {}
+
+    def take(self, key: Key, micro_batches: Sequence[Indexed]) -> StepInputs | None:
+        """Return the tensors of the recorded step of `key`, with the numbers of `micro_batches`.
+
+        None: there is none yet.
+        """
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            return None
+        # The steps before have ended.
+        recorded.take(micro_batches, self._rotary, self._renew)
+        return recorded.inputs
+
+    def run(
+        self,
+        key: Key,
+        inputs: StepInputs,
+        body: Callable[[StepInputs, Tensor], None],
+        state: object,
+    ) -> Tensor:
+        """Return the logits f32[R, V] of a step whose key is `key`, valid until its next run.
+
+        `inputs` are those of take(), or, if there were none, new ones. `body` computes a step and
+        writes its logits. Recordings depend on `state`.
+        """
+        recorded = self._recorded.pop(key, None)
+        if recorded is None:
+            recorded = _Recorded(inputs, torch.empty(key.num_sampled, self._vocab_size))
+        logits = recorded.logits
+        self._recorded[key] = recorded
+        if len(self._recorded) > MAX_RECORDINGS:
+            # A recording writes to the tensors that go with it: they end together.
+            oldest = next(iter(self._recorded))
+            del self._recorded[oldest]
+            self._recordings.drop(oldest)
+        self._recordings.run(key, lambda: body(inputs, logits), state)
+        return logits
+
+    def clear(self) -> None:
+        """Forget all recordings."""
+        self._recordings.clear()
+        self._recorded.clear()
+
+
+def recorded_steps(
+    layers: Layers, runtime: Runtime, rotary: RotaryTable, *, vocab_size: int
+) -> RecordedSteps | None:
+    """Return the recorded steps of a model, or of some of its layers, which have no logits.
+
+    Those have a `vocab_size` of 0. None: the kernels are not recorded.
+    """
+    if layers.ops.name != "cpu":
+        return None
+    from kernels.cpu.attention import renew
+    from kernels.cpu.compiled.attention import HeadShape
+
+    config = layers.config
+    if not HeadShape(config.num_heads, config.num_kv_heads, config.head_dim).fits:
+        # renew() needs rows that are attended to one by one.
+        repeat = config.num_heads // config.num_kv_heads
+        _log.info("steps are not recorded: %d heads of %d share a key", repeat, config.head_dim)
+        return None
+    return RecordedSteps(runtime, rotary, renew, vocab_size=vocab_size)

@@ -1,0 +1,1 @@
+"""A checkpoint's tensors: their index, their readers and a fingerprint of them."""

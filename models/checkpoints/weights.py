@@ -1,0 +1,408 @@
+"""The weights of each role, read from a checkpoint into their serving layout.
+
+Owns the sets of tensors that the attention and expert roles read, and how they are fused: q, k and
+v rows in one matrix, gate above up rows in another. Knows no device policy and computes nothing.
+Each node calls its role's loader, which never reads the other's tensors.
+
+Shapes: V vocabulary, H hidden, E experts, F an expert's (or the dense MLP's) width,
+q = heads * head_dim, kv = kv_heads * head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.expert_sources import ExpertSources, moe_block
+from models.description.config import ModelConfig
+from models.description.families import EMBED, FINAL_NORM, LM_HEAD, layer_name
+from models.quantised.matrices import Matrix, MatrixReader, Source
+from topspin.errors import ConfigError
+from topspin.plan.precision import UNQUANTISED, Format, Part, Rules, format_of
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedExpertWeights:
+    """The expert that every token takes: gate_up [2F, H], down [H, F], and its sigmoid
+    gate's row [1, H]."""
+
+    gate_up: Matrix
+    down: Matrix
+    gate: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseMlpWeights:
+    """The MLP of a layer without experts: gate_up [2F, H], down [H, F], biases [2F], [H]."""
+
+    gate_up: Matrix
+    down: Matrix
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """The attention role's part of one layer.
+
+    input_norm [H], qkv [q + 2 kv, H] (query rows, then key, then value), qkv_bias
+    [q + 2 kv], o [H, q], o_bias [H], q_norm and k_norm [head_dim] ("head") or [q], [kv]
+    ("full"), post_norm [H] (before the MLP), router [E, H]. A layer has router (and maybe
+    shared) or dense, never both.
+    """
+
+    input_norm: Tensor
+    qkv: Matrix
+    qkv_bias: Tensor | None
+    o: Matrix
+    o_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    post_norm: Tensor
+    router: Tensor | None
+    shared: SharedExpertWeights | None
+    dense: DenseMlpWeights | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionWeights:
+    """All but the routed experts: embed [V, H], lm_head [V, H] (the same tensor object as embed
+    when tied), final_norm [H]. If `layers` is not a list, each is read when it is taken."""
+
+    embed: Tensor
+    lm_head: Matrix
+    final_norm: Tensor
+    layers: list[LayerWeights] | Iterator[LayerWeights]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayerWeights:
+    """The experts of one MoE layer in slot order: gate_up [slots, 2F, H] (gate rows above
+    up rows), down [slots, H, F]."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertWeights:
+    """An expert node's share; layers[i] belongs to decoder layer config.moe_layers[i]."""
+
+    layers: list[ExpertLayerWeights]
+
+
+class ExpertStream(NamedTuple):
+    """The experts of one MoE layer in slot order, each matrix read when it is taken.
+
+    Take all of gate_up, [2F, H] each, before down, [H, F] each, and both before the next
+    layer's.
+    """
+
+    gate_up: Iterable[Matrix]
+    down: Iterable[Matrix]
+
+
+def take(items: list[Item] | Iterator[Item]) -> Iterator[Item]:
+    """Yield `items` in order, emptying a list meanwhile, so that used items can be freed."""
+    if not isinstance(items, list):
+        yield from items
+        return
+    while items:
+        yield items.pop(0)
+
+
+def load_attention_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> AttentionWeights:
+    """Read everything but the routed experts, converted to `dtype`, contiguous.
+
+    Raises CheckpointError naming a tensor that is missing or has another shape.
+    """
+    weights = stream_attention_weights(checkpoint, config, dtype=dtype, device=device)
+    return replace(weights, layers=list(weights.layers))
+
+
+def stream_attention_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    precision: Rules = (),
+    layers: range | None = None,
+) -> AttentionWeights:
+    """Read as load_attention_weights, but each layer only when it is taken (None: all of them).
+
+    Projections to which `precision` gives a format stay coded, where the checkpoint has codes.
+    """
+    reader = _Reader(checkpoint, config, dtype=dtype, device=device, precision=precision)
+    embed = reader.read(_embed_name(reader), config.vocab_size, config.hidden_size)
+    lm_head = _load_lm_head(reader, embed)
+    return AttentionWeights(
+        embed=embed,
+        lm_head=lm_head,
+        final_norm=reader.read(FINAL_NORM, config.hidden_size),
+        layers=_stream_layers(reader, layers or range(config.num_layers)),
+    )
+
+
+def stream_layers(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    layers: range,
+    device: torch.device | str = "cpu",
+    precision: Rules = (),
+) -> Iterator[LayerWeights]:
+    """Read the attention role's part of some layers as stream_attention_weights() does."""
+    reader = _Reader(checkpoint, config, dtype=dtype, device=device, precision=precision)
+    return _stream_layers(reader, layers)
+
+
+def _stream_layers(reader: _Reader, layers: range) -> Iterator[LayerWeights]:
+    for layer_idx in layers:
+        yield _load_layer(reader, layer_idx)
+    reader.checkpoint.close()
+
+
+def load_expert_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    experts: Sequence[Sequence[int]],
+    device: torch.device | str = "cpu",
+) -> ExpertWeights:
+    """Read the routed experts that a node holds, converted to `dtype`, contiguous.
+
+    experts[i] lists, in slot order, the logical expert ids of MoE layer
+    config.moe_layers[i]; it may be empty and may repeat an id. Reads nothing else.
+    Raises ConfigError for ids out of range, CheckpointError as load_attention_weights.
+    """
+    _check_experts(config, experts)
+    reader = MatrixReader(checkpoint, config.quantisation, dtype=dtype, device=device)
+    layers = []
+    for layer_idx, expert_ids in zip(config.moe_layers, experts, strict=True):
+        sources = ExpertSources(reader, config, layer_idx)
+        layer = ExpertLayerWeights(
+            gate_up=reader.empty(len(expert_ids), *sources.gate_up_shape),
+            down=reader.empty(len(expert_ids), *sources.down_shape),
+        )
+        for slot, expert_id in enumerate(expert_ids):
+            reader.read_into(sources.gate_up(expert_id), layer.gate_up[slot])
+            reader.read_into(sources.down(expert_id), layer.down[slot])
+        layers.append(layer)
+    checkpoint.close()
+    return ExpertWeights(layers=layers)
+
+
+def stream_expert_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    experts: Sequence[Sequence[int]],
+    device: torch.device | str = "cpu",
+    precision: Rules = (),
+) -> Iterator[ExpertStream]:
+    """Read as load_expert_weights, but each matrix only when it is taken.
+
+    Experts to which `precision` gives a format stay coded, where the checkpoint has codes.
+    """
+    _check_experts(config, experts)
+    reader = _Reader(checkpoint, config, dtype=dtype, device=device, precision=precision)
+    return _stream_experts(reader, experts)
+
+
+def _stream_experts(reader: _Reader, experts: Sequence[Sequence[int]]) -> Iterator[ExpertStream]:
+    for layer_idx, expert_ids in zip(reader.config.moe_layers, experts, strict=True):
+        sources = ExpertSources(reader.matrices, reader.config, layer_idx)
+        formats = [format_of(reader.precision, "experts", layer_idx, each) for each in expert_ids]
+        of_each = list(zip(expert_ids, formats, strict=True))
+        _, hidden = sources.gate_up_shape
+        _, width = sources.down_shape
+        yield ExpertStream(
+            gate_up=(reader.matrix(sources.gate_up(e), hidden, f) for e, f in of_each),
+            down=(reader.matrix(sources.down(e), width, f) for e, f in of_each),
+        )
+    reader.checkpoint.close()
+
+
+def _check_experts(config: ModelConfig, experts: Sequence[Sequence[int]]) -> None:
+    """Raise ConfigError unless every layer has a list of the model's experts."""
+    if len(experts) != len(config.moe_layers):
+        raise ConfigError(
+            f"experts: {len(experts)} entries; the model has {len(config.moe_layers)} MoE layers"
+        )
+    for layer_idx, expert_ids in zip(config.moe_layers, experts, strict=True):
+        assert config.moe is not None
+        wrong = [each for each in expert_ids if not 0 <= each < config.moe.num_experts]
+        if wrong:
+            raise ConfigError(
+                f"experts: layer {layer_idx} has no expert {wrong[0]}; "
+                f"the model has experts 0 to {config.moe.num_experts - 1}"
+            )
+
+
+class _Reader:
+    """A checkpoint, its configuration, and the destination of its tensors.
+
+    A matrix whose rule in `precision` has a format stays coded if the checkpoint has codes.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        precision: Rules = (),
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.precision = precision
+        self.matrices = MatrixReader(checkpoint, config.quantisation, dtype=dtype, device=device)
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        """Return tensor `name`, which must have `shape`."""
+        return self.matrices.read([Source(name, shape[0])], *shape[1:])
+
+    def read_rows(self, parts: Iterable[tuple[str, int]]) -> Tensor:
+        """Return the named vectors, each with its number of rows, one behind the other."""
+        return self.matrices.read([Source(*part) for part in parts])
+
+    def matrix(self, sources: Sequence[Source], num_in: int, weight_format: Format) -> Matrix:
+        """Return matrices [rows, num_in] above one another, coded if they are to be."""
+        coded = None
+        if weight_format != UNQUANTISED:
+            coded = self.matrices.coded(sources, num_in)
+        return self.matrices.read(sources, num_in) if coded is None else coded
+
+    def matrix_of(
+        self, part: Part, layer_idx: int | None, parts: Iterable[tuple[str, int]], num_in: int
+    ) -> Matrix:
+        """Return the named matrices of a part of the model as matrix() does."""
+        weight_format = format_of(self.precision, part, layer_idx)
+        return self.matrix([Source(*each) for each in parts], num_in, weight_format)
+
+
+def _embed_name(reader: _Reader) -> str:
+    """Return the embedding's name; a tied checkpoint may hold its one matrix as lm_head."""
+    is_tied, matrices = reader.config.tie_word_embeddings, reader.matrices
+    return LM_HEAD if is_tied and EMBED not in matrices and LM_HEAD in matrices else EMBED
+
+
+def _load_lm_head(reader: _Reader, embed: Tensor) -> Matrix:
+    """Return `embed` itself when tied, else the checkpoint's lm_head.
+
+    As in transformers, a checkpoint that claims to be tied and stores two different matrices
+    is not.
+    """
+    config, matrices = reader.config, reader.matrices
+    if config.tie_word_embeddings:
+        if not (EMBED in matrices and LM_HEAD in matrices):
+            return embed
+        lm_head = reader.read(LM_HEAD, config.vocab_size, config.hidden_size)
+        return embed if torch.equal(lm_head, embed) else lm_head
+    return reader.matrix_of("lm_head", None, [(LM_HEAD, config.vocab_size)], config.hidden_size)
+
+
+def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
+    config = reader.config
+    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
+    projections = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+
+    def attn(suffix: str) -> str:
+        return layer_name(layer_idx, f"self_attn.{suffix}")
+
+    is_full = config.qk_norm == "full"
+    has_norm = config.qk_norm != "none"
+    is_moe = config.layers[layer_idx].is_moe
+    return LayerWeights(
+        input_norm=reader.read(layer_name(layer_idx, "input_layernorm.weight"), hidden),
+        qkv=reader.matrix_of(
+            "attention", layer_idx, ((attn(f"{p}.weight"), n) for p, n in projections), hidden
+        ),
+        qkv_bias=(
+            reader.read_rows((attn(f"{p}.bias"), rows) for p, rows in projections)
+            if config.qkv_bias
+            else None
+        ),
+        o=reader.matrix_of("attention", layer_idx, [(attn("o_proj.weight"), hidden)], q),
+        o_bias=reader.read(attn("o_proj.bias"), hidden) if config.o_bias else None,
+        q_norm=(
+            reader.read(attn("q_norm.weight"), q if is_full else config.head_dim)
+            if has_norm
+            else None
+        ),
+        k_norm=(
+            reader.read(attn("k_norm.weight"), kv if is_full else config.head_dim)
+            if has_norm
+            else None
+        ),
+        post_norm=reader.read(layer_name(layer_idx, "post_attention_layernorm.weight"), hidden),
+        router=_load_router(reader, layer_idx) if is_moe else None,
+        shared=_load_shared(reader, layer_idx) if is_moe else None,
+        dense=None if is_moe else _load_dense(reader, layer_idx),
+    )
+
+
+def _load_router(reader: _Reader, layer_idx: int) -> Tensor:
+    moe = reader.config.moe
+    assert moe is not None
+    block = moe_block(reader.matrices, reader.config, layer_idx)
+    name = layer_name(layer_idx, f"{block}.gate.weight")
+    return reader.read(name, moe.num_experts, reader.config.hidden_size)
+
+
+def _load_shared(reader: _Reader, layer_idx: int) -> SharedExpertWeights | None:
+    moe = reader.config.moe
+    assert moe is not None
+    width = moe.shared_intermediate_size
+    if width is None:
+        return None
+    hidden = reader.config.hidden_size
+    block = moe_block(reader.matrices, reader.config, layer_idx)
+
+    def name(suffix: str) -> str:
+        return layer_name(layer_idx, f"{block}.{suffix}.weight")
+
+    gate_up = [(name("shared_expert.gate_proj"), width), (name("shared_expert.up_proj"), width)]
+    down = [(name("shared_expert.down_proj"), hidden)]
+    return SharedExpertWeights(
+        gate_up=reader.matrix_of("mlp", layer_idx, gate_up, hidden),
+        down=reader.matrix_of("mlp", layer_idx, down, width),
+        gate=reader.read(name("shared_expert_gate"), 1, hidden),
+    )
+
+
+def _load_dense(reader: _Reader, layer_idx: int) -> DenseMlpWeights:
+    hidden, width = reader.config.hidden_size, reader.config.intermediate_size
+    has_bias = reader.config.mlp_bias
+
+    def name(suffix: str) -> str:
+        return layer_name(layer_idx, f"mlp.{suffix}")
+
+    gate_and_up = (("gate_proj", width), ("up_proj", width))
+    gate_up = [(name(f"{p}.weight"), w) for p, w in gate_and_up]
+    return DenseMlpWeights(
+        gate_up=reader.matrix_of("mlp", layer_idx, gate_up, hidden),
+        down=reader.matrix_of("mlp", layer_idx, [(name("down_proj.weight"), hidden)], width),
+        gate_up_bias=(
+            reader.read_rows((name(f"{p}.bias"), w) for p, w in gate_and_up) if has_bias else None
+        ),
+        down_bias=reader.read(name("down_proj.bias"), hidden) if has_bias else None,
+    )

@@ -1,0 +1,1 @@
+"""A model's config, as the parts that compute it need it."""

@@ -1,0 +1,33 @@
+"""What an engine plan depends on, of a model.
+
+Knows no tensors. Called by whoever makes or checks a plan: `topspin serve` and the planner.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.description.config import ModelConfig
+from models.quantised.precision import checkpoint_rules
+from models.rope import is_length_dependent
+from topspin.plan.from_flags import ModelFacts
+
+
+def facts_of(model: ModelConfig, path: Path | None = None) -> ModelFacts:
+    """Return what a plan depends on.
+
+    `path` is the checkpoint, for the precision of its weights; without it that is not asked for.
+    Raises CheckpointError if it is quantised and cannot be read.
+    """
+    has_experts = model.moe is not None and len(model.moe_layers) > 0
+    return ModelFacts(
+        dtype=model.dtype,
+        max_positions=model.context_length,
+        num_layers=model.num_layers,
+        moe_layers=tuple(model.moe_layers),
+        num_experts=model.moe.num_experts if model.moe is not None and has_experts else 0,
+        # With dynamic NTK a key is rotated by its own prompt's length.
+        shares_prefixes=not is_length_dependent(model.rope),
+        windows=tuple(layer.sliding_window for layer in model.layers),
+        precision={} if path is None else checkpoint_rules(path, model),
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints' places: directories, a hub, a package, and made ones."""

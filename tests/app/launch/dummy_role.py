@@ -1,0 +1,201 @@
+"""A role process for tests of the supervisor: `python dummy_role.py BEHAVIOUR [ARGUMENT...]`.
+
+Stands in for a node, the scheduler or the gateway; needs no torch and starts at once.
+"""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from topspin.plan.spec import load_serve_config
+from topspin.process import follow_parent
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def on_terminate(action: Callable[[], None]) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        action()
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def wait() -> None:
+    """Report the pid, and SIGTERM when it comes; end with status 0."""
+
+    def leave() -> None:
+        say("terminated")
+        sys.exit(0)
+
+    on_terminate(leave)
+    say(f"pid {os.getpid()}")
+    while True:
+        signal.pause()
+
+
+def crash() -> None:
+    """Write 25 lines and fail."""
+    for number in range(25):
+        say(f"line {number}")
+    sys.exit(3)
+
+
+def refuse_configuration() -> None:
+    """End as a role with an unusable configuration does."""
+    say("--port 1: Permission denied")
+    sys.exit(2)
+
+
+def raw_output() -> None:
+    """Write irregular output: no newline at the end, no UTF-8, a very long line."""
+    os.write(2, b"to stderr\n")
+    os.write(1, b"bad \xff byte\r\n\n" + b"x" * 150_000 + b"\nno newline")
+
+
+def die_by_signal(number: str = "9") -> None:
+    os.kill(os.getpid(), int(number))
+
+
+def speak_and_freeze(fd: str, marker: str) -> None:
+    """Give a sign of life and freeze; in a second life ask the supervisor to end."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        os.kill(os.getppid(), signal.SIGINT)
+        wait()
+    os.write(int(fd), b"0\n")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stubborn() -> None:
+    """Ignore SIGTERM."""
+    on_terminate(lambda: say("ignored"))
+    say("up")
+    while True:
+        signal.pause()
+
+
+def signal_parent(*numbers: str) -> None:
+    """Send the supervisor the first signal now and the next at SIGTERM; then end at SIGTERM."""
+    left = [int(number) for number in numbers]
+
+    def send_next() -> None:
+        if not left:
+            sys.exit(0)
+        os.kill(os.getppid(), left.pop(0))
+
+    on_terminate(send_next)
+    send_next()
+    while True:
+        signal.pause()
+
+
+def leave_a_grandchild() -> None:
+    """Fail, leaving a process that holds the output pipe open."""
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    say(f"grandchild {child.pid}")
+    os._exit(1)
+
+
+def outlive(fifo: str) -> None:
+    """After SIGTERM, continue until no process holds `fifo` open for writing."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    reader = os.open(fifo, os.O_RDONLY)
+    say("up")
+    signal.sigwait({signal.SIGTERM})
+    os.read(reader, 1)
+    say("saw the others end")
+
+
+def follow(fifo: str) -> None:
+    """End when no process holds `fifo` open for writing; SIGTERM kills it."""
+    with open(fifo, "rb") as others:
+        say(f"pid {os.getpid()}")
+        others.read()
+    say("saw the others end")
+
+
+def hold(fifo: str) -> None:
+    """Hold `fifo` open for writing until SIGTERM."""
+    os.open(fifo, os.O_WRONLY)
+    wait()
+
+
+def die_on_request(fifo: str) -> None:
+    """Die by a signal once a process has opened `fifo` for writing and closed it again."""
+    with open(fifo, "rb") as request:
+        request.read()
+    die_by_signal()
+
+
+def inherited() -> None:
+    """Report the process group, stdin and one inherited environment variable."""
+    say(f"own group {os.getpgid(0) == os.getpid()}")
+    say(f"stdin {os.readlink('/proc/self/fd/0')}")
+    say(f"flavour {os.environ['FLAVOUR']}")
+
+
+def gateway(config_path: str, control: str, port_fd: str, num_refusals: str = "1") -> None:
+    """Serve /health on a free port: 503 `num_refusals` times, then 200."""
+    config = load_serve_config(config_path)
+    refusals = int(num_refusals)
+
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            nonlocal refusals
+            refusals -= 1
+            body = b'{"state": "starting", "detail": "waiting for expert 0"}'
+            self.send_response(200 if refusals < 0 else 503)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            say(f"{self.path}")
+
+    server = http.server.HTTPServer((config.gateway.host, config.gateway.port), Health)
+    say(f"model {config.plan.model.path} control {control}")
+    on_terminate(lambda: sys.exit(0))
+    os.write(int(port_fd), f"{server.server_port}\n".encode())
+    os.close(int(port_fd))
+    server.serve_forever()
+
+
+def rubbish_port(port_fd: str) -> None:
+    os.write(int(port_fd), b"eighty\n")
+    wait()
+
+
+BEHAVIOURS: dict[str, Callable[..., None]] = {
+    behaviour.__name__: behaviour
+    for behaviour in (
+        wait,
+        crash,
+        refuse_configuration,
+        raw_output,
+        die_by_signal,
+        speak_and_freeze,
+        stubborn,
+        signal_parent,
+        leave_a_grandchild,
+        outlive,
+        follow,
+        hold,
+        die_on_request,
+        inherited,
+        gateway,
+        rubbish_port,
+    )
+}
+
+if __name__ == "__main__":
+    follow_parent()
+    BEHAVIOURS[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,414 @@
+"""The control channel: messages arrive, a closed peer is noticed once, errors are typed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.mutations import damaged
+from topspin.errors import PeerLost, SchedulerLost
+from topspin.messages import (
+    AbortRequest,
+    AddRequest,
+    Hello,
+    Refused,
+    SamplingParams,
+    StatsQuery,
+    Stop,
+    encode,
+)
+from topspin.processes import channel
+from topspin.processes.channel import (
+    AsyncControlClient,
+    ControlClient,
+    ControlServer,
+    Event,
+    Heartbeat,
+    Malformed,
+    PeerGone,
+    Received,
+)
+
+
+@pytest.fixture
+def address() -> str:
+    return f"ipc://@topspin-test-{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def server(address: str) -> Iterator[ControlServer]:
+    server = ControlServer(address)
+    yield server
+    server.close()
+
+
+def wait_for(server: ControlServer, count: int) -> list[Event]:
+    events: list[Event] = []
+    deadline = time.monotonic() + 10
+    while len(events) < count:
+        assert time.monotonic() < deadline, f"only {events}"
+        events += server.poll(1.0)
+    return events
+
+
+def test_messages_travel_both_ways(server: ControlServer, address: str) -> None:
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=7))
+    (event,) = wait_for(server, 1)
+    assert isinstance(event, Received)
+    assert event.message == StatsQuery(query_id=7)
+    assert server.send(event.peer, Stop(reason="test"))
+    assert client.recv(10.0) == Stop(reason="test")
+    client.close()
+
+
+def lost_and_refused(client: ControlClient | AsyncControlClient, address: str) -> ControlServer:
+    """Have a client lose its server, and be refused by the next one, which is returned.
+
+    libzmq reconnects by itself and sends queued messages, without a Hello.
+    """
+    server = ControlServer(address)
+    client.send(StatsQuery(query_id=1))
+    wait_for(server, 1)
+    server.close()
+    client.send(StatsQuery(query_id=2))
+    server = ControlServer(address)
+    (event,) = wait_for(server, 1)
+    assert server.send(event.peer, Refused(reason="StatsQuery before Hello"))
+    return server
+
+
+def test_a_client_that_has_lost_its_server_connects_anew(address: str) -> None:
+    client = ControlClient(address)
+    server = lost_and_refused(client, address)
+    try:
+        for _ in range(2):  # it stays lost
+            with pytest.raises(SchedulerLost, match="closed the control connection"):
+                client.recv(10.0)
+        client.reconnect()
+        client.send(StatsQuery(query_id=3))
+        received: list[Received] = []
+        while not received:
+            received = [each for each in server.poll(10.0) if isinstance(each, Received)]
+        assert [each.message for each in received] == [StatsQuery(query_id=3)]
+        assert server.send(received[0].peer, Stop(reason="test"))
+        assert client.recv(10.0) == Stop(reason="test")
+    finally:
+        client.close()
+        server.close()
+
+
+def test_a_refusal_after_a_loss_is_a_loss(address: str) -> None:
+    async def test() -> None:
+        client = AsyncControlClient(address)
+        server = lost_and_refused(client, address)
+        assert await client._socket.poll(10_000)
+        try:
+            with pytest.raises(PeerLost):
+                await client.recv()
+        finally:
+            client.close()
+            server.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_connect(server: ControlServer, address: str) -> None:
+    # Imported before the change of user, as the other user may not be allowed to read the packages.
+    code = (
+        "import os, sys\n"
+        "from topspin.processes.channel import ControlClient\n"
+        "from topspin.errors import PeerLost\n"
+        "from topspin.messages import StatsQuery\n"
+        "uid = int(sys.argv[2])\n"
+        "if uid: os.setgid(uid); os.setuid(uid)\n"
+        "client = ControlClient(sys.argv[1])\n"
+        "client.send(StatsQuery(query_id=uid))\n"
+        "client.recv(60.0)\n"
+    )
+    strangers = [
+        subprocess.Popen([sys.executable, "-c", code, address, str(uid)], stderr=subprocess.PIPE)
+        for uid in (65534, 0)
+    ]
+    try:
+        stranger, friend = strangers
+        # Refused at once by the kernel's credentials, while a message of our own user arrives.
+        assert b"closed the control connection" in stranger.communicate(timeout=20)[1]
+        (event,) = wait_for(server, 1)
+        assert isinstance(event, Received)
+        assert event.message == StatsQuery(query_id=0)
+        assert server.poll(0.01) == []
+        friend.kill()
+    finally:
+        for process in strangers:
+            process.kill()
+            process.communicate()
+
+
+def test_recv_returns_none_when_nothing_comes(server: ControlServer, address: str) -> None:
+    client = ControlClient(address)
+    assert client.recv(0.01) is None
+    client.close()
+
+
+def test_recv_is_woken_by_another_thread_but_messages_come_first(
+    server: ControlServer, address: str
+) -> None:
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=7))
+    (event,) = wait_for(server, 1)
+    waker = threading.Timer(0.05, client.wake)
+    waker.start()
+    assert client.recv() is None
+    waker.join()
+    assert server.send(event.peer, Stop(reason="test"))
+    assert client._socket.poll(10_000)
+    client.wake()
+    client.wake()
+    assert client.recv() == Stop(reason="test")
+    assert client.recv() is None
+    assert client.recv(0.001) is None
+    client.close()
+
+
+def test_a_closed_client_is_reported_once_after_its_messages(
+    server: ControlServer, address: str
+) -> None:
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=1))
+    client.send(StatsQuery(query_id=2))
+    client.close()
+    events = wait_for(server, 3)
+    assert [type(event) for event in events] == [Received, Received, PeerGone]
+    assert len({event.peer for event in events}) == 1
+    assert server.poll(0.01) == []
+    assert not server.send(events[0].peer, Stop(reason="gone"))
+
+
+def test_descriptor_reuse_does_not_end_the_new_peer(server: ControlServer, address: str) -> None:
+    for round_idx in range(20):
+        client = ControlClient(address)
+        client.send(StatsQuery(query_id=round_idx))
+        events = wait_for(server, 1)
+        client.close()
+        events += wait_for(server, 1) if len(events) < 2 else []
+        assert [type(event) for event in events] == [Received, PeerGone]
+        assert events[0].peer == events[1].peer
+
+
+def test_a_peer_that_is_back_comes_after_its_loss(server: ControlServer, address: str) -> None:
+    """Else it would find its place taken; its last messages are read all the same."""
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=1))
+    wait_for(server, 1)
+    client.send(StatsQuery(query_id=2))
+    client.close()
+    again = ControlClient(address)
+    again.send(StatsQuery(query_id=3))
+    events = wait_for(server, 3)
+    again.close()
+    assert [type(event) for event in events] == [Received, PeerGone, Received]
+    assert events[0].peer == events[1].peer != events[2].peer
+
+
+def test_a_killed_process_is_noticed_by_its_closed_connection(
+    server: ControlServer, address: str
+) -> None:
+    code = (
+        "import sys, signal; from topspin.processes.channel import ControlClient;"
+        "from topspin.messages import StatsQuery;"
+        "c = ControlClient(sys.argv[1]); c.send(StatsQuery(query_id=1)); signal.pause()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, address])
+    wait_for(server, 1)
+    process.send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    process.wait()
+    (event,) = wait_for(server, 1)
+    assert isinstance(event, PeerGone)
+    assert time.monotonic() - killed_at < 3.0  # heartbeats would take 5 s
+
+
+FROZEN = """
+import os, signal, sys
+from topspin.processes.channel import ControlClient, ControlServer
+from topspin.messages import StatsQuery
+if sys.argv[1] == "client":
+    client = ControlClient(sys.argv[2])
+    client.send(StatsQuery(query_id=1))
+    client.recv()
+else:
+    server = ControlServer(sys.argv[2])
+    while not (events := server.poll(None)):
+        pass
+    server.send(events[0].peer, StatsQuery(query_id=1))
+    server.poll(0.1)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+QUICK = Heartbeat(50, 150)
+
+
+@contextmanager
+def frozen(end: str, address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run one end of a connection, which freezes once it has heard the other."""
+    process = subprocess.Popen([sys.executable, "-c", FROZEN, end, address])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_silent_peer_is_told_from_one_that_closed(address: str) -> None:
+    server = ControlServer(address, heartbeat=QUICK)
+    with frozen("client", address):
+        (first,) = wait_for(server, 1)
+        server.send(first.peer, StatsQuery(query_id=1))
+        assert wait_for(server, 1) == [PeerGone(first.peer, "was silent for 0.2 s")]
+    with frozen("client", address) as process:
+        (first,) = wait_for(server, 1)
+        process.kill()
+        assert wait_for(server, 1) == [PeerGone(first.peer, "closed its connection")]
+    server.close()
+
+
+def test_a_silent_scheduler_is_told_from_one_that_closed(address: str) -> None:
+    silent = "the scheduler was silent for 0.2 s"
+    with frozen("server", address):
+        client = ControlClient(address, heartbeat=QUICK)
+        client.send(StatsQuery(query_id=1))
+        assert client.recv() == StatsQuery(query_id=1)
+        with pytest.raises(PeerLost, match=silent):
+            client.recv()
+        client.close()
+
+    async def talk() -> None:
+        client = AsyncControlClient(address, heartbeat=QUICK)
+        client.send(StatsQuery(query_id=1))
+        assert await client.recv() == StatsQuery(query_id=1)
+        with pytest.raises(PeerLost, match=silent):
+            await client.recv()
+        client.close()
+
+    with frozen("server", address):
+        asyncio.run(talk())
+
+
+def test_a_scheduler_that_only_listens_does_not_answer(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is frozen, for a node that comes back: no key is wrong."""
+    monkeypatch.setattr(channel, "HANDSHAKE_MS", 100)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address.removeprefix("ipc://@"))
+        listener.listen()
+        client = ControlClient(address)
+        with pytest.raises(SchedulerLost, match=r"^the scheduler did not answer for 0\.1 s$"):
+            client.recv()
+        client.close()
+
+
+def test_client_reads_what_came_before_the_end_then_raises(address: str) -> None:
+    server = ControlServer(address)
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=1))
+    (event,) = wait_for(server, 1)
+    server.send(event.peer, Stop(reason="first"))
+    server.send(event.peer, Stop(reason="second"))
+    server.close()
+    assert client.recv(10.0) == Stop(reason="first")
+    assert client.recv(10.0) == Stop(reason="second")
+    with pytest.raises(PeerLost, match="the scheduler closed the control connection"):
+        client.recv(10.0)
+    client.close()
+
+
+def test_rubbish_is_malformed_and_names_why(server: ControlServer, address: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.connect(address)
+        raw.send(b"\xc1 not msgpack")
+        raw.send_multipart([b"two", b"frames"])
+        events = wait_for(server, 2)
+    assert all(isinstance(event, Malformed) for event in events)
+
+
+def test_async_client(server: ControlServer, address: str) -> None:
+    async def talk() -> None:
+        client = AsyncControlClient(address)
+        client.send(Hello(role="gateway", index=0, incarnation=1, revision="r"))
+        client.send(AbortRequest(request_id="x"))
+        events = await asyncio.to_thread(wait_for, server, 2)
+        server.send(events[0].peer, Stop(reason="later"))
+        assert await asyncio.wait_for(client.recv(), 10) == Stop(reason="later")
+        client.close()
+
+    asyncio.run(talk())
+
+
+def test_async_client_raises_when_the_server_goes(address: str) -> None:
+    async def talk() -> None:
+        server = ControlServer(address)
+        client = AsyncControlClient(address)
+        client.send(StatsQuery(query_id=1))
+        events = await asyncio.to_thread(wait_for, server, 1)
+        server.send(events[0].peer, Stop(reason="last"))
+        await asyncio.to_thread(server.close)
+        assert await asyncio.wait_for(client.recv(), 10) == Stop(reason="last")
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(client.recv(), 10)
+        client.close()
+
+    asyncio.run(talk())
+
+
+SAID = [
+    encode(Hello(role="expert", index=1, incarnation=2, revision="0.1.0")),
+    encode(
+        AddRequest(request_id="r", prompt=b"\0" * 8, sampling=SamplingParams(max_tokens=1, seed=1))
+    ),
+]
+
+
+def test_any_frames_are_events_of_their_sender(server: ControlServer, address: str) -> None:
+    """Whatever is in them, and however many; others are heard as before."""
+    other = ControlClient(address)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(address)
+    frames = st.lists(st.binary(max_size=40) | damaged(SAID), min_size=1, max_size=3)
+
+    @settings(max_examples=80, deadline=None)
+    @given(frames)
+    @example([b""])
+    @example([b"", b""])
+    @example([b"\x91" * 100_000])
+    def say(said: list[bytes]) -> None:
+        stranger.send_multipart(said)
+        other.send(StatsQuery(query_id=7))
+        events = wait_for(server, 2)
+        query = StatsQuery(query_id=7)
+        [heard] = [each for each in events if getattr(each, "message", None) == query]
+        [event] = [each for each in events if each is not heard]
+        assert isinstance(event, Received | Malformed)
+        assert event.peer != heard.peer
+        assert isinstance(event, Malformed) or len(said) == 1
+
+    say()
+    stranger.close(0)
+    context.term()
+    other.close()
