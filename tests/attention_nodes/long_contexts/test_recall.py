@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_nodes.long_contexts.long_contexts import recall
+from attention_nodes.long_contexts import recall
 from attention_nodes.long_contexts.recall import best_keys, share_found
 from tests.kernels.cases import Heads, attention_case
 from tests.kernels.retrieval_cases import coded, queries_of
