@@ -154,7 +154,7 @@ def test_messages_of_the_troubleshooting_page_are_said() -> None:
     section = page.partition("## It does not start")[2].partition("\n## ")[0]
     quoted = re.findall(r"^\| `((?:[^`]|\\`)+)` \|", section, flags=re.MULTILINE)
     assert len(quoted) > 12
-    folders = ("topspin", "models", "server", "m2n_comm")
+    folders = ("app", "topspin", "models", "server", "m2n_comm")
     sources = [file.read_text() for name in folders for file in (ROOT / name).rglob("*.py")]
     # Messages are cut into lines of source; both sides without those cuts.
     said = [re.sub(r'"\s+f?"', "", text) for text in sources]

@@ -104,7 +104,7 @@ def test_a_plan_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
 
 
 def test_the_plan_in_the_docs_is_one(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "plans.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "plans.md").read_text(encoding="utf-8")
     file = tmp_path / "plan.yaml"
     file.write_text(page.partition("```yaml\n")[2].partition("```")[0])
     made = read_plan(str(file))

@@ -42,7 +42,7 @@ def test_a_plan_with_more_groups_gets_their_keys_beside_those_that_are_there(
 ) -> None:
     before = {group: (keys / group / f"{group}.secret").read_bytes() for group in GROUPS}
     rotate(keys, "add")
-    plan = str(Path(__file__).parents[2] / "docs" / "plans" / "kubernetes.yaml")
+    plan = str(Path(__file__).parents[3] / "docs" / "plans" / "kubernetes.yaml")
     assert main(["keys", str(keys), "--plan", plan]) == 0
     assert "keys of attention; give" in capsys.readouterr().out
     for group, secret in before.items():
