@@ -168,8 +168,6 @@ class NetTimes(NamedTuple):
     wait_s: float
     expert_s: float
     link_s: float | None
-    experts_s: tuple[float, ...] = ()
-    """`expert_s` of each expert node; empty: not measured."""
 
 
 NO_TIMES = NetTimes(0.0, 0.0, None)

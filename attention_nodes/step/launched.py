@@ -130,7 +130,6 @@ class LaunchedStep:
                 sample_s=sample_s,
                 prepare_s=prepare_s,
                 expert_s=self.times.expert_s,
-                experts_s=self.times.experts_s,
                 link_s=self.times.link_s,
                 gap_s=0.0 if previous_s is None else free_s - previous_s,
                 draft_s=self.draft_s,

@@ -20,11 +20,10 @@ QUEUE_SHARE: Final = 0.8
 KV_SHARE: Final = 0.95
 ERROR_SHARE: Final = 0.05
 PREEMPTIONS_PER_CHOICE: Final = 0.5
-PLAN_OFF: Final = 0.25
 IMBALANCE: Final = 1.5
 
 Object = dict[str, Any]
-Severity = Literal["critical", "warning", "info"]
+Severity = Literal["critical", "warning"]
 
 
 class Alert(NamedTuple):
@@ -218,18 +217,8 @@ def _load(ttft_p95_s: float) -> list[Alert]:
 
 def _shape() -> list[Alert]:
     of = _catalogue()
-    off = of.value("plan_time_ratio", "phase", where={"part": '="step"'}, of="abs({} - 1)")
     balance = of.value("expert_balance", where={"table": '="current"'})
     return [
-        Alert(
-            "TopspinPlanOff",
-            f"{off.text} > {PLAN_OFF:g}",
-            "5m",
-            "info",
-            "steps-differ-from-the-plan",
-            f"{{{{ $labels.phase }}}} steps of {_ENGINE} are {_SHARE} off their plan",
-            "Measured at the start; the scheduler's log names the part that differs most.",
-        ),
         Alert(
             "TopspinExpertImbalance",
             f"{balance.text} > {IMBALANCE:g}",

@@ -83,7 +83,6 @@ def _stats_with_everything() -> Stats:
         num_accepted_tokens=(0,),
         expert_tokens=((0,),),
         step_phases=Counters().step_phases(),
-        plan_ratios={"decode": {"step": 1.0}},
     )
 
 

@@ -214,11 +214,6 @@ def _links(of: Catalogue) -> list[Panel]:
         _quantiles(of, "Waiting for experts, per step", "step_wait_seconds"),
         Panel("Micro-batches", "short", [Line(of.value("micro_batches"), "")]),
         Panel("MoE layers without a hop", "short", [Line(of.value("local_layers"), "")]),
-        Panel(
-            "Measured over planned, at the start",
-            "short",
-            [Line(of.value("plan_time_ratio", "phase", "part"), "{{phase}}: {{part}}")],
-        ),
     ]
 
 

@@ -94,7 +94,6 @@ class _Measured:
             wait_s=wait_ns * 1e-9,
             expert_s=max(expert_ns, default=0) * 1e-9,
             link_s=link_ns * 1e-9 / num_links if num_links else None,
-            experts_s=tuple(each * 1e-9 for each in expert_ns),
         )
 
 

@@ -18,7 +18,6 @@ from server.scheduler.nodes.watermark import Watermark
 from server.scheduler.planning.attention_replica import DraftTokens
 from server.scheduler.planning.journal import Note
 from server.scheduler.planning.policy import Policy
-from server.scheduler.rehearsal.steps import Rehearsal, obstacle
 from spec_decode.controller import Controller
 from topspin.expert_table import ExpertTable, contiguous_table
 from topspin.plan.spec import EnginePlan
@@ -97,15 +96,6 @@ def make_watermark(plan: EnginePlan) -> Watermark:
     )
 
 
-def make_rehearsal(
-    plan: EnginePlan, facts: EngineFacts, roster: Roster, formation: Formation
-) -> Rehearsal | None:
-    """Return what measures the engine before it serves; None: nothing is expected of it."""
-    if plan.expected is None or obstacle(plan) is not None:
-        return None
-    return Rehearsal(plan, plan.expected, facts, formation, roster.num_blocks())
-
-
 def make_policy(
     plan: EnginePlan,
     facts: EngineFacts,
@@ -113,8 +103,6 @@ def make_policy(
     formation: Formation,
     note: Note | None,
     local_layers: LocalLayers | None = None,
-    *,
-    last_step: int = 0,
 ) -> Policy:
     """Return the policy over the roster's nodes, all of which are ready."""
     return Policy(
@@ -130,7 +118,6 @@ def make_policy(
         controller=_controller(plan.speculation),
         note=note,
         local_layers=local_layers,
-        last_step=last_step,
     )
 
 

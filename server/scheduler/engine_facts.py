@@ -26,7 +26,6 @@ class EngineFacts(NamedTuple):
     hidden_size: int
     num_cores: int
     moe_layers: tuple[int, ...] = ()
-    num_layers: int = 0
 
 
 def read_facts(planned: PlannedModel, num_cores: int) -> EngineFacts:
@@ -39,7 +38,6 @@ def read_facts(planned: PlannedModel, num_cores: int) -> EngineFacts:
         hidden_size=model.hidden_size,
         num_cores=num_cores,
         moe_layers=model.moe_layers,
-        num_layers=model.num_layers,
     )
 
 

@@ -41,7 +41,7 @@ class GatewaySide:
     """All gateways of one engine.
 
     Invariant: every gateway in the roster has been told the present state. `policy` is set
-    once the engine is ready for the first time. `plan_ratios` are Stats'.
+    once the engine is ready for the first time.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class GatewaySide:
         self._log = log
         self._clock = clock
         self.policy: Policy | None = None
-        self.plan_ratios: dict[str, dict[str, float]] = {}
         self._state = EngineState(state="starting", detail=nodes.roster.awaited())
 
     @property
@@ -175,7 +174,6 @@ class GatewaySide:
                 expert_balance=balance.balance,
                 expert_balance_before=balance.balance_before,
                 num_local_layers=balance.num_local_layers,
-                plan_ratios=self.plan_ratios,
                 nodes=self._nodes.counts(),
             )
         return Stats(

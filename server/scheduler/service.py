@@ -17,7 +17,6 @@ from server.scheduler.assembly import (
     make_formation,
     make_local_layers,
     make_policy,
-    make_rehearsal,
     make_watermark,
     named_layers,
     optional_places,
@@ -37,8 +36,6 @@ from server.scheduler.nodes.side import NodeSide
 from server.scheduler.planning.journal import Note
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
-from server.scheduler.rehearsal.comparison import compare
-from server.scheduler.rehearsal.steps import Rehearsal, obstacle
 from server.scheduler.traces import Tracer
 from topspin import __version__, errors
 from topspin.errors import (
@@ -165,7 +162,6 @@ class Service:
         )
         self._watermark = make_watermark(plan)
         self._policy: Policy | None = None
-        self._rehearsal: Rehearsal | None = None
         self._faults: Faults = FailStop(self._nodes.roster)
         self._events: deque[Event] = deque()
         # Optional nodes that came before the engine was ready.
@@ -230,8 +226,6 @@ class Service:
                 self._faults.lose(member, error)
         if policy is not None:
             self._gateways.deliver(policy.take_arrivals())
-        if self._rehearsal is not None:
-            self._rehearse(self._rehearsal)
         self._check_progress()
         self._gateways.send_traces()
 
@@ -417,8 +411,6 @@ class Service:
                 if goodbye.code == ConfigError.code and self._gateways.is_starting:
                     raise ConfigError(reason)
                 raise NodeLost(reason)
-            case StepResult() as result if self._rehearsal is not None:
-                self._rehearsal.take(result)
             case StepResult():
                 raise ProtocolError(f"{member} sent a result before the engine was ready")
 
@@ -457,39 +449,9 @@ class Service:
         if not (roster.is_ready and self._drafts.is_ready):
             self._set_starting()
             return
-        self._rehearsal = make_rehearsal(self._plan, self._facts, roster, self.formation)
-        if self._rehearsal is None:
-            if self._plan.expected is not None:
-                self._log.info("not compared with its plan: %s", obstacle(self._plan))
-            self._serve()
-        else:
-            self._gateways.set_state("starting", "comparing the engine with its plan")
-
-    def _rehearse(self, rehearsal: Rehearsal) -> None:
-        """Send the next step of the measurement; at its end say what was found, and serve."""
-        step = rehearsal.next_step(self._clock())
-        if step is not None:
-            self._send(step)
-        elif rehearsal.is_done:
-            self._rehearsal = None
-            expected = self._plan.expected
-            assert expected is not None
-            comparison = compare(
-                expected,
-                rehearsal.found,
-                self._facts,
-                num_local=len(self.formation.table.local),
-            )
-            self._log.info(comparison.text)
-            self._gateways.plan_ratios = comparison.ratios
-            self._serve(rehearsal.last_step)
-
-    def _serve(self, last_step: int = 0) -> None:
-        """Begin to serve; the nodes have had `last_step` steps."""
         policy = make_policy(
-            *(self._plan, self._facts, self._nodes.roster, self.formation, self._note),
+            *(self._plan, self._facts, roster, self.formation, self._note),
             self.local_layers,
-            last_step=last_step,
         )
         self._policy = self._gateways.policy = policy
         if self._plan.failover.restart:

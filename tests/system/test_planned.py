@@ -1,10 +1,9 @@
-"""A plan of `topspin plan` is served: the same tokens, and the comparison with what it expects."""
+"""A plan of `topspin plan` is served, with the same tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 
 from deploy.placement.command import main as plan
@@ -29,7 +28,7 @@ WORKLOAD = "prompt: {mean: 20}\noutput: {mean: 12}\nusers: 4\nobjective: max_thr
 @pytest.mark.parametrize(
     "hosts", ["one machine", pytest.param("two devices", marks=pytest.mark.slow)]
 )
-def test_a_planned_engine_serves_and_compares_itself(tmp_path: Path, hosts: str) -> None:
+def test_a_planned_engine_serves(tmp_path: Path, hosts: str) -> None:
     path = make_checkpoint(tmp_path / "model", "mixtral")
     cluster, workload, output = (tmp_path / f"{name}.yaml" for name in ("c", "w", "plan"))
     cluster.write_text(f"hosts:\n- name: here\n{HOSTS[hosts]}\n{LINK}\n")
@@ -42,5 +41,3 @@ def test_a_planned_engine_serves_and_compares_itself(tmp_path: Path, hosts: str)
     with Server(path, tmp_path, plan=planned) as server:
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert complete(server.url, prompt, max_tokens=NUM_TOKENS) == tokens
-        assert "plan off by" in server.output or "plan as expected" in server.output
-        assert "topspin_plan_time_ratio{" in httpx.get(f"{server.url}/metrics").text

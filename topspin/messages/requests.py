@@ -219,7 +219,6 @@ class Stats(Message, frozen=True, kw_only=True):
     `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted. The next
     five are the draft nodes' (DraftCounts). `kv` has the sums of StepResult's. `iteration_tokens`
     counts steps by the tokens that they computed, of prompts and of outputs, in ITERATION_BUCKETS.
-    `plan_ratios`: by phase and part of a step, its time at the start over the plan's expected one.
     `kv_frames_usage` is the share of the blocks in memory that running sequences need there; 0
     without a spill. `max_queued_requests`: as many may wait; 0 while starting. `nodes` has an entry
     for each role, and each of optional and not, of which the plan has nodes.
@@ -264,5 +263,4 @@ class Stats(Message, frozen=True, kw_only=True):
     expert_balance: float = 1.0
     expert_balance_before: float = 1.0
     num_local_layers: int = 0
-    plan_ratios: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     progress_age_s: float | None = None

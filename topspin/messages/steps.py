@@ -94,10 +94,9 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds that one attention node spent in a step, by phase.
 
     total = prepare (the plan's inputs) + attention + wait (for the experts) + sample. `expert_s` is
-    the busiest expert node's computing time in the step (`experts_s`: each one's; empty if not
-    measured), `link_s` the mean one-way time where it could be separated from waiting. `gap_s`: the
-    time without a plan before this step. `draft_s`, a part of prepare: making drafts, or waiting
-    for those of a draft node.
+    the busiest expert node's computing time in the step, `link_s` the mean one-way time where it
+    could be separated from waiting. `gap_s`: the time without a plan before this step. `draft_s`,
+    a part of prepare: making drafts, or waiting for those of a draft node.
     """
 
     total_s: float
@@ -109,7 +108,6 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     link_s: float | None = None
     gap_s: float = 0.0
     draft_s: float = 0.0
-    experts_s: tuple[float, ...] = ()
 
 
 class StepResult(Message, frozen=True, kw_only=True):

@@ -1,8 +1,7 @@
 """The figures that a planner expects of a plan, kept in the plan's file.
 
-Owns their structure only. The planner (deploy.placement) writes them, the launcher compares them
-with what it measures at start, `topspin quantize` with a written checkpoint's quality. An engine
-runs without them.
+Owns their structure only. The planner (deploy.placement) writes them for people who read the plan;
+`topspin quantize` compares `max_kl` with a written checkpoint's quality. An engine runs without.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the prefix `topspin_`. Knows no HTTP and no request's content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from itertools import accumulate
 from typing import NamedTuple
@@ -137,8 +137,6 @@ class EngineCollector(Collector):
         balance.add_metric((self._model_name, "current"), stats.expert_balance)
         balance.add_metric((self._model_name, "previous"), stats.expert_balance_before)
         yield balance
-        if stats.plan_ratios:
-            yield self._plan_ratios(stats.plan_ratios)
 
     def _nodes(self, counts: Sequence[NodeCount]) -> Iterator[Metric]:
         labels = (MODEL_LABEL, "role", "optional")
@@ -153,17 +151,6 @@ class EngineCollector(Collector):
             present.add_metric(values, count.present)
             planned.add_metric(values, count.planned)
         yield from (present, planned)
-
-    def _plan_ratios(self, ratios: Mapping[str, Mapping[str, float]]) -> Metric:
-        family = GaugeMetricFamily(
-            "topspin_plan_time_ratio",
-            "At the start: a step's time, and its parts', over what the plan expects",
-            labels=(MODEL_LABEL, "phase", "part"),
-        )
-        for phase, parts in ratios.items():
-            for part, ratio in parts.items():
-                family.add_metric((self._model_name, phase, part), ratio)
-        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"topspin_{name}", text, labels=(MODEL_LABEL,))

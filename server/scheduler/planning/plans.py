@@ -52,15 +52,13 @@ class StepBuilder:
         num_micro_batches: int | None,
         shares_cores: bool,
         costs: CostFits,
-        last_step: int = 0,
     ) -> None:
-        """Steps are numbered from `last_step` + 1 on: the nodes know that one."""
         self._formation = formation
         self._fixed_num_micro_batches = num_micro_batches
         self._shares_cores = shares_cores
         self._costs = costs
         self._chosen: int | None = None
-        self._step = last_step
+        self._step = 0
         self._previous = 0
 
     @property

@@ -103,14 +103,13 @@ class Policy:
         controller: Controller | None = None,
         note: Note | None = None,
         local_layers: LocalLayers | None = None,
-        last_step: int = 0,
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each; 0: it is absent.
 
         If the plan has a spill, `num_frames` of them can be in memory at once.
         Nodes may draft as many tokens for a request as `controller` or else `draft_tokens` says;
         without both they have no drafter. `note` takes what happens to single requests,
-        `local_layers` the times of steps. The nodes have had `last_step` steps of their generation.
+        `local_layers` the times of steps.
         """
         self._depths = None if controller is None else AdaptiveDepths(controller)
         if self._depths is not None:
@@ -146,7 +145,6 @@ class Policy:
             num_micro_batches=plan.scheduling.micro_batches,
             shares_cores=shares_cores,
             costs=self._fit,
-            last_step=last_step,
         )
         self._requests: dict[tuple[bytes, str], Request] = {}
         self._waiting = WaitingQueue()

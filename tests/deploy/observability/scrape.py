@@ -61,7 +61,6 @@ async def _text() -> str:
         num_accepted_tokens=(4, 1),
         expert_tokens=((1, 2), (3, 4)),
         step_phases=counters.step_phases(),
-        plan_ratios={"decode": {"step": 1.25, "experts": 1.5}},
     )
     async with gateway(fake) as client:
         await client.post(PLAIN, json={"model": "tiny", "prompt": "a"})

@@ -101,12 +101,6 @@ CASES = {
         UP | ENDED | {"num_preemptions_total": "0+9x60"},
     ),
     "TopspinSlowFirstToken": Case(UP | first_tokens("94"), UP | first_tokens("96")),
-    "TopspinPlanOff": Case(
-        UP | {'plan_time_ratio{phase="decode",part="step"}': "0.7x60"},
-        UP
-        | {'plan_time_ratio{phase="decode",part="step"}': "1.2x60"}
-        | {'plan_time_ratio{phase="decode",part="link"}': "3x60"},
-    ),
     "TopspinExpertImbalance": Case(
         UP | {'expert_balance{table="current"}': "1.6x60"},
         UP

@@ -29,12 +29,7 @@ from topspin.plan.spec import EnginePlan
 from topspin.processes.channel import Event, Received
 
 FACTS = EngineFacts(
-    num_moe_layers=2,
-    num_experts=4,
-    vocab_size=VOCAB_SIZE,
-    hidden_size=8,
-    num_cores=2,
-    num_layers=2,
+    num_moe_layers=2, num_experts=4, vocab_size=VOCAB_SIZE, hidden_size=8, num_cores=2
 )
 GATEWAY = b"gateway"
 NUM_BLOCKS = 16

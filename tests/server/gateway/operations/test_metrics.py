@@ -111,7 +111,6 @@ def rendered(*, per_expert: bool = False) -> str:
     counts[1], counts[-1] = 3, 1
     stats = msgspec.structs.replace(
         FakeEngine().stats,
-        plan_ratios={"decode": {"step": 1.25, "experts": 1.5}},
         expert_tokens=tuple(tuple(10 * e + layer for e in range(20)) for layer in range(2)),
         iteration_tokens=tuple(counts),
         iteration_tokens_sum=20_024,
@@ -141,13 +140,6 @@ def test_steps_are_a_histogram_of_their_tokens() -> None:
     assert found[f"{name}_bucket", "le=1"] == 0
     assert found[f"{name}_bucket", "le=8"] == 3
     assert (found[f"{name}_count", ""], found[f"{name}_sum", ""]) == (4, 20_024)
-
-
-def test_a_plan_is_compared_by_phase_and_part() -> None:
-    found = samples(rendered())
-    name = "topspin_plan_time_ratio"
-    assert found[name, "part=step,phase=decode"] == 1.25
-    assert found[name, "part=experts,phase=decode"] == 1.5
 
 
 def test_the_page_lists_every_metric_with_its_type() -> None:

@@ -1,1 +1,0 @@
-"""What a plan promised, measured before requests come: the steps, and the comparison."""
