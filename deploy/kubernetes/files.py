@@ -6,7 +6,6 @@ deleted whole; what all revisions share is beside it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -16,8 +15,7 @@ from deploy.kubernetes.pods import Object
 from deploy.kubernetes.scaling import disruption_budgets, scaled_objects
 from deploy.kubernetes.shared import METRICS_KEY, inference_pool, models, pod_monitor
 from deploy.kubernetes.workloads import optional_groups, workloads
-from deploy.observability.alerts import prometheus_rule
-from deploy.observability.dashboard import dashboard
+from deploy.observability.files import dashboard, prometheus_rule
 from deploy.services.engine import Engine
 from deploy.yaml_text import yaml_text
 from topspin.plan.file import print_plan
@@ -81,7 +79,7 @@ def _monitoring(engine: Engine) -> Files:
         "options": {"labels": {"grafana_dashboard": "1"}},
     }
     return {
-        "monitoring/dashboard.json": json.dumps(dashboard(), indent=1) + "\n",
+        "monitoring/dashboard.json": dashboard(),
         **_kustomization(
             "monitoring", files, configMapGenerator=[shown], generatorOptions=_AS_NAMED
         ),

@@ -1,1 +1,1 @@
-"""What watches an engine: a Grafana dashboard and Prometheus alerts, made from the metrics."""
+"""Observability of an engine: a Grafana dashboard and Prometheus alert rules, as data files."""

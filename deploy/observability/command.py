@@ -6,11 +6,9 @@ Owns both commands' flags and files. Called by app.cli.deploy.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from deploy.observability.alerts import TTFT_P95_S, prometheus_rule, rules
-from deploy.observability.dashboard import dashboard
+from deploy.observability.files import TTFT_P95_S, dashboard, prometheus_rule, rules
 from deploy.yaml_text import yaml_text
 from topspin.errors import ConfigError
 
@@ -49,7 +47,7 @@ def _add_output(parser: argparse.ArgumentParser, form: str) -> None:
 
 def write_dashboard(parsed: argparse.Namespace) -> int:
     """Write the dashboard. Raises ConfigError."""
-    _write(parsed.output, json.dumps(dashboard(), indent=1) + "\n")
+    _write(parsed.output, dashboard())
     return 0
 
 

@@ -33,7 +33,7 @@ from topspin.messages import (
 MODEL_LABEL = "model_name"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
-_TTFT_BUCKETS_S = (
+TTFT_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5,
     0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
 )  # fmt: skip
@@ -314,7 +314,7 @@ class GatewayMetrics:
         self.time_to_first_token = seconds(
             "time_to_first_token",
             "From the arrival of a request to the first token of a choice",
-            _TTFT_BUCKETS_S,
+            TTFT_BUCKETS_S,
         )
         self.inter_token_latency = seconds(
             "inter_token_latency",

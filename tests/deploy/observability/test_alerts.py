@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from deploy.observability.alerts import TTFT_P95_S, prometheus_rule, rules
+from deploy.observability.files import TTFT_P95_S, prometheus_rule, rules
 from deploy.yaml_text import yaml_text
 from tests.deploy.observability.scrape import check, scraped
 from topspin.errors import ConfigError
