@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from deploy.services.arguments import (
+from deploy.services.engine import HTTP_PORT, JOINED, MODELS, SPILL, Engine, Location, Node
+from deploy.services.processes import (
     API_KEYS,
     CACHE,
     ENVIRONMENT,
@@ -18,40 +19,29 @@ from deploy.services.arguments import (
     OFFLINE,
     PLAN_FILE,
     RUN,
-    SHUTDOWN_TIMEOUT_S,
     USER,
-    gateway_arguments,
-    node_arguments,
+    Place,
+    Process,
+    gateway_process,
+    node_process,
     probe_arguments,
-    progress_file,
     pull_arguments,
-    scheduler_arguments,
-    whole_arguments,
+    scheduler_process,
+    whole_process,
 )
-from deploy.services.engine import HTTP_PORT, MODELS, SPILL, Engine, Group, Hosts, Node
 from deploy.yaml_text import yaml_text
-from topspin.plan.spec import NodeSpec
 
 Object = dict[str, Any]
 
-JOINED: Final = "nodes"
-"""The service whose network nodes join where they share memory. It outlives each of them."""
 HEALTH: Final = (
     "import urllib.request as r; "
     f"r.urlopen('http://127.0.0.1:{HTTP_PORT}/health', timeout=4).read()"
 )
 
 
-def hosts(*, share_memory: bool) -> Hosts:
-    """Return how services are reached: by their names.
-
-    Nodes that `share_memory` are all on one.
-    """
-
-    def node_host(engine: str, group: Group, node: NodeSpec) -> str:
-        return JOINED if share_memory and node.role != "draft" else f"{node.role}-{node.index}"
-
-    return Hosts(scheduler=lambda engine: "scheduler", node=node_host)
+def service_host(engine: str, location: Location) -> str:
+    """Return how a service is reached: by its name."""
+    return location.service
 
 
 def compose_files(engine: Engine, plan_text: str) -> dict[str, str]:
@@ -65,66 +55,67 @@ def compose_files(engine: Engine, plan_text: str) -> dict[str, str]:
 
 
 def _whole(engine: Engine) -> Object:
-    own = _service(engine, whole_arguments(), keys=None) | _http()
-    own["volumes"] += _spill(engine, engine.plan.nodes)
-    return {"engine": own | _gpus(range(engine.num_gpus))}
+    return {"engine": _service(engine, whole_process(engine)) | _gpus(range(engine.num_gpus))}
 
 
 def _apart(engine: Engine) -> Object:
-    nodes = [node for group in engine.groups for node in group.nodes]
     services = {
-        "scheduler": _service(engine, scheduler_arguments(), keys="scheduler")
-        | _probed(engine, progress_file("scheduler")),
-        "gateway": _service(engine, gateway_arguments(), keys="gateway") | _http(),
+        each.name: _service(engine, each) for each in (scheduler_process(), gateway_process())
     }
     if engine.shares_memory:
-        services[JOINED] = _container(engine, ("sleep", "infinity"), {}, [])
+        # The network that nodes join; it outlives each of them.
+        services[JOINED.service] = _container(engine, ("sleep", "infinity"), {}, [])
     num_gpus = 0
-    for node in nodes:
-        services[_name(node)] = _node(engine, node)
+    for node in (node for group in engine.groups for node in group.nodes):
+        name = f"{node.role}-{node.index}"
+        services[name] = _node(engine, node, name)
         if node.place.is_gpu:
-            services[_name(node)] |= _gpus([num_gpus])
+            services[name] |= _gpus([num_gpus])
             num_gpus += 1
     return services
 
 
-def _node(engine: Engine, node: Node) -> Object:
-    name = _name(node)
-    advertised = name if engine.listens(node) else None
+def _node(engine: Engine, node: Node, name: str) -> Object:
     own = _service(
-        engine, node_arguments(node.role, str(node.index), advertised), keys=node.key_group
+        engine, node_process(engine, node, name=name, index=str(node.index), address=name)
     )
-    own |= _probed(engine, progress_file(node.role, str(node.index)))
-    own["stop_grace_period"] = f"{round(engine.plan.failover.halt_deadline_s) + GRACE_S}s"
     memory = engine.memory_of(node)
     if memory is not None:
         own["mem_reservation"] = memory
     if engine.shares_memory and node.role != "draft":
-        own["network_mode"] = f"service:{JOINED}"
-        own.setdefault("depends_on", {})[JOINED] = {"condition": "service_started"}
-    own["volumes"] += _spill(engine, [node])
+        own["network_mode"] = f"service:{JOINED.service}"
+        started = {JOINED.service: {"condition": "service_started"}}
+        own["depends_on"] = own.get("depends_on", {}) | started
     return own
 
 
-def _spill(engine: Engine, nodes: Sequence[Node]) -> list[Object]:
-    return [{"type": "volume", "target": SPILL}] if engine.spill_bytes(nodes) else []
-
-
-def _name(node: Node) -> str:
-    return f"{node.role}-{node.index}"
-
-
-def _service(engine: Engine, arguments: Sequence[str], *, keys: str | None) -> Object:
-    """Return a service that runs `topspin` with `arguments`, as restricted as its pod would be."""
-    volumes = [_bind("./plan.yaml", PLAN_FILE), _models(read_only=True)]
-    if keys is not None:
-        volumes.append(_bind(f"./keys/{keys}", KEYS))
-    if keys in (None, "gateway"):
-        volumes.append(_bind("./api-keys", API_KEYS))
-    service = _container(engine, ("topspin", *arguments), ENVIRONMENT | OFFLINE, volumes)
+def _service(engine: Engine, process: Process) -> Object:
+    """Return the service of a process, as restricted as its pod would be."""
+    sources: dict[Place, Object] = {
+        "plan": _bind("./plan.yaml", PLAN_FILE),
+        "models": _models(read_only=True),
+        "keys": _bind(f"./keys/{process.keys}", KEYS),
+        "api-keys": _bind("./api-keys", API_KEYS),
+        "spill": {"type": "volume", "target": SPILL},
+    }
+    volumes = [sources[place] for place in process.places(engine) if place in sources]
+    service = _container(engine, ("topspin", *process.arguments), ENVIRONMENT | OFFLINE, volumes)
     if engine.pulled:
         done = {"condition": "service_completed_successfully"}
         service["depends_on"] = {f"pull-{place}": done for place in range(len(engine.pulled))}
+    if process.progress is None:
+        service["ports"] = [f"127.0.0.1:{HTTP_PORT}:{HTTP_PORT}"]
+        probe: tuple[str, ...] = ("python", "-c", HEALTH)
+    else:
+        probe = ("topspin", *probe_arguments(engine.plan, process.progress, ready=True))
+    service["healthcheck"] = {
+        "test": ["CMD", *probe],
+        "interval": "10s",
+        "timeout": "5s",
+        "start_period": "10m",
+    }
+    if process.ends_in_s:
+        service["stop_grace_period"] = f"{round(process.ends_in_s) + GRACE_S}s"
     return service
 
 
@@ -154,28 +145,6 @@ def _container(
         # Triton loads what it compiles from there.
         "tmpfs": [f"{CACHE}:exec,mode=1777", f"{RUN}:mode=1777", "/tmp:mode=1777"],
         "volumes": volumes,
-    }
-
-
-def _probed(engine: Engine, file: str) -> Object:
-    arguments = probe_arguments(engine.plan, file, ready=True)
-    return {"healthcheck": _check("topspin", *arguments)}
-
-
-def _http() -> Object:
-    return {
-        "ports": [f"127.0.0.1:{HTTP_PORT}:{HTTP_PORT}"],
-        "healthcheck": _check("python", "-c", HEALTH),
-        "stop_grace_period": f"{SHUTDOWN_TIMEOUT_S + GRACE_S}s",
-    }
-
-
-def _check(*command: str) -> Object:
-    return {
-        "test": ["CMD", *command],
-        "interval": "10s",
-        "timeout": "5s",
-        "start_period": "10m",
     }
 
 

@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from deploy.compose import compose_files
-from deploy.compose import hosts as compose_hosts
+from deploy.compose import compose_files, service_host
 from deploy.kubernetes.files import kubernetes_files
-from deploy.kubernetes.hosts import hosts as pod_hosts
+from deploy.kubernetes.objects import pod_host
 from deploy.observability.command import add_alerts, add_dashboard
 from deploy.placement.shapes import ModelShape
-from deploy.services.engine import Asked, Engine, engine_of, shares_memory
+from deploy.services.engine import Asked, Engine, engine_of
 from deploy.services.memory import memory_of
 from models.description.config import load_model_config
 from models.sources.hub import DEFAULT_MODEL, made_model_path
@@ -127,8 +126,8 @@ def rendered(
     plan: EnginePlan, asked: Asked, shape: ModelShape | None, *, form: Format
 ) -> tuple[Engine, Mapping[str, str]]:
     """Return an engine's services, and their files by path. Raises ConfigError."""
-    hosts = (compose_hosts if form == "compose" else pod_hosts)(share_memory=shares_memory(plan))
-    engine = engine_of(plan, asked, hosts=hosts, memory_of=memory_of(plan, shape))
+    host_of = service_host if form == "compose" else pod_host
+    engine = engine_of(plan, asked, host_of=host_of, memory_of=memory_of(plan, shape))
     if form == "compose":
         return engine, compose_files(engine, print_plan(engine.plan))
     return engine, kubernetes_files(engine)

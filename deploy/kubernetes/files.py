@@ -10,10 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from deploy.kubernetes.leader_worker import leader_groups, leader_worker_set, replaced
-from deploy.kubernetes.network import hosts_service, network_policies, public_service
-from deploy.kubernetes.pods import Object
+from deploy.kubernetes.network import hosts_service, network_policies
+from deploy.kubernetes.objects import Object
 from deploy.kubernetes.scaling import disruption_budgets, scaled_objects
-from deploy.kubernetes.shared import METRICS_KEY, inference_pool, models, pod_monitor
+from deploy.kubernetes.shared import (
+    METRICS_KEY,
+    inference_pool,
+    models,
+    pod_monitor,
+    public_service,
+)
 from deploy.kubernetes.workloads import optional_groups, workloads
 from deploy.observability.files import dashboard, prometheus_rule
 from deploy.services.engine import Engine

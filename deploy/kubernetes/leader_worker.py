@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from deploy.kubernetes.pods import Needs, Object, metadata
-from deploy.kubernetes.workloads import group_label, labelled, needs_of, node_pod
+from deploy.kubernetes.needs import Needs, node_needs
+from deploy.kubernetes.objects import Object, own
+from deploy.kubernetes.workloads import node_pod
 from deploy.services.engine import Engine, Group, Node
 
 
@@ -44,35 +45,33 @@ def leader_groups(engine: Engine) -> Iterator[LeaderGroup]:
 def leader_worker_set(engine: Engine, group: LeaderGroup) -> Object:
     """Return the groups of pods. All stages of a group ask for the most that one of them needs."""
     leaders, stages = group.leaders, group.stages
-    label = group_label(leaders.name)
     index = f"ordinal+{leaders.first}" if leaders.first else "ordinal"
     first = stages[0].index
     stage_index = f"worker*{group.num_stages}" + (f"+{first}" if first else "")
-    most = _most(engine, stages)
-    return {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": metadata(engine, leaders.name, "attention"),
-        "spec": {
-            "replicas": len(leaders.nodes),
-            "startupPolicy": "LeaderCreated",
-            "networkConfig": {"subdomainPolicy": "Shared"},
-            "rolloutStrategy": {
-                "type": "RollingUpdate",
-                "rollingUpdateConfiguration": {"maxUnavailable": 1},
-            },
-            "leaderWorkerTemplate": {
-                "size": 1 + group.num_stages,
-                "restartPolicy": "None",
-                "leaderTemplate": labelled(node_pod(engine, leaders.nodes[0], index), label),
-                "workerTemplate": labelled(node_pod(engine, stages[0], stage_index, most), label),
-            },
+    leader = node_pod(engine, leaders.nodes[0], index, group=leaders.name)
+    worker = node_pod(
+        engine, stages[0], stage_index, group=leaders.name, needs=_most(engine, stages)
+    )
+    spec = {
+        "replicas": len(leaders.nodes),
+        "startupPolicy": "LeaderCreated",
+        "networkConfig": {"subdomainPolicy": "Shared"},
+        "rolloutStrategy": {
+            "type": "RollingUpdate",
+            "rollingUpdateConfiguration": {"maxUnavailable": 1},
+        },
+        "leaderWorkerTemplate": {
+            "size": 1 + group.num_stages,
+            "restartPolicy": "None",
+            "leaderTemplate": leader,
+            "workerTemplate": worker,
         },
     }
+    return own(engine, "LeaderWorkerSet", leaders.name, "attention", spec)
 
 
 def _most(engine: Engine, stages: Sequence[Node]) -> Needs:
-    needs = [needs_of(engine, stage) for stage in stages]
+    needs = [node_needs(engine, stage) for stage in stages]
     memory = [each.memory for each in needs if each.memory is not None]
     return Needs(
         cpus=max(each.cpus for each in needs),

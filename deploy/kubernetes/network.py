@@ -1,135 +1,102 @@
-"""Who finds whom, and who may speak to whom.
+"""Connections of an engine's pods: the names by which they find each other, and who may connect.
 
-Owns Services and NetworkPolicies. Only gateways can be reached from outside an engine; within it
-each role reaches those that it sends to. Keys between processes hold beside that (docs/hosts.md).
+Owns the headless Service and the NetworkPolicies. Only gateways can be reached from outside an
+engine; within it each role reaches those that it sends to. Keys between processes hold beside that
+(docs/hosts.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
-from deploy.kubernetes.pods import (
-    COMPONENT,
-    INSTANCE,
-    KIND,
-    PART_OF,
-    Object,
-    labels,
-    metadata,
-    selector,
+from deploy.kubernetes.objects import COMPONENT, INSTANCE, Object, labels, named, own, selector
+from deploy.services.engine import CONTROL_PORT, DRAFT_PORT, Engine
+
+ROWS: Final = (
+    ("attention", "stage"),
+    ("stage", "stage"),
+    ("attention", "expert"),
+    ("stage", "expert"),
 )
-from deploy.services.engine import CONTROL_PORT, DRAFT_PORT, HTTP_PORT, Engine
+"""Who sends rows to whom, where they travel over the network."""
 
-ANY_PORT: Final = None
-"""Nodes listen for rows where the kernel gives them a port."""
 
-RECEIVES_FROM: Final[dict[str, dict[str, int | None]]] = {
-    "expert": {"attention": ANY_PORT, "stage": ANY_PORT},
-    "stage": {"attention": ANY_PORT, "stage": ANY_PORT},
-    "draft": {"attention": DRAFT_PORT},
-}
-"""Who sends rows, or asks for drafts, to whom."""
+class Connection(NamedTuple):
+    """Which pods connect to which, by component; `port` None: any, as the kernel gives it."""
 
-NODES: Final = ("attention", "stage", "expert", "draft")
+    senders: Sequence[str]
+    receiver: str
+    port: int | None
 
 
 def hosts_service(engine: Engine) -> Object:
     """Return the names of the pods; nodes must find each other before they are ready."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": engine.name, "labels": labels(engine, "hosts")},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {INSTANCE: engine.name},
-            "ports": [{"name": "control", "port": CONTROL_PORT}],
-        },
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {INSTANCE: engine.name},
+        "ports": [{"name": "control", "port": CONTROL_PORT}],
     }
-
-
-def public_service(engine: Engine) -> Object:
-    """Return the address that clients use. It has the gateways of all revisions that are ready."""
-    name = engine.asked.name
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "topspin", PART_OF: name}},
-        "spec": {
-            "selector": {PART_OF: name, KIND: "server"},
-            "ports": [{"name": "http", "port": HTTP_PORT, "targetPort": "http"}],
-        },
-    }
+    return named("Service", engine.name, labels(engine, "hosts"), spec)
 
 
 def network_policies(engine: Engine) -> list[Object]:
-    """Return a policy per role; what none allows is refused."""
+    """Return a policy per component; what none allows is refused."""
     if engine.is_whole:
-        return [_policy(engine, "engine", ingress=[_from_anywhere()], egress=[])]
-    roles = [role for role in NODES if any(group.role == role for group in engine.groups)]
-    components = _components(engine, roles)
-    callers = ["gateway", *components]
-    policies = [
-        _policy(
-            engine, "scheduler", ingress=[_peers("from", engine, callers, CONTROL_PORT)], egress=[]
-        ),
-        _policy(engine, "gateway", ingress=[_from_anywhere()], egress=[_to_scheduler(engine)]),
-    ]
-    for component in components:
-        senders = _senders(engine, component, components)
-        receivers = {
-            other: _senders(engine, other, components)[component]
-            for other in components
-            if component in _senders(engine, other, components)
-        }
-        policies.append(
-            _policy(
-                engine,
-                component,
-                ingress=[_peers("from", engine, [each], port) for each, port in senders.items()],
-                egress=[
-                    _to_scheduler(engine),
-                    *(_peers("to", engine, [each], port) for each, port in receivers.items()),
-                ],
-            )
-        )
+        return [_policy(engine, "engine", ingress=[_FROM_ANYWHERE], egress=[])]
+    nodes = list(_nodes(engine))
+    connections = list(_connections(nodes))
+    policies = []
+    for component in ("scheduler", "gateway", *nodes):
+        ingress = [
+            _rule("from", engine, each.senders, each.port)
+            for each in connections
+            if each.receiver == component
+        ]
+        egress = [
+            _rule("to", engine, [each.receiver], each.port)
+            for each in connections
+            if component in each.senders
+        ]
+        if component == "gateway":
+            ingress = [_FROM_ANYWHERE]
+        policies.append(_policy(engine, component, ingress=ingress, egress=egress))
     return policies
 
 
-def _components(engine: Engine, roles: Sequence[str]) -> list[str]:
-    """Return the kinds of pods that have nodes."""
-    if not engine.shares_memory:
-        return list(roles)
-    return ["nodes", *(role for role in roles if role == "draft")]
+def _nodes(engine: Engine) -> Iterator[str]:
+    """Yield the kinds of pods that have nodes."""
+    roles = {group.role for group in engine.groups}
+    if engine.shares_memory:
+        yield "nodes"
+        roles &= {"draft"}
+    yield from (role for role in ("attention", "stage", "expert", "draft") if role in roles)
 
 
-def _senders(engine: Engine, component: str, components: Sequence[str]) -> dict[str, int | None]:
-    """Return the pods that send to those of `component`, and the port (None: any)."""
-    attention = "nodes" if engine.shares_memory else "attention"
-    if component == "draft":
-        return {attention: DRAFT_PORT}
-    senders = {} if component == "nodes" else RECEIVES_FROM.get(component, {})
-    return {role: port for role, port in senders.items() if role in components}
+def _connections(nodes: Sequence[str]) -> Iterator[Connection]:
+    """Yield the connections of an engine whose pods have such nodes."""
+    yield Connection(["gateway", *nodes], "scheduler", CONTROL_PORT)
+    for sender, receiver in ROWS:
+        if sender in nodes and receiver in nodes:
+            yield Connection([sender], receiver, None)
+    if "draft" in nodes:
+        yield Connection(["nodes" if "nodes" in nodes else "attention"], "draft", DRAFT_PORT)
 
 
 def _policy(
     engine: Engine, component: str, *, ingress: Sequence[Object], egress: Sequence[Object]
 ) -> Object:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(engine, component, component),
-        "spec": {
-            "podSelector": {"matchLabels": selector(engine, component)},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": list(ingress),
-            "egress": [*egress, _TO_DNS],
-        },
+    spec = {
+        "podSelector": {"matchLabels": selector(engine, component)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": list(ingress),
+        "egress": [*egress, _TO_DNS],
     }
+    return own(engine, "NetworkPolicy", component, component, spec)
 
 
-def _peers(direction: str, engine: Engine, components: Sequence[str], port: int | None) -> Object:
+def _rule(direction: str, engine: Engine, components: Sequence[str], port: int | None) -> Object:
     chosen = {
         "matchLabels": {INSTANCE: engine.name},
         "matchExpressions": [
@@ -142,14 +109,7 @@ def _peers(direction: str, engine: Engine, components: Sequence[str], port: int 
     return rule
 
 
-def _to_scheduler(engine: Engine) -> Object:
-    return _peers("to", engine, ["scheduler"], CONTROL_PORT)
-
-
-def _from_anywhere() -> Object:
-    return {"ports": [{"protocol": "TCP", "port": "http"}]}
-
-
+_FROM_ANYWHERE: Final = {"ports": [{"protocol": "TCP", "port": "http"}]}
 _TO_DNS: Final = {
     "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
 }

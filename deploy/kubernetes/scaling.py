@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from deploy.kubernetes.pods import INSTANCE, KIND, Object, metadata
+from deploy.kubernetes.objects import INSTANCE, Object, own
+from deploy.kubernetes.pods import KIND
 from deploy.kubernetes.workloads import optional_groups
 from deploy.services.engine import Engine
 
@@ -33,17 +34,13 @@ def disruption_budgets(engine: Engine) -> list[Object]:
 
 
 def _budget(engine: Engine, kind: str) -> Object:
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(engine, f"{kind}s", kind),
-        "spec": {
-            "maxUnavailable": 1,
-            # While one node is away the others are not ready; a host can be emptied even so.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": {INSTANCE: engine.name, KIND: kind}},
-        },
+    spec = {
+        "maxUnavailable": 1,
+        # While one node is away the others are not ready; a host can be emptied even so.
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": {INSTANCE: engine.name, KIND: kind}},
     }
+    return own(engine, "PodDisruptionBudget", f"{kind}s", kind, spec)
 
 
 def scaled_objects(engine: Engine) -> list[Object]:
@@ -103,21 +100,14 @@ def _trigger(engine: Engine, query: str, threshold: float, metric_type: str) -> 
 def _scaled(
     engine: Engine, kind: str, name: str, least: int, most: int, triggers: list[Object]
 ) -> Object:
-    return {
-        "apiVersion": "keda.sh/v1alpha1",
-        "kind": "ScaledObject",
-        "metadata": metadata(engine, name, name),
-        "spec": {
-            "scaleTargetRef": {"kind": kind, "name": f"{engine.name}-{name}"},
-            "minReplicaCount": least,
-            "maxReplicaCount": most,
-            # A node that comes or goes costs a moment of all streams; weights are read anew.
-            "cooldownPeriod": QUIET_S,  # down to none; down to fewer:
-            "advanced": {
-                "horizontalPodAutoscalerConfig": {
-                    "behavior": {"scaleDown": {"stabilizationWindowSeconds": QUIET_S}}
-                }
-            },
-            "triggers": triggers,
-        },
+    down = {"scaleDown": {"stabilizationWindowSeconds": QUIET_S}}
+    spec = {
+        "scaleTargetRef": {"kind": kind, "name": f"{engine.name}-{name}"},
+        "minReplicaCount": least,
+        "maxReplicaCount": most,
+        # A node that comes or goes costs a moment of all streams; weights are read anew.
+        "cooldownPeriod": QUIET_S,  # down to none; down to fewer:
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": down}},
+        "triggers": triggers,
     }
+    return own(engine, "ScaledObject", name, name, spec)

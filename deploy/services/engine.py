@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -164,15 +164,23 @@ def shares_memory(plan: EnginePlan) -> bool:
     return plan.link.transport == "shm"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hosts:
-    """How processes are reached: the scheduler, and a node of a group."""
+class Location(NamedTuple):
+    """The place of a process: pod `number` of the like ones of `pods`, or `service` by itself."""
 
-    scheduler: Callable[[str], str]
-    node: Callable[[str, Group, NodeSpec], str]
+    pods: str
+    number: int
+    service: str
 
 
-def engine_of(plan: EnginePlan, asked: Asked, *, hosts: Hosts, memory_of: MemoryOf) -> Engine:
+SCHEDULER: Final = Location("scheduler", 0, "scheduler")
+JOINED: Final = Location("nodes", 0, "nodes")
+"""Of nodes that share memory, which are all on one host."""
+
+HostOf = Callable[[str, Location], str]
+"""From an engine's name and a place to the host name by which its process is reached."""
+
+
+def engine_of(plan: EnginePlan, asked: Asked, *, host_of: HostOf, memory_of: MemoryOf) -> Engine:
     """Return the services of a plan. Raises ConfigError for what a cluster cannot run."""
     check_asked(asked)
     revision = _revision(plan, asked)
@@ -180,7 +188,7 @@ def engine_of(plan: EnginePlan, asked: Asked, *, hosts: Hosts, memory_of: Memory
     if is_whole(plan):
         placed = _on_one_host(_spilling(plan))
     else:
-        placed = _apart(_spilling(plan), f"{asked.name}-{revision}", groups, hosts)
+        placed = _apart(_spilling(plan), f"{asked.name}-{revision}", groups, host_of)
         groups = tuple(_groups(placed))
     placed.check()
     engine = Engine(asked=asked, revision=revision, plan=placed, groups=groups, memory_of=memory_of)
@@ -240,13 +248,15 @@ def _on_one_host(plan: EnginePlan) -> EnginePlan:
     return msgspec.structs.replace(plan, nodes=tuple(nodes), network=None)
 
 
-def _apart(plan: EnginePlan, name: str, groups: tuple[Group, ...], hosts: Hosts) -> EnginePlan:
+def _apart(plan: EnginePlan, name: str, groups: tuple[Group, ...], host_of: HostOf) -> EnginePlan:
     """Return the plan of processes that each have a container."""
     trusted = plan.network is not None and plan.network.trusted
     placed: dict[tuple[str, int], Node] = {}
     for group in groups:
         for node in group.nodes:
-            changes: dict[str, object] = {"host": hosts.node(name, group, node)}
+            location = Location(group.name, node.index - group.first, f"{node.role}-{node.index}")
+            is_joined = shares_memory(plan) and node.role != "draft"
+            changes: dict[str, object] = {"host": host_of(name, JOINED if is_joined else location)}
             if isinstance(node, DraftNode):
                 changes["address"] = f"tcp://{changes['host']}:{DRAFT_PORT}"
             if node.place.is_gpu:
@@ -262,7 +272,7 @@ def _apart(plan: EnginePlan, name: str, groups: tuple[Group, ...], hosts: Hosts)
         plan,
         nodes=tuple(placed[node.role, node.index] for node in plan.nodes),
         network=NetworkSpec(
-            control=f"tcp://{hosts.scheduler(name)}:{CONTROL_PORT}", trusted=trusted
+            control=f"tcp://{host_of(name, SCHEDULER)}:{CONTROL_PORT}", trusted=trusted
         ),
         failover=failover,
     )

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from deploy.services.arguments import INIT
+from deploy.services.processes import INIT
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
 from models.sources.hub import cache_root
 from tests.system.hosts import add_link, run_ip

@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.images.compile_kernels import kernels
-from deploy.services.arguments import CACHE, ENVIRONMENT, INIT, RUN, USER
 from deploy.services.engine import HTTP_PORT, MODELS, SPILL
+from deploy.services.processes import CACHE, ENVIRONMENT, INIT, RUN, USER
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from app.cli.deploy import rendered
-from deploy.kubernetes.pods import Object
+from deploy.kubernetes.objects import Object
 from deploy.services.engine import Asked, Engine
 from tests.structs import changed
 from topspin.plan.file import read_plan

@@ -18,7 +18,7 @@ from app.cli.deploy import rendered
 from app.cli.keys import make
 from app.cli.main import _parser
 from app.launch.role import index_of
-from deploy.kubernetes.pods import Object
+from deploy.kubernetes.objects import Object
 from deploy.placement.shapes import ModelShape
 from deploy.services.engine import Asked, Engine
 from models.description.config import load_model_config

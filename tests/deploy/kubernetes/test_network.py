@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from deploy.kubernetes.pods import Object
+from deploy.kubernetes.objects import Object
 from deploy.services.engine import CONTROL_PORT, DRAFT_PORT, HTTP_PORT
 from tests.deploy.kubernetes.renders import objects_of, render, selects, templates
 
