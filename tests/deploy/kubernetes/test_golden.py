@@ -16,11 +16,10 @@ GOLDEN = Path(__file__).parent / "golden"
 EXAMPLES = {
     "kubernetes": "kubernetes",
     "one_pod": "unequal",
-    "whole_gpu": "planned/8xh200",
+    "whole_cpu": "one process, 2 threads",
     "whole_gpus": "planned/h20_l40s",
 }
-"""By name of the file: the plan of docs/plans."""
-
+"""By name of the file: the plan."""
 
 UNSHOWN = ("plan.yaml", "dashboard.json", "alerts.yaml")
 """Files that are no engine's, and the plan, which is the example's."""

@@ -8,11 +8,19 @@ import pytest
 
 from deploy.kubernetes.objects import Object
 from deploy.services.engine import CONTROL_PORT, DRAFT_PORT, HTTP_PORT
-from tests.deploy.kubernetes.renders import objects_of, render, selects, templates
+from tests.deploy.kubernetes.renders import (
+    APART,
+    objects_of,
+    plan_named,
+    render,
+    selects,
+    templates,
+)
 
 Labels = Mapping[str, str]
 ROWS_PORT = 41234
 """One that the kernel might give."""
+PORTS = (CONTROL_PORT, HTTP_PORT, DRAFT_PORT, ROWS_PORT)
 
 
 def allows(policies: list[Object], source: Labels, target: Labels, port: int) -> bool:
@@ -58,48 +66,28 @@ def connections(name: str) -> set[tuple[str, str, int]]:
         (source, target, port)
         for source in pods
         for target in pods
-        for port in (CONTROL_PORT, HTTP_PORT, DRAFT_PORT, ROWS_PORT)
+        for port in PORTS
         if target != "stranger" and allows(policies, pods[source], pods[target], port)
     }
 
 
-def rows(source: str, target: str) -> set[tuple[str, str, int]]:
-    """Return what nodes that take rows allow: they listen on any port."""
-    ports = (CONTROL_PORT, HTTP_PORT, DRAFT_PORT, ROWS_PORT)
-    return {(source, target, port) for port in ports}
+ROWS = (("attention", "expert"), ("attention", "stage"), ("stage", "stage"), ("stage", "expert"))
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "kubernetes",
-            {("attention", "scheduler", 7000), ("expert", "scheduler", 7000)}
-            | rows("attention", "expert"),
-        ),
-        ("unequal", {("nodes", "scheduler", 7000)}),
-        (
-            "stages, tcp",
-            {(each, "scheduler", 7000) for each in ("attention", "stage", "expert")}
-            | rows("attention", "expert")
-            | rows("attention", "stage")
-            | rows("stage", "stage")
-            | rows("stage", "expert"),
-        ),
-        (
-            "drafts, gpus",
-            {(each, "scheduler", 7000) for each in ("attention", "expert", "draft")}
-            | rows("attention", "expert")
-            | {("attention", "draft", 7100)},
-        ),
-    ],
-)
-def test_only_the_connections_of_an_engine_pass(
-    name: str, expected: set[tuple[str, str, int]]
-) -> None:
+@pytest.mark.parametrize("name", [*APART, "drafts, gpus"])
+def test_only_the_connections_of_an_engine_pass(name: str) -> None:
+    plan = plan_named(name)
+    roles = {node.role for node in plan.nodes}
+    joined = roles - {"draft"} if plan.link.transport == "shm" else set()
+    pods = {"nodes" if role in joined else role for role in roles}
     # Who asks by HTTP is not restricted, but pods of the engine may not.
-    always = {("gateway", "scheduler", CONTROL_PORT), ("stranger", "gateway", HTTP_PORT)}
-    assert connections(name) == expected | always
+    expected = {("stranger", "gateway", HTTP_PORT)}
+    expected |= {(each, "scheduler", CONTROL_PORT) for each in pods | {"gateway"}}
+    # Nodes that take rows listen on any port.
+    expected |= {(*pair, port) for pair in ROWS if pods.issuperset(pair) for port in PORTS}
+    if "draft" in pods:
+        expected.add(("nodes" if joined else "attention", "draft", DRAFT_PORT))
+    assert connections(name) == expected
 
 
 def test_revisions_cannot_reach_each_other() -> None:

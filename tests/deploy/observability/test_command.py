@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from deploy.observability.command import add_alerts, add_dashboard
-from deploy.observability.files import dashboard, prometheus_rule, rules
+from deploy.observability.files import dashboard, rules
 from topspin.errors import ConfigError
 
 
@@ -33,11 +33,14 @@ def test_alerts_are_written_for_prometheus_or_its_operator(tmp_path: Path) -> No
     assert yaml.safe_load(file.read_text()) == rules()
     flags = ["--format", "PrometheusRule", "--name", "moe", "--ttft-p95", "0.75"]
     assert run("alerts", "-o", str(file), *flags) == 0
-    assert yaml.safe_load(file.read_text()) == prometheus_rule("moe", 0.75)
+    made = yaml.safe_load(file.read_text())
+    assert (made["apiVersion"], made["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert made["metadata"]["name"] == "moe"
+    assert made["spec"] == rules(0.75)
     assert "> 0.75" in file.read_text()
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1000"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "160"])
 def test_a_limit_that_cannot_be_told_is_refused(tmp_path: Path, seconds: str) -> None:
     with pytest.raises(ConfigError, match="to the first token"):
         run("alerts", "-o", str(tmp_path / "alerts.yaml"), "--ttft-p95", seconds)
