@@ -8,6 +8,7 @@
 #   make check      all that must hold before a commit; rewrites nothing
 #   make fix        formats and mends what ruff can mend
 #   make bench      every benchmark, as JSON on stdout or under benchmarks/results
+#   make map        the files that one streamed token passes (ARGS=--write: into docs/architecture.md)
 #   make gpu        what a GPU shows in 8 minutes: smoke tests, rooflines, decode (GPU_PYTHON=python3)
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ SOURCES = $(PACKAGES) tests benchmarks docs .ci
 
 BENCHMARKS = vs_transformers m2n disaggregation pingpong payload scheduler_overhead cpu_kernels gateway startup
 
-.PHONY: help serve venv test test-slow test-clients check fix bench gpu clean
+.PHONY: help serve venv test test-slow test-clients check fix bench map gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -83,6 +84,10 @@ bench: $(VENV)/.installed-test
 	@set -e; for name in $(BENCHMARKS); do \
 	  echo "== $$name"; $(VENV)/bin/python -m benchmarks.$$name; \
 	done
+
+map: $(VENV)/.installed-test
+	$(VENV)/bin/topspin pull $(MODEL)
+	$(VENV)/bin/python -m benchmarks.token_path $(MODEL) $(ARGS)
 
 # Each part ends by itself in its time; one that hangs is stopped a little later.
 gpu:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -110,12 +111,25 @@ def measure(urls: Sequence[str], *, rounds: int) -> list[Medians]:
 
 
 @contextmanager
-def serving(model: str, flags: Sequence[str], *, tree: Path | None = None) -> Iterator[str]:
-    """Run `topspin serve`, of the checkout `tree` if there is one, and give its URL."""
+def serving(
+    model: str,
+    flags: Sequence[str],
+    *,
+    tree: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Run `topspin serve`, of the checkout `tree` if there is one, and give its URL.
+
+    `environment` is added to ours.
+    """
     python = sys.executable if tree is None else str(tree.resolve() / ".venv/bin/python")
-    command = [python, "-P", "-m", "topspin", "serve", model, "--port", "0", *flags]
     server = subprocess.Popen(
-        command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [python, "-P", "-m", "topspin", "serve", model, "--port", "0", *flags],
+        cwd=tree,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert server.stdout is not None
     try:

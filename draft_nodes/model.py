@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from attention_nodes.step.recorded_steps import key_of, recorded_steps
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.step_inputs import MicroBatchInputs, StepInputs, host_part
 from draft_nodes.kv_layout import KvLayout, Placed
-from kernels.cpu.compiled.slowdown import slowdown_of
 from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
 from models.checkpoints.checkpoint import Checkpoint
@@ -35,6 +34,9 @@ from spec_decode.draft import ROOT
 from spec_decode.forest import MAX_CHUNK, Kept, Rows
 from topspin.plan.precision import Rules, formats
 from topspin.process import release_freed_memory
+
+if TYPE_CHECKING:  # a host with a GPU may lack numba, with which it is compiled
+    from kernels.cpu.compiled.slowdown import Slowdown
 
 BLOCK_SIZE: Final = 16
 MIN_QUERY_BOUND: Final = 2
@@ -91,7 +93,11 @@ class DraftModel:
             if recordings
             else None
         )
-        self._slowdown = slowdown_of(slow)
+        self._slowdown: Slowdown | None = None
+        if slow > 1:
+            from kernels.cpu.compiled.slowdown import Slowdown
+
+            self._slowdown = Slowdown(slow)
 
     @classmethod
     def load(cls, path: Path, settings: Settings) -> DraftModel:

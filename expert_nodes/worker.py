@@ -119,9 +119,9 @@ def load_experts(
     experts.trace = ring_of(config)
     if config.node.slow > 1:
         # Compiled, with a package that hosts with a GPU may lack.
-        from kernels.cpu.compiled.slowdown import slowdown_of
+        from kernels.cpu.compiled.slowdown import Slowdown
 
-        experts.slowdown = slowdown_of(config.node.slow)
+        experts.slowdown = Slowdown(config.node.slow)
     release_freed_memory()
     return experts
 

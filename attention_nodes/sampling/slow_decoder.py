@@ -13,7 +13,6 @@ from torch import Tensor
 from attention_nodes.step.decoder import Decoder, Layer, Layers
 from attention_nodes.step.step_inputs import MicroBatchInputs
 from kernels.contracts import Routing
-from kernels.cpu.compiled.slowdown import Slowdown
 
 
 class SlowLayers(Layers):
@@ -21,6 +20,9 @@ class SlowLayers(Layers):
 
     def __init__(self, *arguments: Any, slow: float, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        # Imported here: a host with a GPU may lack numba, with which it is compiled.
+        from kernels.cpu.compiled.slowdown import Slowdown
+
         self._slowdown = Slowdown(slow)
 
     def attention_half(

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.engine import open_engine
+from benchmarks.gpu.engine import fitting, open_engine
 from benchmarks.gpu.part import Part, open_part, parse, parser
 from benchmarks.gpu.timing import measure_bandwidths
 from benchmarks.gpu.workload import FULL, QUICK, Variant, Workload
@@ -201,6 +201,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         bytes_per_s = measure_bandwidths(part, runtime, is_quick=args.quick)
         # The buffers are 8 GiB; the model needs the memory.
         runtime.release_cached()
+        if on_gpu:
+            asked, workload = workload, fitting(workload, runtime.memory())
+            if workload.context < asked.context:
+                part.figure(
+                    f"context {workload.context} instead of {asked.context}: the memory has no more"
+                )
         begin = time.perf_counter()
         engine = open_engine(workload, args.device, variant)
         built_s = time.perf_counter() - begin

@@ -15,7 +15,7 @@ import gc
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,10 +31,11 @@ from benchmarks.gpu.weights import RandomWeights
 from benchmarks.gpu.workload import Fields, Variant, Workload
 from expert_nodes.experts import Experts
 from kernels.dispatch import select_ops
-from kernels.runtime import Runtime, open_runtime
+from kernels.runtime import DeviceMemory, Runtime, open_runtime
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch, NetShape
 from models.description.config import ModelConfig, load_model_config
+from topspin.errors import ConfigError
 from topspin.expert_table import uniform_table
 from topspin.messages import StepPlan, StepResult
 from topspin.plan.from_flags import ModelFacts, resolve
@@ -50,6 +51,9 @@ from topspin.plan.spec import NodeConfig
 
 BLOCK_SIZE = 16
 SEED = 0
+CONTEXT_STEP = 256
+KEPT_SHARE = 0.93
+"""The share of free memory for weights and keys; activations and graphs have the rest."""
 
 
 @dataclass(eq=False)
@@ -286,6 +290,31 @@ def node_config(
         num_experts=0 if model.moe is None else model.moe.num_experts,
     )
     return resolve(config, facts).for_node()
+
+
+def fitting(workload: Workload, memory: DeviceMemory) -> Workload:
+    """Return `workload` with as much of its context as fits beside the weights in free `memory`.
+
+    Raises ConfigError if the weights alone leave no room for a context.
+    """
+    model = read_fields(workload.fields)
+    assert model.moe is not None
+    itemsize = 4 if model.dtype == "float32" else 2
+    embeddings = model.vocab_size * model.hidden_size * itemsize
+    for context in range(workload.context, 0, -CONTEXT_STEP):
+        fitted = replace(workload, context=context)
+        kept = decode_floor(
+            model,
+            itemsize=itemsize,
+            touched=[model.moe.num_experts] * len(model.moe_layers),
+            contexts=[fitted.max_len] * max(workload.batches),
+        )
+        if embeddings + sum(kept.values()) <= KEPT_SHARE * (memory.free + memory.cached):
+            return fitted
+    raise ConfigError(
+        f"{workload.name}: {memory.free / 2**30:.1f} GiB of the device are free, which its weights "
+        "and keys do not fit; give fewer sequences with --batch"
+    )
 
 
 def open_engine(workload: Workload, device: str, variant: Variant) -> GpuEngine:

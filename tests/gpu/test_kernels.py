@@ -196,9 +196,11 @@ def test_attention_of_decode_with_retrieval(device: torch.device) -> None:
 def test_router(num_rows: int, device: torch.device) -> None:
     logits = randn(num_rows, SIZES.experts, device=device).float()
     found = route(logits, top_k=SIZES.top_k, renormalise=True)
-    wanted = reference.route(logits, top_k=SIZES.top_k, renormalise=True)
-    assert torch.equal(found.experts, wanted.experts)
-    torch.testing.assert_close(found.weights, wanted.weights)
+    # The reference's topk orders equal logits, of which there are some, as it likes.
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, : SIZES.top_k]
+    weights = logits.softmax(dim=-1).gather(-1, order)
+    assert torch.equal(found.experts, order)
+    torch.testing.assert_close(found.weights, weights / weights.sum(dim=-1, keepdim=True))
     slot_of = torch.arange(SIZES.experts, dtype=torch.int32, device=device)[None]
     slots = local_slots(found.experts, slot_of)
     assert torch.equal(slots[0].long(), found.experts)

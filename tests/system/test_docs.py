@@ -35,6 +35,7 @@ QUICK_START = "tests.system.test_quickstart.test_the_quick_start_works"
 BEFORE_A_CLUSTER = "tests.test_docs.test_the_steps_before_a_cluster_run"
 RUN_BY: dict[str, tuple[str, ...]] = {
     "README.md": (BY_HAND, *2 * (QUICK_START,)),
+    "first_change.md": 6 * ("test_a_first_change",),
     "hosts.md": 2 * ("test_the_processes_of_an_engine_started_by_hand",),
     "kubernetes.md": (
         CLUSTER,
@@ -141,6 +142,27 @@ def test_dashboard_and_alerts_are_written(tmp_path: Path) -> None:
 def test_facts_for_a_report(tmp_path: Path) -> None:
     ((_, text),) = commands_of("troubleshooting.md")
     assert "torch" in run(text, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_first_change(tmp_path: Path) -> None:
+    """The page's tests pass, fail for the reason that it names, and pass, in a copy."""
+    copy = tmp_path / "topspin"
+    left_out = shutil.ignore_patterns(".*", "results", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    (copy / ".venv").symlink_to(Path(sys.executable).parents[1])
+    run("git init -q; git add .; git -c user.name=a -c user.email=a@b commit -qm a", copy)
+    tests, *changes, back = [text for _, text in commands_of("first_change.md")]
+    again = f"{tests.strip()} -k temperature 2>&1 || true"
+    assert " passed" in run(tests, copy)
+    failures = []
+    for change in changes:
+        run(change, copy)
+        failures.append(sorted(set(re.findall(r"FAILED .*::(\w+)", run(again, copy)))))
+    cold, low = "test_a_temperature_below_a_hundredth_is_greedy", "test_a_low_temperature_is_nearly"
+    assert failures == [[cold], [], [f"{low}_greedy"], []]
+    run(back, copy)
+    assert run("git status --porcelain --untracked-files=no", copy) == ""
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 import numba
+import numpy as np
 import torch
 from numba.core import types
 from numba.core.dispatcher import Dispatcher
@@ -245,7 +246,7 @@ def _sources(function: Callable[..., Any]) -> _Sources:
             value = current.__globals__.get(name)
             if isinstance(value, Dispatcher):
                 found.add(value.py_func)
-            elif isinstance(value, int | float | str | tuple):
+            elif isinstance(value, int | float | str | tuple | np.generic):
                 constants.add(f"{current.__module__}.{name} = {value!r}")
             elif num_bytes := getattr(value, STACK_BYTES, None):
                 constants.add(f"{current.__module__}.{name} = {num_bytes} bytes")

@@ -49,11 +49,6 @@ class Slowdown:
         launch_alone(_end, self._arguments, _nothing)
 
 
-def slowdown_of(factor: float) -> Slowdown | None:
-    """Return the slowdown of a device; None: it is this one."""
-    return Slowdown(factor) if factor > 1 else None
-
-
 def _nothing() -> None:
     """Is never called: the ops leave nothing undone."""
 

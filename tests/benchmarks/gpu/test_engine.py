@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from benchmarks.byte_floor import expert_numbers
-from benchmarks.gpu.engine import Touched, open_engine
+from benchmarks.gpu.engine import Touched, fitting, open_engine
 from benchmarks.gpu.plans import Plans
-from benchmarks.gpu.workload import QUICK, Variant
+from benchmarks.gpu.workload import FULL, QUICK, Variant
+from kernels.runtime import DeviceMemory
 from m2n_comm.net import ExpertBatch
 from topspin.errors import ConfigError
 from topspin.messages import StepPlan
@@ -185,3 +186,14 @@ def test_touched_reads_what_a_replay_has_written() -> None:
     recorded[4, 0, 1].slots[:2] = torch.tensor([[9, 6], [6, 7]])
     assert touched.counts((3, 2)) == [5, 0]
     assert touched.counts((2, 2)) == [0, 0]
+
+
+def test_the_context_is_what_fits_beside_the_weights() -> None:
+    """On 80 GB, of which 79.6 GiB are free, the full context needs 84.8 GiB; 141 GB are enough."""
+    gib = 2**30
+    fitted = fitting(FULL, DeviceMemory(80 * gib, int(79.6 * gib)))
+    assert 1024 <= fitted.context < FULL.context
+    assert replace(fitted, context=FULL.context) == FULL
+    assert fitting(FULL, DeviceMemory(140 * gib, 139 * gib)) == FULL
+    with pytest.raises(ConfigError, match=r"Qwen3-30B-A3B: 48.0 GiB .* --batch"):
+        fitting(FULL, DeviceMemory(48 * gib, 48 * gib))

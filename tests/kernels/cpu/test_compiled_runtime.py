@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.compiled import codebooks, retrieval, runtime
+from kernels.cpu.compiled import codebooks, retrieval, runtime, sampling
 from kernels.cpu.compiled.runtime import (
     Kernel,
     float_word,
@@ -156,6 +157,7 @@ def test_code_is_kept_where_the_user_says(tmp_path: Path, run_program: Callable[
     [
         (codebooks, "NUM_CENTROIDS", codebooks._code, 32),  # of kernels.contracts
         (retrieval, "SEGMENT_KEYS", retrieval._search, 512),  # of topspin.plan.retrieval
+        (sampling, "_COLDEST", sampling.choose, np.float32(0.01)),  # of kernels.sampling
         (retrieval, "_scratch_tables", retrieval._search, simd.stack(64)),
     ],
 )

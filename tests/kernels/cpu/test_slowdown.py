@@ -8,7 +8,7 @@ import pytest
 
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.compiled.runtime import Kernel, launch, offsets
-from kernels.cpu.compiled.slowdown import MIN_SLEEP_NS, Slowdown, slowdown_of
+from kernels.cpu.compiled.slowdown import MIN_SLEEP_NS, Slowdown
 from kernels.cpu.recorder import CpuRuntime
 from kernels.cpu.simd.lanes import read_i64
 from kernels.cpu.simd.system import thread_ns
@@ -63,8 +63,3 @@ def test_a_recorded_slowdown_is_part_of_the_program() -> None:
     wall_ns, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
     replay()
     check(8_000_000, time.monotonic_ns() - wall_ns, time.thread_time_ns() - cpu_ns)
-
-
-def test_a_device_of_this_speed_has_none() -> None:
-    assert slowdown_of(1.0) is None
-    assert slowdown_of(1.25) is not None
