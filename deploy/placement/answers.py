@@ -14,22 +14,29 @@ from typing import NamedTuple
 import msgspec
 
 from deploy.placement.cluster import HostLink
-from deploy.placement.fleet import largest
-from deploy.placement.rating import Rater, Rating, milliseconds
-from deploy.placement.search import (
+from deploy.placement.search.fleet import largest
+from deploy.placement.search.layouts import (
+    Device,
+    EngineLayout,
+    Host,
+    layouts_of,
+    most_copies,
+    price_of,
+)
+from deploy.placement.search.rating import Rater, Rating, milliseconds
+from deploy.placement.search.search import (
     Inputs,
     Result,
     fleet_inputs,
     search,
 )
-from deploy.placement.units import Device, Host, Unit, most_copies, price_of, units_of
 from deploy.placement.workload import answer_s, asked_load
 
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """By which a thing is changed to see what would flip a decision."""
-FLIP_UNITS = 12
+FLIP_LAYOUTS = 12
 """Engines that are searched again for a flip, beside the best of every class."""
-MAX_MERGED_UNITS = 400
+MAX_MERGED_LAYOUTS = 400
 """Engines over two hosts that are rated."""
 BEST_SHOWN = 40
 """Engines that are asked for their figures at the workload's load."""
@@ -59,8 +66,8 @@ def offers_of(inputs: Inputs, rater: Rater, ratings: Sequence[Rating]) -> list[O
     for rating in ratings:
         load = rating.load(workload)
         copies = max(1, math.ceil(asked / load - 1e-9)) if load else 0
-        if copies and copies <= most_copies(rating.unit, workload.max_price_per_hour):
-            sized.append((price_of(rating.unit, copies), rating, copies))
+        if copies and copies <= most_copies(rating.layout, workload.max_price_per_hour):
+            sized.append((price_of(rating.layout, copies), rating, copies))
     sized.sort(key=lambda each: (each[0], -each[1].load(workload) * each[2]))
     found = []
     for price, rating, copies in _best_of_each(sized):
@@ -79,7 +86,7 @@ def _best_of_each(
     seen: set[str] = set()
     num_others = 0
     for each in sized:
-        name = class_of(each[1].unit)
+        name = class_of(each[1].layout)
         if name not in seen or num_others < BEST_SHOWN:
             num_others += name in seen
             seen.add(name)
@@ -106,18 +113,18 @@ def front_of(offers: Sequence[Offer]) -> list[Offer]:
     return front
 
 
-def class_of(unit: Unit) -> str:
-    """Return what kind of engine a unit is: its host, and which device types serve which role."""
-    attention = " + ".join(sorted({seat.device.name for seat, _ in unit.holders}))
-    if unit.stages:
+def class_of(layout: EngineLayout) -> str:
+    """Return what kind of engine a layout is: its host, and which device types serve which role."""
+    attention = " + ".join(sorted({slot.device.name for slot, _ in layout.holders}))
+    if layout.stages:
         attention = f"{attention} by layer ranges"
-    experts = " + ".join(sorted({seat.device.name for seat, _ in unit.experts}))
-    host = unit.host.spec.name
-    if unit.layout == "one_process":
+    experts = " + ".join(sorted({slot.device.name for slot, _ in layout.experts}))
+    host = layout.host.spec.name
+    if layout.kind == "one_process":
         return f"{host}: both roles on {attention}, one process"
-    if not unit.experts:
+    if not layout.experts:
         return f"{host}: {attention}"
-    if unit.layout == "turns":
+    if layout.kind == "turns":
         return f"{host}: both roles on {attention}, in turns"
     return f"{host}: attention on {attention}, experts on {experts}"
 
@@ -133,31 +140,33 @@ class Loser(NamedTuple):
 def losers_of(inputs: Inputs, result: Result, offers: Sequence[Offer]) -> list[Loser]:
     """Return for every class that the fleet does not have why its best engine lost."""
     workload = inputs.workload
-    taken = {class_of(member.rating.unit) for member in result.members}
+    taken = {class_of(member.rating.layout) for member in result.members}
     best: dict[str, Rating] = {}
     for rating in result.ratings:
-        name = class_of(rating.unit)
+        name = class_of(rating.layout)
         if name not in best or _merit(rating, inputs) > _merit(best[name], inputs):
             best[name] = rating
     by_class: dict[str, Offer] = {}
     for offer in offers:
-        by_class.setdefault(class_of(offer.rating.unit), offer)
+        by_class.setdefault(class_of(offer.rating.layout), offer)
     losers = []
     for name, rating in best.items():
         if name in taken:
             continue
         if rating.point is None:
-            losers.append(Loser(name, str(rating.unit), rating.binding.text))
+            losers.append(Loser(name, str(rating.layout), rating.binding.text))
         elif name not in by_class:
-            carried = most_copies(rating.unit, workload.max_price_per_hour) * rating.load(workload)
+            carried = most_copies(rating.layout, workload.max_price_per_hour) * rating.load(
+                workload
+            )
             reason = (
-                f"carries {carried:.3g} {unit_of(inputs)} of {asked_load(workload):.3g}: "
+                f"carries {carried:.3g} {load_unit(inputs)} of {asked_load(workload):.3g}: "
                 f"{rating.binding.text}"
             )
-            losers.append(Loser(name, str(rating.unit), reason))
+            losers.append(Loser(name, str(rating.layout), reason))
         else:
             offer = by_class[name]
-            losers.append(Loser(name, str(offer.rating.unit), _worse(inputs, result, offer)))
+            losers.append(Loser(name, str(offer.rating.layout), _worse(inputs, result, offer)))
     return losers
 
 
@@ -165,11 +174,11 @@ def _merit(rating: Rating, inputs: Inputs) -> tuple[float, float]:
     """Return load per price, or by how little it fails."""
     if rating.point is None:
         return 0.0, -rating.binding.needs / max(rating.binding.has, 1e-9)
-    price = rating.unit.price_per_hour or 1e-6 * sum(rating.unit.used)
+    price = rating.layout.price_per_hour or 1e-6 * sum(rating.layout.used)
     return rating.load(inputs.workload) / price, 0.0
 
 
-def unit_of(inputs: Inputs) -> str:
+def load_unit(inputs: Inputs) -> str:
     """Return what a load counts."""
     return "requests/s" if inputs.workload.users is None else "users"
 
@@ -188,9 +197,9 @@ def _worse(inputs: Inputs, result: Result, offer: Offer) -> str:
             f"{milliseconds(offer.tpot_s)} against {milliseconds(best.tpot_s)})"
         )
     each = offer.rating.load(workload)
-    carries = f"an engine carries {each:.3g} {unit_of(inputs)} ({offer.rating.binding.text})"
+    carries = f"an engine carries {each:.3g} {load_unit(inputs)} ({offer.rating.binding.text})"
     if workload.objective == "max_throughput":
-        per_price = each / (offer.rating.unit.price_per_hour or 1.0)
+        per_price = each / (offer.rating.layout.price_per_hour or 1.0)
         return f"{carries}, {per_price:.3g} per price"
     return f"{offer.price:.4g} per hour against {result.price:.4g}: {carries}"
 
@@ -207,16 +216,16 @@ def answers_of(inputs: Inputs, result: Result, offers: Sequence[Offer]) -> list[
 
 
 def _disaggregation(inputs: Inputs, result: Result, offers: Sequence[Offer]) -> str:
-    chosen = result.members[0].rating.unit
-    is_apart = chosen.layout == "apart"
-    others = [each for each in offers if (each.rating.unit.layout == "apart") != is_apart]
+    chosen = result.members[0].rating.layout
+    is_apart = chosen.kind == "apart"
+    others = [each for each in offers if (each.rating.layout.kind == "apart") != is_apart]
     if not others:
         why = _why_none(inputs, result, apart=not is_apart)
         if is_apart:
             return f"Disaggregate: nothing else meets the targets ({why})."
         return f"Do not disaggregate: no engine with both roles apart meets the targets ({why})."
     other = min(others, key=lambda each: _order(inputs, each))
-    told = f"the best other way, {other.rating.unit}: {_worse(inputs, result, other)}"
+    told = f"the best other way, {other.rating.layout}: {_worse(inputs, result, other)}"
     return f"{'Disaggregate' if is_apart else 'Do not disaggregate'}: {told}."
 
 
@@ -229,11 +238,11 @@ def _order(inputs: Inputs, offer: Offer) -> tuple[float, ...]:
 
 
 def _why_none(inputs: Inputs, result: Result, *, apart: bool) -> str:
-    tried = [each for each in result.ratings if (each.unit.layout == "apart") == apart]
+    tried = [each for each in result.ratings if (each.layout.kind == "apart") == apart]
     if not tried:
         return "there is none on these hosts"
     best = max(tried, key=lambda each: _merit(each, inputs))
-    return f"{best.unit}: {best.binding.text}"
+    return f"{best.layout}: {best.binding.text}"
 
 
 def _quantisation(inputs: Inputs, result: Result) -> str:
@@ -243,20 +252,20 @@ def _quantisation(inputs: Inputs, result: Result) -> str:
         return "Weights stay as stored: the workload allows no divergence (max_kl)."
     if inputs.sensitivity is None:
         return "Weights stay as stored: without --sensitivity nothing says what quantisation costs."
-    idx = next(i for i, each in enumerate(result.ratings) if each.unit is chosen.unit)
+    idx = next(i for i, each in enumerate(result.ratings) if each.layout is chosen.layout)
     plain, quantised = result.plain[idx], result.quantised[idx]
-    unit = unit_of(inputs)
+    layout = load_unit(inputs)
     if chosen.formats.is_stored:
         if quantised is None:
             return "Do not quantise: no format is within max_kl on these devices."
         return (
-            f"Do not quantise: {quantised.formats} carries {quantised.load(workload):.3g} {unit} "
+            f"Do not quantise: {quantised.formats} carries {quantised.load(workload):.3g} {layout} "
             f"where stored weights carry {plain.load(workload):.3g}."
         )
     told = f"carry {plain.load(workload):.3g}" if plain.point else f"fail ({plain.binding.text})"
     return (
         f"Quantise ({chosen.formats}; divergence {chosen.formats.kl:.3g} of at most "
-        f"{workload.max_kl:.3g}): it carries {result.ratings[idx].load(workload):.3g} {unit} per "
+        f"{workload.max_kl:.3g}): it carries {result.ratings[idx].load(workload):.3g} {layout} per "
         f"engine, stored weights {told}."
     )
 
@@ -269,25 +278,25 @@ def refusal_of(inputs: Inputs, result: Result) -> str:
         best = max(result.ratings, key=lambda each: _merit(each, inputs), default=None)
         if best is None:
             return "no engine can be made of these hosts: no link joins their devices"
-        return f"no engine meets the targets; the nearest, {best.unit}: {best.binding.text}"
+        return f"no engine meets the targets; the nearest, {best.layout}: {best.binding.text}"
     best = max(working, key=lambda each: _merit(each, inputs))
     unlimited = dataclasses.replace(
         inputs, workload=msgspec.structs.replace(workload, max_price_per_hour=None)
     )
-    asked, unit = asked_load(workload), unit_of(inputs)
+    asked, layout = asked_load(workload), load_unit(inputs)
     if workload.max_price_per_hour is not None:
         dearer = search(unlimited)
         if dearer.members:
             return (
-                f"{asked:.4g} {unit} cost {dearer.price:.4g} per hour at least, of which "
+                f"{asked:.4g} {layout} cost {dearer.price:.4g} per hour at least, of which "
                 f"max_price_per_hour allows {workload.max_price_per_hour:.4g}"
             )
     hosts, engines = fleet_inputs(inputs.hosts, result.ratings, workload)
     most = largest(hosts, engines, max_price=workload.max_price_per_hour)
     carried = 0.0 if most is None else most.rate
     return (
-        f"all hosts together carry {carried:.4g} {unit} within the targets, of {asked:.4g}; "
-        f"what binds in the best engine, {best.unit}: {best.binding.text}"
+        f"all hosts together carry {carried:.4g} {layout} within the targets, of {asked:.4g}; "
+        f"what binds in the best engine, {best.layout}: {best.binding.text}"
     )
 
 
@@ -303,9 +312,9 @@ def flips_of(inputs: Inputs, result: Result) -> list[Flip]:
     best = sorted(result.ratings, key=lambda each: _merit(each, inputs), reverse=True)
     by_class: dict[str, Rating] = {}
     for rating in best:
-        by_class.setdefault(class_of(rating.unit), rating)
-    kept = [*best[:FLIP_UNITS], *by_class.values(), *(each.rating for each in result.members)]
-    limited = dataclasses.replace(inputs, only=frozenset(str(each.unit) for each in kept))
+        by_class.setdefault(class_of(rating.layout), rating)
+    kept = [*best[:FLIP_LAYOUTS], *by_class.values(), *(each.rating for each in result.members)]
+    limited = dataclasses.replace(inputs, only=frozenset(str(each.layout) for each in kept))
     found = []
     for name, changed in _knobs(limited, result):
         flip = _smallest(name, changed, limited, result)
@@ -325,7 +334,7 @@ def _knobs(inputs: Inputs, result: Result) -> Iterator[tuple[str, Callable[[floa
     limit = None if source is None else source.binding.limit
     if limit == "memory":
         yield "memory of every device", lambda factor: _with_memory(inputs, factor)
-    if targets.tpot_s is not None and limit in ("tpot", "prefill", "seats"):
+    if targets.tpot_s is not None and limit in ("tpot", "prefill", "sequences"):
         yield "tpot_s", lambda factor: _with_target(inputs, "tpot_s", factor)
     if targets.ttft_s is not None and limit in ("ttft", "prefill"):
         yield "ttft_s", lambda factor: _with_target(inputs, "ttft_s", factor)
@@ -355,16 +364,16 @@ def _difference(inputs: Inputs, before: Result, after: Result) -> str:
     """Return what is better or other after a change; empty: nothing."""
     if not after.members:
         return ""
-    unit = after.members[0].rating.unit
+    layout = after.members[0].rating.layout
     if not before.members:
-        return f"{after.members[0].copies} x {unit} would do, at {after.price:.4g} per hour"
-    if (before.members[0].rating.unit.layout == "apart") != (unit.layout == "apart"):
-        return f"the answer would be {unit}"
+        return f"{after.members[0].copies} x {layout} would do, at {after.price:.4g} per hour"
+    if (before.members[0].rating.layout.kind == "apart") != (layout.kind == "apart"):
+        return f"the answer would be {layout}"
     objective = inputs.workload.objective
     if objective == "min_price" and after.price < 0.99 * before.price:
-        return f"the price would be {after.price:.4g} instead of {before.price:.4g}, with {unit}"
+        return f"the price would be {after.price:.4g} instead of {before.price:.4g}, with {layout}"
     if objective == "max_throughput" and after.load > 1.05 * before.load:
-        return f"{after.load:.4g} {unit_of(inputs)} instead of {before.load:.4g}, with {unit}"
+        return f"{after.load:.4g} {load_unit(inputs)} instead of {before.load:.4g}, with {layout}"
     old, new = before.members[0].rating.point, after.members[0].rating.point
     assert old is not None
     assert new is not None
@@ -417,26 +426,28 @@ def over_two_hosts(inputs: Inputs, rater: Rater, result: Result) -> list[str]:
     """Return what engines over two hosts would give: the search keeps each engine on one."""
     if inputs.between_hosts is None or not result.members:
         return []
-    if len(result.ratings) > MAX_MERGED_UNITS:
+    if len(result.ratings) > MAX_MERGED_LAYOUTS:
         return []
     workload = inputs.workload
     chosen = result.members[0].rating
 
     def per_price(rating: Rating) -> float:
-        return rating.load(workload) / (rating.unit.price_per_hour or 1.0)
+        return rating.load(workload) / (rating.layout.price_per_hour or 1.0)
 
     found = []
     for pair in _pairs(inputs.hosts):
         merged = _merged(pair, inputs.between_hosts)
-        units = units_of(merged, num_experts=inputs.model.num_experts).units[:MAX_MERGED_UNITS]
+        layouts = layouts_of(merged, num_experts=inputs.model.num_experts).layouts[
+            :MAX_MERGED_LAYOUTS
+        ]
         formats = chosen.formats
-        rated = [rater.rate(unit, formats) for unit in units if unit.layout == "apart"]
+        rated = [rater.rate(layout, formats) for layout in layouts if layout.kind == "apart"]
         best = max(rated, key=per_price, default=None)
         if best is not None and best.point is not None:
             verdict = "more" if per_price(best) > per_price(chosen) * 1.01 else "no more"
             found.append(
-                f"An engine over the hosts {merged.spec.name} ({best.unit}) would carry "
-                f"{best.load(workload):.3g} {unit_of(inputs)}, {per_price(best):.3g} per price, "
+                f"An engine over the hosts {merged.spec.name} ({best.layout}) would carry "
+                f"{best.load(workload):.3g} {load_unit(inputs)}, {per_price(best):.3g} per price, "
                 f"{verdict} than the plan's {per_price(chosen):.3g}. Such a plan is made by "
                 "hand (docs/hosts.md)."
             )

@@ -2,7 +2,7 @@
 
 The one place to change when the engine learns something: the search then takes such plans too.
 Until then it says what they would give. EnginePlan.check refuses them; a test holds this module
-to it. Read by deploy.placement.units and deploy.placement.answers.
+to it. Read by deploy.placement.search.layouts and deploy.placement.answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The precision of a model as the planner handles it: a format for every layer and part.
 
 Owns the table of formats, its classes of equal layers, and its form as a plan's rules. Knows no
-times. Called by deploy.placement.steps, .precision and .write.
+times. Called by deploy.placement.search.steps, .precision and .write.
 """
 
 from __future__ import annotations

@@ -16,16 +16,16 @@ from deploy.placement.answers import (
     answers_of,
     flips_of,
     front_of,
+    load_unit,
     losers_of,
     offers_of,
     over_two_hosts,
     refusal_of,
-    unit_of,
 )
 from deploy.placement.cost import unmeasured
-from deploy.placement.drafts import Decision
-from deploy.placement.rating import milliseconds
-from deploy.placement.search import Inputs, Member, Result
+from deploy.placement.search.drafts import Decision
+from deploy.placement.search.rating import milliseconds
+from deploy.placement.search.search import Inputs, Member, Result
 from deploy.placement.workload import asked_load
 from deploy.placement.write import local_experts_of
 
@@ -132,7 +132,7 @@ def report_of(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -
     offers = offers_of(inputs, rater, result.ratings)
     return Report(
         objective=inputs.workload.objective,
-        load_unit=unit_of(inputs),
+        load_unit=load_unit(inputs),
         price_per_hour=result.price + sum(each.price for each in drafts),
         load=asked_load(inputs.workload),
         most_load=result.load,
@@ -152,7 +152,7 @@ def report_of(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -
         estimates=tuple(_estimates(inputs, result.members)),
         refusal="" if result.members else refusal_of(inputs, result),
         drafts=tuple(
-            f"{member.rating.unit}: {each.text}"
+            f"{member.rating.layout}: {each.text}"
             for member, each in zip(result.members, drafts, strict=False)
         ),
     )
@@ -164,14 +164,14 @@ def _estimates(inputs: Inputs, members: Sequence[Member]) -> list[str]:
     for member in members:
         engine = member.rating.engine
         assert engine is not None
-        seats = [("attention", seat) for seat, _ in engine.unit.attention]
-        seats += [("stage", seat) for seat in engine.unit.stages]
-        seats += [("expert", seat) for seat, _ in engine.unit.experts]
+        slots = [("attention", slot) for slot, _ in engine.layout.attention]
+        slots += [("stage", slot) for slot in engine.layout.stages]
+        slots += [("expert", slot) for slot, _ in engine.layout.experts]
         if engine.num_local:
-            seats += [("expert", seat) for seat, _ in engine.unit.attention]
-        for role, seat in seats:
-            profile = seat.device.profile
-            threads = max(1, seat.threads)
+            slots += [("expert", slot) for slot, _ in engine.layout.attention]
+        for role, slot in slots:
+            profile = slot.device.profile
+            threads = max(1, slot.threads)
             missing = unmeasured(
                 profile, inputs.model, engine.formats.of, role=role, threads=threads
             )
@@ -187,9 +187,9 @@ def _engine(inputs: Inputs, member: Member) -> EngineReport:
     assert point is not None
     return EngineReport(
         copies=member.copies,
-        engine=str(rating.unit),
+        engine=str(rating.layout),
         micro_batches=engine.micro_batches,
-        max_num_seqs=rating.seats,
+        max_num_seqs=rating.max_num_seqs,
         max_num_batched_tokens=engine.batched_tokens,
         precision=str(engine.formats),
         experts_per_node=engine.held,
@@ -209,7 +209,7 @@ def _engine(inputs: Inputs, member: Member) -> EngineReport:
 
 def _front_point(offer: Offer) -> FrontPoint:
     return FrontPoint(
-        engine=str(offer.rating.unit),
+        engine=str(offer.rating.layout),
         copies=offer.copies,
         precision=str(offer.rating.formats),
         price_per_hour=offer.price,
@@ -250,7 +250,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def _engines(report: Report) -> Table:
-    table = Table("engine", "copies", "m", "seats", "tokens", "TTFT", "TPOT", title="The plan")
+    table = Table("engine", "copies", "m", "sequences", "tokens", "TTFT", "TPOT", title="The plan")
     for name in ("tokens/s", "most load", "kl", "precision", "binds"):
         table.add_column(name)
     for each in report.engines:

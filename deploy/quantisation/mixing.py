@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from deploy.placement.bits import Item, Option, least_divergence
 from deploy.placement.formats import LAYER_PARTS, Formats, LayerFormats
+from deploy.placement.search.bits import Item, Option, least_divergence
 from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.shapes import ModelShape
 from topspin.errors import ConfigError

@@ -7,10 +7,10 @@ from typing import Any
 
 from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
 from deploy.placement.devices import DeviceProfile, Rates
-from deploy.placement.search import Inputs
+from deploy.placement.search.layouts import Device, Host
+from deploy.placement.search.search import Inputs
 from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import ModelShape, Window
-from deploy.placement.units import Device, Host
 from deploy.placement.workload import Lengths, Targets, Workload
 from topspin.plan.from_flags import ModelFacts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.placement.command import plan_texts, read_inputs
-from deploy.placement.search import search
+from deploy.placement.search.search import search
 
 DOCS = Path(__file__).parents[3] / "docs"
 MODELS = Path(__file__).parent / "models"

@@ -1,7 +1,7 @@
 """The precisions that an engine is tried with, under the workload's bound on quality.
 
-Owns the translation between engines and deploy.placement.bits: what a format of a part costs on a
-unit's devices. Without a sensitivity file, or without a bound, weights stay as they are stored.
+Owns the translation between engines and deploy.placement.search.bits: what a format of a part costs on a
+layout's devices. Without a sensitivity file, or without a bound, weights stay as they are stored.
 Called by deploy.placement.search.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deploy.placement.bits import (
+from deploy.placement.cost import Rows
+from deploy.placement.formats import LAYER_PARTS, Formats, LayerClass, LayerFormats, stored
+from deploy.placement.search.bits import (
     Budget,
     Choice,
     Item,
@@ -22,13 +24,11 @@ from deploy.placement.bits import (
     num_choices,
     solve,
 )
-from deploy.placement.cost import Rows
-from deploy.placement.formats import LAYER_PARTS, Formats, LayerClass, LayerFormats, stored
-from deploy.placement.nodes import USABLE, kernels_of
-from deploy.placement.rating import Rater, Rating
+from deploy.placement.search.layouts import EngineLayout
+from deploy.placement.search.nodes import USABLE, kernels_of
+from deploy.placement.search.rating import Rater, Rating
+from deploy.placement.search.steps import node_shares
 from deploy.placement.sensitivity import Sensitivity
-from deploy.placement.steps import node_shares
-from deploy.placement.units import Unit
 from topspin.plan.precision import KERNEL_FORMATS, LM_HEAD_FORMATS, UNQUANTISED, Format, Part
 
 EXHAUSTIVE = 64
@@ -41,7 +41,7 @@ RUNNING = 16.0
 
 
 class Precisions:
-    """The formats worth trying for units of one model."""
+    """The formats worth trying for layouts of one model."""
 
     def __init__(self, rater: Rater, sensitivity: Sensitivity | None) -> None:
         self._rater = rater
@@ -56,34 +56,34 @@ class Precisions:
         """Say whether anything but the stored precision can be chosen."""
         return self._sensitivity is not None and bool(self._max_kl)
 
-    def of(self, unit: Unit) -> tuple[Formats, ...]:
-        """Return the formats to try on a unit, the stored ones first.
+    def of(self, layout: EngineLayout) -> tuple[Formats, ...]:
+        """Return the formats to try on a layout, the stored ones first.
 
-        Those of units of like devices: the fastest within the bound, and the smallest.
+        Those of layouts of like devices: the fastest within the bound, and the smallest.
         """
         if not self.may_quantise:
             return (self.stored,)
         key = (
-            unit.layout,
-            tuple(seat for seat, _ in unit.holders),
-            tuple(seat for seat, _ in unit.experts),
+            layout.kind,
+            tuple(slot for slot, _ in layout.holders),
+            tuple(slot for slot, _ in layout.experts),
         )
         if key not in self._known:
-            self._known[key] = self._portfolio(unit)
+            self._known[key] = self._portfolio(layout)
         return self._known[key]
 
     def refined(self, rating: Rating) -> Iterator[Formats]:
-        """Yield formats for a rated unit's own memory and load, with room to serve more."""
+        """Yield formats for a rated layout's own memory and load, with room to serve more."""
         if not self.may_quantise or rating.engine is None or rating.point is None:
             return
         for growth in (1.0, 2.0):
-            problem = self.problem(rating.unit, running=rating.point.running, growth=growth)
+            problem = self.problem(rating.layout, running=rating.point.running, growth=growth)
             choice = _solved(problem)
             if choice is not None:
                 yield self._formats(problem, choice)
 
-    def _portfolio(self, unit: Unit) -> tuple[Formats, ...]:
-        problem = self.problem(unit)
+    def _portfolio(self, layout: EngineLayout) -> tuple[Formats, ...]:
+        problem = self.problem(layout)
         if num_choices(problem) <= EXHAUSTIVE:
             choices = [each for each in all_choices(problem) if evaluate(problem, each).fits]
         else:
@@ -97,76 +97,76 @@ class Precisions:
         return tuple(found.values())
 
     def problem(
-        self, unit: Unit, *, running: float | None = None, growth: float | None = None
+        self, layout: EngineLayout, *, running: float | None = None, growth: float | None = None
     ) -> Problem:
-        """Return the choice of formats for a unit; with `growth`, within its memory.
+        """Return the choice of formats for a layout; with `growth`, within its memory.
 
         Weights then leave room for `growth` times the keys of `running` sequences.
         """
         rater, workload = self._rater, self._rater.workload
         assert self._max_kl is not None
-        num_attention = unit.num_attention
+        num_attention = layout.num_attention
         rows = RUNNING * num_attention if running is None else running
         prefill = PREFILL_ROWS * num_attention
-        m = 1 if unit.takes_turns else 2
-        link_s = 0.0 if unit.link is None else unit.link.link.alpha_s
+        m = 1 if layout.takes_turns else 2
+        link_s = 0.0 if layout.link is None else layout.link.link.alpha_s
         row_s = 0.0
-        if unit.link is not None:
-            row_s = rater.clock.row_bytes() / unit.link.link.bytes_per_s
+        if layout.link is not None:
+            row_s = rater.clock.row_bytes() / layout.link.link.bytes_per_s
         decode = Phase(
             weight=(workload.output.average - 1) / rows,
             micro_batches=m,
             link_s=link_s + row_s * rows / num_attention / m,
-            takes_turns=unit.takes_turns,
+            takes_turns=layout.takes_turns,
         )
         filled = Phase(
             weight=workload.prompt.average / prefill,
             micro_batches=1,
             link_s=link_s + row_s * PREFILL_ROWS,
-            takes_turns=unit.takes_turns,
+            takes_turns=layout.takes_turns,
         )
-        items = self._items(unit, rows / m, prefill)
+        items = self._items(layout, rows / m, prefill)
         budgets: tuple[Budget, ...] = ()
         if growth is not None:
-            budgets = self._budgets(unit, keys=growth * rows * rater.clock.context)
+            budgets = self._budgets(layout, keys=growth * rows * rater.clock.context)
         return Problem(items, budgets, self._max_kl, decode, filled)
 
-    def _items(self, unit: Unit, rows: float, prefill: float) -> tuple[Item, ...]:
+    def _items(self, layout: EngineLayout, rows: float, prefill: float) -> tuple[Item, ...]:
         found: list[Item] = []
         by_class: dict[tuple[object, ...], tuple[float, float]] = {}
         for layer, kind in enumerate(self._model.layers):
             for part in LAYER_PARTS:
                 if not self._model.matrices(part, layer) or (
-                    part == "experts" and not unit.experts
+                    part == "experts" and not layout.experts
                 ):
                     continue
                 options = []
-                for name in self._formats_of(unit, part, layer):
+                for name in self._formats_of(layout, part, layer):
                     key = (kind, part, name)
                     if key not in by_class:
                         by_class[key] = (
-                            self._part_s(unit, part, layer, name, rows, is_prefill=False),
-                            self._part_s(unit, part, layer, name, prefill, is_prefill=True),
+                            self._part_s(layout, part, layer, name, rows, is_prefill=False),
+                            self._part_s(layout, part, layer, name, prefill, is_prefill=True),
                         )
-                    options.append(self._option(unit, part, layer, name, by_class[key]))
+                    options.append(self._option(layout, part, layer, name, by_class[key]))
                 found.append(Item(layer, part, tuple(options)))
         head = [
-            self._option(unit, "lm_head", None, name, (self._head_s(unit, name, rows), 0.0))
-            for name in self._formats_of(unit, "lm_head", None)
+            self._option(layout, "lm_head", None, name, (self._head_s(layout, name, rows), 0.0))
+            for name in self._formats_of(layout, "lm_head", None)
         ]
         return (*found, Item(None, "lm_head", tuple(head)))
 
     def _option(
         self,
-        unit: Unit,
+        layout: EngineLayout,
         part: Part,
         layer: int | None,
         name: Format,
         times: tuple[float, float],
     ) -> Option:
         assert self._sensitivity is not None
-        seats = unit.experts if part == "experts" else unit.attention
-        kernels = kernels_of(seats[0][0])
+        slots = layout.experts if part == "experts" else layout.attention
+        kernels = kernels_of(slots[0][0])
         size = self._model.weight_bytes(part, layer, name, kernels=kernels)
         if part == "lm_head":
             size = self._model.head_bytes(name, kernels=kernels)
@@ -174,15 +174,15 @@ class Precisions:
         assert kl is not None
         return Option(name, size, kl, *times)
 
-    def _formats_of(self, unit: Unit, part: Part, layer: int | None) -> list[Format]:
+    def _formats_of(self, layout: EngineLayout, part: Part, layer: int | None) -> list[Format]:
         """Return the formats that all devices of a part compute with, and that were measured."""
         assert self._sensitivity is not None
-        seats = unit.experts if part == "experts" else unit.holders
+        slots = layout.experts if part == "experts" else layout.holders
         found: list[Format] = [UNQUANTISED]
         for name in ("int8", "int4", "fp8"):
-            kernels = ("triton" if seat.device.is_gpu else "cpu" for seat, _ in seats)
+            kernels = ("triton" if slot.device.is_gpu else "cpu" for slot, _ in slots)
             if (
-                all(name in seat.device.profile.formats for seat, _ in seats)
+                all(name in slot.device.profile.formats for slot, _ in slots)
                 and all(name in KERNEL_FORMATS[each] for each in kernels)
                 and (part != "lm_head" or name in LM_HEAD_FORMATS)
                 and self._sensitivity.kl(part, layer, name) is not None
@@ -191,61 +191,68 @@ class Precisions:
         return found
 
     def _part_s(
-        self, unit: Unit, part: Part, layer: int, name: Format, rows: float, *, is_prefill: bool
+        self,
+        layout: EngineLayout,
+        part: Part,
+        layer: int,
+        name: Format,
+        rows: float,
+        *,
+        is_prefill: bool,
     ) -> float:
         """Return the seconds that a part in a format takes on the slowest node of its role."""
         clock, model = self._rater.clock, self._model
         if part == "experts":
-            nodes = unit.num_experts
+            nodes = layout.num_experts
             share = -(-model.num_experts // nodes)
             chosen = node_shares(model.num_experts, model.top_k, (share,), 0.0)[0]
             cls = LayerClass(layer, 1, LayerFormats(experts=name))
-            return max(clock.experts_s(seat, cls, chosen, rows) for seat, _ in unit.experts)
-        own = rows / unit.num_attention
+            return max(clock.experts_s(slot, cls, chosen, rows) for slot, _ in layout.experts)
+        own = rows / layout.num_attention
         at = Rows(prefill=own) if is_prefill else Rows(own, clock.context)
 
         def half_s(formats: LayerFormats) -> float:
             cls = LayerClass(layer, 1, formats)
-            return max(clock.attention_s(seat, cls, at) for seat, _ in unit.holders)
+            return max(clock.attention_s(slot, cls, at) for slot, _ in layout.holders)
 
         if part == "attention":
             return half_s(LayerFormats(attention=name))
         # Beside the attention half, whose time has the MLP's in stored weights already.
         return half_s(LayerFormats(mlp=name)) - half_s(LayerFormats())
 
-    def _head_s(self, unit: Unit, name: Format, rows: float) -> float:
-        own = rows / unit.num_attention
-        return max(self._rater.clock.fixed_s(seat, name, own) for seat, _ in unit.attention)
+    def _head_s(self, layout: EngineLayout, name: Format, rows: float) -> float:
+        own = rows / layout.num_attention
+        return max(self._rater.clock.fixed_s(slot, name, own) for slot, _ in layout.attention)
 
-    def _budgets(self, unit: Unit, *, keys: float) -> tuple[Budget, ...]:
+    def _budgets(self, layout: EngineLayout, *, keys: float) -> tuple[Budget, ...]:
         """Return the memory of the tightest node of each role, for quantisable weights."""
         rater, model = self._rater, self._model
-        own_keys = max(keys / unit.num_attention, rater.max_model_len)
+        own_keys = max(keys / layout.num_attention, rater.max_model_len)
         kept = own_keys * model.kv_bytes_per_token()
         plain = model.embedding_bytes() + sum(map(model.other_bytes, range(model.num_layers)))
-        buffers = rater.nodes.attention_bytes(unit.attention[0][0], self.stored, 512)
-        buffers -= self._quantisable(unit)
+        buffers = rater.nodes.attention_bytes(layout.attention[0][0], self.stored, 512)
+        buffers -= self._quantisable(layout)
         fixed = max(kept + buffers, kept + plain)
-        held = -(-model.num_experts // max(1, unit.num_experts))
-        if unit.shares_memory:
-            room = unit.attention[0][0].device.memory_bytes * USABLE
+        held = -(-model.num_experts // max(1, layout.num_experts))
+        if layout.shares_memory:
+            room = layout.attention[0][0].device.memory_bytes * USABLE
             shares: dict[Part, float] = dict.fromkeys(
-                ("attention", "mlp", "lm_head"), float(unit.num_attention)
+                ("attention", "mlp", "lm_head"), float(layout.num_attention)
             )
             shares["experts"] = float(model.num_experts)
-            return (Budget(room - fixed * unit.num_attention, shares),)
-        rooms = [seat.device.memory_bytes * USABLE for seat, _ in unit.holders]
+            return (Budget(room - fixed * layout.num_attention, shares),)
+        rooms = [slot.device.memory_bytes * USABLE for slot, _ in layout.holders]
         # Ranges of layers share the weights.
-        room = sum(rooms) if unit.stages else min(rooms)
+        room = sum(rooms) if layout.stages else min(rooms)
         budgets = [Budget(room - fixed, {"attention": 1.0, "mlp": 1.0, "lm_head": 1.0})]
-        if unit.experts:
-            room = min(seat.device.memory_bytes for seat, _ in unit.experts) * USABLE
-            spare = room - rater.nodes.expert_bytes(unit.experts[0][0], self.stored, 0, 512)
+        if layout.experts:
+            room = min(slot.device.memory_bytes for slot, _ in layout.experts) * USABLE
+            spare = room - rater.nodes.expert_bytes(layout.experts[0][0], self.stored, 0, 512)
             budgets.append(Budget(spare, {"experts": float(held)}))
         return tuple(budgets)
 
-    def _quantisable(self, unit: Unit) -> float:
-        kernels = kernels_of(unit.attention[0][0])
+    def _quantisable(self, layout: EngineLayout) -> float:
+        kernels = kernels_of(layout.attention[0][0])
         total = float(self._model.head_bytes(UNQUANTISED, kernels=kernels))
         for layer in range(self._model.num_layers):
             for part in ("attention", "mlp"):

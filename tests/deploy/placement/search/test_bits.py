@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.placement.bits import (
+from deploy.placement.search.bits import (
     Budget,
     Item,
     Option,

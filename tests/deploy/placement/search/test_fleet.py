@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.placement.fleet import FleetHost, Rated, cheapest, largest
+from deploy.placement.search.fleet import FleetHost, Rated, cheapest, largest
 
 
 def ways_to_fill(host: FleetHost, engines: Sequence[Rated]) -> Iterator[tuple[float, float]]:

@@ -1,9 +1,9 @@
 """The engines that a host could hold: which of its devices serve attention, experts, or both.
 
-Owns the enumeration and what a seat is. Knows no times: deploy.placement.steady prices a unit.
+Owns the enumeration and what a slot is. Knows no times: deploy.placement.search.steady prices a layout.
 Called by deploy.placement.search.
 
-A GPU is a seat. A CPU is one seat with all its cores, or several that divide them. Nodes of an
+A GPU is a slot. A CPU is one slot with all its cores, or several that divide them. Nodes of an
 engine are on one host, though an engine may have several (topspin.plan.network).
 """
 
@@ -22,8 +22,8 @@ from topspin.devices import CPU, CUDA, Place, check_transport
 from topspin.errors import ConfigError
 from topspin.plan.settings import Transport
 
-Layout = Literal["one_process", "turns", "apart"]
-MAX_UNITS = 3000
+LayoutKind = Literal["one_process", "turns", "apart"]
+MAX_LAYOUTS = 3000
 """Of a host; a larger number of ways leaves out engines with several device types per role."""
 MOST_NODES = 64
 """Of a role, of one engine: beyond them copies of the engine are planned."""
@@ -71,46 +71,46 @@ class Host:
     devices: tuple[Device, ...]
 
 
-class Seat(NamedTuple):
+class DeviceSlot(NamedTuple):
     """Room for one node: a device, or `threads` cores of one (0: a GPU)."""
 
     device: Device
     threads: int
 
 
-Seats = tuple[tuple[Seat, int], ...]
-"""Like seats, and how many of them."""
+DeviceSlots = tuple[tuple[DeviceSlot, int], ...]
+"""Like slots, and how many of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """The seats of one engine.
+class EngineLayout:
+    """The slots of one engine.
 
     `one_process`: a device that serves both roles without a link. `turns`: two processes that
-    share a CPU's cores. `apart`: every node has a seat of its own. `used[g]` devices of group g.
-    `shares_memory`: all seats are parts of one device's memory. `stages`: the seats of the later
+    share a CPU's cores. `apart`: every node has a slot of its own. `used[g]` devices of group g.
+    `shares_memory`: all slots are parts of one device's memory. `stages`: the slots of the later
     layers of the one attention node there is then, in their order (topspin.plan.stages).
     """
 
     host: Host
-    layout: Layout
-    attention: Seats
-    experts: Seats
+    kind: LayoutKind
+    attention: DeviceSlots
+    experts: DeviceSlots
     transport: Transport
     link: HostLink | None
     used: tuple[int, ...]
     shares_memory: bool = False
-    stages: tuple[Seat, ...] = ()
+    stages: tuple[DeviceSlot, ...] = ()
 
     @property
-    def chain(self) -> tuple[Seat, ...]:
-        """Return the seats of the first attention node's layers; one, if they are not cut."""
+    def chain(self) -> tuple[DeviceSlot, ...]:
+        """Return the slots of the first attention node's layers; one, if they are not cut."""
         return (self.attention[0][0], *self.stages)
 
     @property
-    def holders(self) -> Seats:
-        """Return all seats that hold layers of an attention node."""
-        return (*self.attention, *((seat, 1) for seat in self.stages))
+    def holders(self) -> DeviceSlots:
+        """Return all slots that hold layers of an attention node."""
+        return (*self.attention, *((slot, 1) for slot in self.stages))
 
     @property
     def num_attention(self) -> int:
@@ -125,12 +125,12 @@ class Unit:
     @property
     def is_colocated(self) -> bool:
         """Say whether a CPU's attention node computes all experts itself, in one recorded step."""
-        return self.layout == "one_process" and not self.attention[0][0].device.is_gpu
+        return self.kind == "one_process" and not self.attention[0][0].device.is_gpu
 
     @property
     def takes_turns(self) -> bool:
         """Say whether attention and experts compute in turns on the same cores or device."""
-        return self.layout != "apart"
+        return self.kind != "apart"
 
     @property
     def price_per_hour(self) -> float:
@@ -141,28 +141,28 @@ class Unit:
         )
 
     def __str__(self) -> str:
-        if self.layout == "one_process":
+        if self.kind == "one_process":
             return f"{_names(self.attention)} in one process"
         attention = _names(self.attention)
         if self.stages:
-            names = ", ".join(seat.device.name for seat in self.chain)
+            names = ", ".join(slot.device.name for slot in self.chain)
             attention = f"{names} by layer ranges"
         if not self.experts:
             return attention
-        if self.layout == "turns":
+        if self.kind == "turns":
             return f"attention and experts in turns on {attention}"
         return f"attention on {attention}, experts on {_names(self.experts)}"
 
 
-class Units(NamedTuple):
-    """The units of a host, and whether they are all there could be."""
+class Layouts(NamedTuple):
+    """The layouts of a host, and whether they are all there could be."""
 
-    units: tuple[Unit, ...]
+    layouts: tuple[EngineLayout, ...]
     is_complete: bool
 
 
-def units_of(host: Host, *, num_experts: int) -> Units:
-    """Return the units of a host for a model with `num_experts` per MoE layer (0: dense)."""
+def layouts_of(host: Host, *, num_experts: int) -> Layouts:
+    """Return the layouts of a host for a model with `num_experts` per MoE layer (0: dense)."""
     found = list(_on_one_device(host, num_experts))
     apart, is_complete = _apart(host, num_experts)
     cut = list(itertools.islice(_cut(host, num_experts), MAX_CHAINS + 1))
@@ -170,61 +170,65 @@ def units_of(host: Host, *, num_experts: int) -> Units:
         # Expert nodes beside a cut are counted in the wider steps of _steps().
         in_ones = not num_experts or all(len(_steps(d.count)) == d.count for d in host.devices)
         is_complete = is_complete and in_ones and len(cut) <= MAX_CHAINS
-    return Units((*found, *apart, *cut[:MAX_CHAINS]), is_complete)
+    return Layouts((*found, *apart, *cut[:MAX_CHAINS]), is_complete)
 
 
-def _on_one_device(host: Host, num_experts: int) -> Iterator[Unit]:
+def _on_one_device(host: Host, num_experts: int) -> Iterator[EngineLayout]:
     """Yield what one device can serve alone: both roles on a GPU, or on a CPU's cores."""
     for device in host.devices:
         if device.slow > 1 and not engine_limits.SLOW_NODES:
             continue
         used = tuple(int(other is device) for other in host.devices)
-        whole = Seat(device, device.cores)
+        whole = DeviceSlot(device, device.cores)
         if not num_experts:
-            yield Unit(host, "apart", ((whole, 1),), (), "shm", None, used)
+            yield EngineLayout(host, "apart", ((whole, 1),), (), "shm", None, used)
             continue
-        yield Unit(host, "one_process", ((whole, 1),), ((whole, 1),), "local", None, used, True)
+        yield EngineLayout(
+            host, "one_process", ((whole, 1),), ((whole, 1),), "local", None, used, True
+        )
         if device.is_gpu:
             continue
         link = _link(host, [device], [device])
         if link is not None:
-            yield Unit(
+            yield EngineLayout(
                 host, "turns", ((whole, 1),), ((whole, 1),), link.transport, link, used, True
             )
             for attention, experts in _parts(device, num_experts):
-                yield Unit(
+                yield EngineLayout(
                     host, "apart", (attention,), (experts,), link.transport, link, used, True
                 )
 
 
-def _parts(device: Device, num_experts: int) -> Iterator[tuple[tuple[Seat, int], tuple[Seat, int]]]:
+def _parts(
+    device: Device, num_experts: int
+) -> Iterator[tuple[tuple[DeviceSlot, int], tuple[DeviceSlot, int]]]:
     """Yield the ways to divide a CPU's cores between nodes: two unequal ones, or some equal."""
     cores = device.cores
     cuts = sorted({cut for cut in (cores // 4, cores // 2, cores - cores // 4) if 0 < cut < cores})
     for cut in cuts:
-        yield (Seat(device, cut), 1), (Seat(device, cores - cut), 1)
+        yield (DeviceSlot(device, cut), 1), (DeviceSlot(device, cores - cut), 1)
     for parts in range(3, CPU_PARTS + 1):
         if cores % parts:
             continue
-        seat = Seat(device, cores // parts)
+        slot = DeviceSlot(device, cores // parts)
         for num_attention in range(1, parts):
             if parts - num_attention <= num_experts:
-                yield (seat, num_attention), (seat, parts - num_attention)
+                yield (slot, num_attention), (slot, parts - num_attention)
 
 
-def _apart(host: Host, num_experts: int) -> tuple[list[Unit], bool]:
-    """Return the units whose nodes have a device each, and whether they are all."""
+def _apart(host: Host, num_experts: int) -> tuple[list[EngineLayout], bool]:
+    """Return the layouts whose nodes have a device each, and whether they are all."""
     devices = [d for d in host.devices if d.slow == 1 or engine_limits.SLOW_NODES]
     counts = [min(device.count, MOST_NODES) for device in devices]
     is_complete = all(device.count <= MOST_NODES for device in devices)
     if not num_experts:
         vectors = itertools.product(*(range(count + 1) for count in counts))
         splits = [(each, (0,) * len(counts)) for each in vectors if sum(each) > 1]
-        return [_unit(host, devices, a, e, None) for a, e in splits[:MAX_UNITS]], is_complete
+        return [_unit(host, devices, a, e, None) for a, e in splits[:MAX_LAYOUTS]], is_complete
     num_ways = 1
     for count in counts:
         num_ways *= (count + 1) * (count + 2) // 2
-    if num_ways <= MAX_UNITS:
+    if num_ways <= MAX_LAYOUTS:
         pairs = _all_pairs(counts)
     else:
         is_complete = False
@@ -239,8 +243,8 @@ def _apart(host: Host, num_experts: int) -> tuple[list[Unit], bool]:
     return found, is_complete
 
 
-def _cut(host: Host, num_experts: int) -> Iterator[Unit]:
-    """Yield the units whose one attention node is cut by layers over CPUs, short chains first.
+def _cut(host: Host, num_experts: int) -> Iterator[EngineLayout]:
+    """Yield the layouts whose one attention node is cut by layers over CPUs, short chains first.
 
     topspin.plan.stages says what the engine runs: CPUs, which pass rows on over shm or tcp.
     """
@@ -265,12 +269,12 @@ def _cut(host: Host, num_experts: int) -> Iterator[Unit]:
                 used = [chain.count(device) for device in host.devices]
                 for device, count in zip(devices, experts, strict=True):
                     used[host.devices.index(device)] += count
-                head, *others = (Seat(device, device.cores) for device in chain)
-                yield Unit(
+                head, *others = (DeviceSlot(device, device.cores) for device in chain)
+                yield EngineLayout(
                     host,
                     "apart",
                     ((head, 1),),
-                    _seats(devices, experts),
+                    _slots(devices, experts),
                     link.transport,
                     link,
                     tuple(used),
@@ -316,52 +320,52 @@ def _unit(
     attention: Sequence[int],
     experts: Sequence[int],
     link: HostLink | None,
-) -> Unit:
+) -> EngineLayout:
     used = [0] * len(host.devices)
     for device, a, e in zip(devices, attention, experts, strict=True):
         used[host.devices.index(device)] = a + e
-    return Unit(
+    return EngineLayout(
         host,
         "apart",
-        _seats(devices, attention),
-        _seats(devices, experts),
+        _slots(devices, attention),
+        _slots(devices, experts),
         "shm" if link is None else link.transport,
         link,
         tuple(used),
     )
 
 
-def _seats(devices: Sequence[Device], counts: Sequence[int]) -> Seats:
+def _slots(devices: Sequence[Device], counts: Sequence[int]) -> DeviceSlots:
     return tuple(
-        (Seat(device, device.cores), count)
+        (DeviceSlot(device, device.cores), count)
         for device, count in zip(devices, counts, strict=True)
         if count
     )
 
 
-def most_copies(unit: Unit, max_price: float | None) -> int:
-    """Return how many copies of a unit its hosts hold, within a price."""
-    host = unit.host
+def most_copies(layout: EngineLayout, max_price: float | None) -> int:
+    """Return how many copies of a layout its hosts hold, within a price."""
+    host = layout.host
     per_host = min(
-        device.count // used for device, used in zip(host.devices, unit.used, strict=True) if used
+        device.count // used for device, used in zip(host.devices, layout.used, strict=True) if used
     )
     most = per_host * host.spec.count
-    while max_price is not None and most and price_of(unit, most) > max_price * (1 + 1e-9):
+    while max_price is not None and most and price_of(layout, most) > max_price * (1 + 1e-9):
         # At least one copy less per host's worth of money that is missing.
-        over = price_of(unit, most) - max_price
-        most -= max(1, math.floor(over / (unit.price_per_hour + host.spec.price_per_hour or 1.0)))
+        over = price_of(layout, most) - max_price
+        most -= max(1, math.floor(over / (layout.price_per_hour + host.spec.price_per_hour or 1.0)))
     return max(0, most)
 
 
-def price_of(unit: Unit, copies: int) -> float:
+def price_of(layout: EngineLayout, copies: int) -> float:
     """Return the price of so many copies, with the hosts that they need."""
     per_host = min(
         device.count // used
-        for device, used in zip(unit.host.devices, unit.used, strict=True)
+        for device, used in zip(layout.host.devices, layout.used, strict=True)
         if used
     )
     hosts = -(-copies // per_host)
-    return hosts * unit.host.spec.price_per_hour + copies * unit.price_per_hour
+    return hosts * layout.host.spec.price_per_hour + copies * layout.price_per_hour
 
 
 def place_of(device: Device, number: int = 0) -> Place:
@@ -393,14 +397,14 @@ def _link(
     return None
 
 
-def _names(seats: Seats) -> str:
-    """Return seats for people: `2 H200 + 1 L40S`."""
+def _names(slots: DeviceSlots) -> str:
+    """Return slots for people: `2 H200 + 1 L40S`."""
     return " + ".join(
-        f"{count} {seat.device.name}"
-        + (f" ({seat.threads} of {seat.device.cores} cores)" if _is_part(seat) else "")
-        for seat, count in seats
+        f"{count} {slot.device.name}"
+        + (f" ({slot.threads} of {slot.device.cores} cores)" if _is_part(slot) else "")
+        for slot, count in slots
     )
 
 
-def _is_part(seat: Seat) -> bool:
-    return 0 < seat.threads < seat.device.cores
+def _is_part(slot: DeviceSlot) -> bool:
+    return 0 < slot.threads < slot.device.cores

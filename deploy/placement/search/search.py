@@ -1,10 +1,10 @@
 """The search: rates every engine that the hosts could hold, and chooses how many of which.
 
-Owns the order: units of each host, their precision and settings, the best few refined, the fleet.
+Owns the order: layouts of each host, their precision and settings, the best few refined, the fleet.
 Pure. Called by deploy.placement.command and, with changed inputs, by deploy.placement.answers.
 
-It is exact over the grids of deploy.placement.rating (settings and loads) where `Result.is_exact`:
-every unit was rated, every assignment of formats tried, and no other fleet of these engines is
+It is exact over the grids of deploy.placement.search.rating (settings and loads) where `Result.is_exact`:
+every layout was rated, every assignment of formats tried, and no other fleet of these engines is
 better. Elsewhere it says what it left out.
 """
 
@@ -15,20 +15,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deploy.placement.bits import num_choices
 from deploy.placement.cluster import HostLink
-from deploy.placement.fleet import Fleet, FleetHost, Rated, cheapest, largest
-from deploy.placement.nodes import tries_all_cuts
-from deploy.placement.precision import EXHAUSTIVE, Precisions
-from deploy.placement.rating import Rater, Rating
+from deploy.placement.search.bits import num_choices
+from deploy.placement.search.fleet import Fleet, FleetHost, Rated, cheapest, largest
+from deploy.placement.search.layouts import Host, layouts_of, most_copies, price_of
+from deploy.placement.search.nodes import tries_all_cuts
+from deploy.placement.search.precision import EXHAUSTIVE, Precisions
+from deploy.placement.search.rating import Rater, Rating
 from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.shapes import ModelShape
-from deploy.placement.units import Host, most_copies, price_of, units_of
 from deploy.placement.workload import Workload, answer_s, asked_load
 from topspin.errors import TopspinError
 
 REFINED = 6
-"""Units whose formats are chosen again for their own memory and load."""
+"""Layouts whose formats are chosen again for their own memory and load."""
 CLOSE = 1.01
 """Two latencies within 1 % are the same: the smaller fleet is taken."""
 
@@ -46,7 +46,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What was found. `ratings`: the best of every unit, at its own largest load.
+    """What was found. `ratings`: the best of every layout, at its own largest load.
 
     `members`: the fleet, the engine that carries most first; empty: none meets the targets.
     `price` per hour of the whole fleet, and the `load` (requests per second, or users) that it
@@ -68,7 +68,7 @@ class Result:
 class Inputs:
     """What a search is about. `context_length`: the model's longest sequence.
 
-    `only`: the names of the units to which a repeated search is limited; None: all. `draft`: the
+    `only`: the names of the layouts to which a repeated search is limited; None: all. `draft`: the
     model of the workload's `speculation`, which the search itself knows nothing of.
     """
 
@@ -95,16 +95,16 @@ def search(inputs: Inputs) -> Result:
     quantised: list[Rating | None] = []
     is_exact = True
     for host in inputs.hosts:
-        found = units_of(host, num_experts=inputs.model.num_experts)
+        found = layouts_of(host, num_experts=inputs.model.num_experts)
         is_exact = is_exact and found.is_complete
-        for unit in found.units:
-            if inputs.only is not None and str(unit) not in inputs.only:
+        for layout in found.layouts:
+            if inputs.only is not None and str(layout) not in inputs.only:
                 continue
-            formats = precisions.of(unit)
-            is_exact = is_exact and tries_all_cuts(inputs.model, unit)
+            formats = precisions.of(layout)
+            is_exact = is_exact and tries_all_cuts(inputs.model, layout)
             if precisions.may_quantise:
-                is_exact = is_exact and num_choices(precisions.problem(unit)) <= EXHAUSTIVE
-            tried = [rater.rate(unit, each) for each in formats]
+                is_exact = is_exact and num_choices(precisions.problem(layout)) <= EXHAUSTIVE
+            tried = [rater.rate(layout, each) for each in formats]
             plain.append(tried[0])
             quantised.append(max(tried[1:], key=rater.rank, default=None))
             ratings.append(max(tried, key=rater.rank))
@@ -125,17 +125,17 @@ def search(inputs: Inputs) -> Result:
 
 
 def _refine(rater: Rater, precisions: Precisions, ratings: list[Rating]) -> None:
-    """Choose formats again for the units that carry most for their price."""
+    """Choose formats again for the layouts that carry most for their price."""
 
     def worth(idx: int) -> float:
         rating = ratings[idx]
-        price = rating.unit.price_per_hour or 1e-6 * sum(rating.unit.used)
+        price = rating.layout.price_per_hour or 1e-6 * sum(rating.layout.used)
         return -rating.load(rater.workload) / price
 
     for idx in sorted(range(len(ratings)), key=worth)[:REFINED]:
         rating = ratings[idx]
         tried = [rating]
-        tried += [rater.rate(rating.unit, formats) for formats in precisions.refined(rating)]
+        tried += [rater.rate(rating.layout, formats) for formats in precisions.refined(rating)]
         ratings[idx] = max(tried, key=rater.rank)
 
 
@@ -182,8 +182,8 @@ def _quickest_of_cheapest(
         if not load:
             continue
         copies = max(1, math.ceil(asked / load - 1e-9))
-        price = price_of(rating.unit, copies)
-        if price > fleet.price * (1 + 1e-9) or copies > most_copies(rating.unit, None):
+        price = price_of(rating.layout, copies)
+        if price > fleet.price * (1 + 1e-9) or copies > most_copies(rating.layout, None):
             continue
         at = rater.at_load(rating, asked / copies)
         if _answer_s(rater, at) < best * (1 - 1e-6):
@@ -207,7 +207,7 @@ def _is_too_dear(workload: Workload, price: float) -> bool:
 def fleet_inputs(
     hosts: Sequence[Host], ratings: Sequence[Rating], workload: Workload
 ) -> tuple[dict[str, FleetHost], dict[str, list[Rated]]]:
-    """Return hosts and rated engines in the terms of deploy.placement.fleet."""
+    """Return hosts and rated engines in the terms of deploy.placement.search.fleet."""
     fleet_hosts: dict[str, FleetHost] = {}
     engines: dict[str, list[Rated]] = {}
     for host in hosts:
@@ -220,8 +220,8 @@ def fleet_inputs(
             tuple(device.price_per_hour for device in host.devices),
         )
     for key, rating in enumerate(ratings):
-        engines[rating.unit.host.spec.name].append(
-            Rated(key, rating.unit.used, rating.load(workload))
+        engines[rating.layout.host.spec.name].append(
+            Rated(key, rating.layout.used, rating.load(workload))
         )
     return fleet_hosts, engines
 
@@ -236,19 +236,19 @@ def _fastest(
     for rating in ratings:
         if rating.point is None:
             continue
-        most = most_copies(rating.unit, workload.max_price_per_hour)
+        most = most_copies(rating.layout, workload.max_price_per_hour)
         least = math.ceil(asked / rating.load(workload) - 1e-9)
         if most < least or not most:
             continue
         found = _fewest_copies(rater, rating, asked, least=max(1, least), most=most)
-        rank = (_answer_s(rater, found.rating), price_of(rating.unit, found.copies))
+        rank = (_answer_s(rater, found.rating), price_of(rating.layout, found.copies))
         if best is None or rank < best[0]:
             best = rank, found
     if best is None:
         return [], None
     member = best[1]
-    key = next(idx for idx, each in enumerate(ratings) if each.unit is member.rating.unit)
-    price = price_of(member.rating.unit, member.copies)
+    key = next(idx for idx, each in enumerate(ratings) if each.layout is member.rating.layout)
+    price = price_of(member.rating.layout, member.copies)
     rate = member.copies * ratings[key].load(workload)
     return [member], Fleet({key: member.copies}, rate, price, True)
 

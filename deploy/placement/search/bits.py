@@ -4,7 +4,7 @@ Owns the problem and three ways to solve it: every assignment (small ones), a mi
 (scipy's HiGHS), and an allocator after QSync (arXiv 2407.02327): everything in its fastest format
 first, then the most sensitive restored while that costs nothing. Quality is a bound here, where
 LLM-PQ (arXiv 2403.01136) has it as a penalty with a weight. Pure: knows no device and no model.
-Called by deploy.placement.precision and deploy.quantisation.mixing.
+Called by deploy.placement.search.precision and deploy.quantisation.mixing.
 """
 
 from __future__ import annotations
