@@ -1,7 +1,7 @@
 """The engines that a host could hold: which of its devices serve attention, experts, or both.
 
-Owns the enumeration and what a slot is. Knows no times: deploy.placement.search.steady prices a layout.
-Called by deploy.placement.search.
+Owns the enumeration and what a slot is. Knows no times: deploy.placement.search.rating prices a
+layout. Called by deploy.placement.search.search.
 
 A GPU is a slot. A CPU is one slot with all its cores, or several that divide them. Nodes of an
 engine are on one host, though an engine may have several (topspin.plan.network).

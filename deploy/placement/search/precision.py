@@ -1,8 +1,8 @@
 """The precisions that an engine is tried with, under the workload's bound on quality.
 
-Owns the translation between engines and deploy.placement.search.bits: what a format of a part costs on a
-layout's devices. Without a sensitivity file, or without a bound, weights stay as they are stored.
-Called by deploy.placement.search.
+Owns the translation between engines and deploy.placement.search.bits: what a format of a part
+costs on a layout's devices. Without a sensitivity file, or without a bound, weights stay as they
+are stored. Called by deploy.placement.search.search.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from deploy.placement.search.bits import (
     Option,
     Phase,
     Problem,
-    all_choices,
-    allocate,
     evaluate,
-    num_choices,
+    least,
     solve,
 )
 from deploy.placement.search.layouts import EngineLayout
@@ -31,10 +29,6 @@ from deploy.placement.search.steps import node_shares
 from deploy.placement.sensitivity import Sensitivity
 from topspin.plan.precision import KERNEL_FORMATS, LM_HEAD_FORMATS, UNQUANTISED, Format, Part
 
-EXHAUSTIVE = 64
-"""Assignments that are all tried; of more, the best by a solver are."""
-MAX_SOLVER_ITEMS = 120
-"""Beyond them the allocator answers."""
 PREFILL_ROWS = 512.0
 RUNNING = 16.0
 """Running sequences per attention node for which formats are chosen where no load is known."""
@@ -78,18 +72,14 @@ class Precisions:
             return
         for growth in (1.0, 2.0):
             problem = self.problem(rating.layout, running=rating.point.running, growth=growth)
-            choice = _solved(problem)
+            choice = solve(problem)
             if choice is not None:
                 yield self._formats(problem, choice)
 
     def _portfolio(self, layout: EngineLayout) -> tuple[Formats, ...]:
         problem = self.problem(layout)
-        if num_choices(problem) <= EXHAUSTIVE:
-            choices = [each for each in all_choices(problem) if evaluate(problem, each).fits]
-        else:
-            choices = [
-                each for each in (_solved(problem), _solved(_by_bytes(problem))) if each is not None
-            ]
+        smallest = least(problem.items, lambda option: option.num_bytes, max_kl=problem.max_kl)
+        choices = [each for each in (solve(problem), smallest) if each is not None]
         found = {self.stored.key: self.stored}
         for choice in choices:
             formats = self._formats(problem, choice)
@@ -129,7 +119,7 @@ class Precisions:
         budgets: tuple[Budget, ...] = ()
         if growth is not None:
             budgets = self._budgets(layout, keys=growth * rows * rater.clock.context)
-        return Problem(items, budgets, self._max_kl, decode, filled)
+        return Problem(items, budgets, self._max_kl, (decode, filled))
 
     def _items(self, layout: EngineLayout, rows: float, prefill: float) -> tuple[Item, ...]:
         found: list[Item] = []
@@ -172,7 +162,7 @@ class Precisions:
             size = self._model.head_bytes(name, kernels=kernels)
         kl = self._sensitivity.kl(part, layer, name)
         assert kl is not None
-        return Option(name, size, kl, *times)
+        return Option(name, size, kl, times)
 
     def _formats_of(self, layout: EngineLayout, part: Part, layer: int | None) -> list[Format]:
         """Return the formats that all devices of a part compute with, and that were measured."""
@@ -270,24 +260,3 @@ class Precisions:
                 layers[item.layer][item.part] = name
         kl = evaluate(problem, choice).kl
         return Formats(self._model, tuple(LayerFormats(**each) for each in layers), head, kl)
-
-
-def _solved(problem: Problem) -> Choice | None:
-    if len(problem.items) > MAX_SOLVER_ITEMS:
-        return allocate(problem)
-    return solve(problem)
-
-
-def _by_bytes(problem: Problem) -> Problem:
-    """Return the problem whose objective is the bytes: what fits where little does."""
-    items = tuple(
-        item._replace(
-            options=tuple(
-                option._replace(decode_s=option.num_bytes * 1e-12, prefill_s=0.0)
-                for option in item.options
-            )
-        )
-        for item in problem.items
-    )
-    phase = Phase(1.0, 1, 0.0, True)
-    return Problem(items, (), problem.max_kl, phase, phase)

@@ -3,9 +3,9 @@
 Owns the order: layouts of each host, their precision and settings, the best few refined, the fleet.
 Pure. Called by deploy.placement.command and, with changed inputs, by deploy.placement.answers.
 
-It is exact over the grids of deploy.placement.search.rating (settings and loads) where `Result.is_exact`:
-every layout was rated, every assignment of formats tried, and no other fleet of these engines is
-better. Elsewhere it says what it left out.
+It is exact over the grids of deploy.placement.search.rating (settings and loads) where
+`Result.is_exact`: every layout was rated with all formats that it may have, and no other fleet of
+these engines is better.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deploy.placement.cluster import HostLink
-from deploy.placement.search.bits import num_choices
 from deploy.placement.search.fleet import Fleet, FleetHost, Rated, cheapest, largest
 from deploy.placement.search.layouts import Host, layouts_of, most_copies, price_of
 from deploy.placement.search.nodes import tries_all_cuts
-from deploy.placement.search.precision import EXHAUSTIVE, Precisions
+from deploy.placement.search.precision import Precisions
 from deploy.placement.search.rating import Rater, Rating
 from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.shapes import ModelShape
@@ -93,7 +92,8 @@ def search(inputs: Inputs) -> Result:
     ratings: list[Rating] = []
     plain: list[Rating] = []
     quantised: list[Rating | None] = []
-    is_exact = True
+    # Formats are chosen by a program whose objective stands for the times.
+    is_exact = not precisions.may_quantise
     for host in inputs.hosts:
         found = layouts_of(host, num_experts=inputs.model.num_experts)
         is_exact = is_exact and found.is_complete
@@ -102,8 +102,6 @@ def search(inputs: Inputs) -> Result:
                 continue
             formats = precisions.of(layout)
             is_exact = is_exact and tries_all_cuts(inputs.model, layout)
-            if precisions.may_quantise:
-                is_exact = is_exact and num_choices(precisions.problem(layout)) <= EXHAUSTIVE
             tried = [rater.rate(layout, each) for each in formats]
             plain.append(tried[0])
             quantised.append(max(tried[1:], key=rater.rank, default=None))

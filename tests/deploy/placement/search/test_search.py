@@ -15,7 +15,7 @@ from deploy.placement import engine_limits
 from deploy.placement.cluster import HostLink
 from deploy.placement.formats import Formats, stored
 from deploy.placement.search import rating as rating_module
-from deploy.placement.search.bits import all_choices, evaluate
+from deploy.placement.search.bits import evaluate
 from deploy.placement.search.layouts import EngineLayout, Host, layouts_of
 from deploy.placement.search.precision import Precisions
 from deploy.placement.search.rating import Rater, Rating, Trial, running_grid
@@ -73,7 +73,9 @@ def best_of_all(inputs: Inputs) -> list[tuple[float, float]]:
                 problem = precisions.problem(layout)
                 formats += [
                     precisions._formats(problem, choice)
-                    for choice in all_choices(problem)
+                    for choice in itertools.product(
+                        *(range(len(item.options)) for item in problem.items)
+                    )
                     if evaluate(problem, choice).fits
                 ]
             for each in formats:
@@ -173,7 +175,7 @@ def test_users_whose_prompts_wait_count_too() -> None:
 
 def check_against_everything(inputs: Inputs) -> None:
     result = search(inputs)
-    assert result.is_exact
+    assert result.is_exact == (inputs.sensitivity is None)
     asked = asked_load(inputs.workload)
     good = [each for each in best_of_all(inputs) if each[0] >= asked * (1 - 1e-9)]
     assert bool(result.members) == bool(good)
@@ -206,7 +208,7 @@ def test_layer_ranges_are_searched_exactly(
 
 
 @pytest.mark.slow
-def test_a_small_cluster_with_precision_is_searched_exactly() -> None:
+def test_a_small_cluster_with_precision_is_searched_well() -> None:
     shape = samples.model(1, num_experts=8)
     hosts = [
         samples.host((samples.gpu("big"), 1), (samples.gpu("cheap", gb_per_s=900, price=0.5), 1))
