@@ -11,8 +11,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 from deploy.placement.cluster import Cluster, profile_of, read_cluster
-from deploy.placement.picture import draw
-from deploy.placement.report import print_report, report_of
+from deploy.placement.explain import explain
+from deploy.placement.report import draw, print_report
 from deploy.placement.search.drafts import Decision, decide
 from deploy.placement.search.layouts import Device, Host
 from deploy.placement.search.search import ImpossibleError, Inputs, Result, search
@@ -72,7 +72,7 @@ def run(asked: argparse.Namespace) -> int:
     )
     result = search(inputs)
     drafts = decide(inputs, result)
-    report = report_of(inputs, result, drafts)
+    report = explain(inputs, result, drafts)
     if not result.members:
         print_report(report)
         raise ImpossibleError(report.refusal)

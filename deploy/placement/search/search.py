@@ -1,7 +1,7 @@
 """The search: rates every engine that the hosts could hold, and chooses how many of which.
 
 Owns the order: layouts of each host, their precision and settings, the best few refined, the fleet.
-Pure. Called by deploy.placement.command and, with changed inputs, by deploy.placement.answers.
+Pure. Called by deploy.placement.command and, with changed inputs, by deploy.placement.explain.
 
 It is exact over the grids of deploy.placement.search.rating (settings and loads) where
 `Result.is_exact`: every layout was rated with all formats that it may have, and no other fleet of
@@ -122,15 +122,17 @@ def search(inputs: Inputs) -> Result:
     )
 
 
+def worth(rating: Rating, workload: Workload) -> float:
+    """Return what an engine carries for its price, or, if all is free, for its devices."""
+    price = rating.layout.price_per_hour or 1e-6 * sum(rating.layout.used)
+    return rating.load(workload) / price
+
+
 def _refine(rater: Rater, precisions: Precisions, ratings: list[Rating]) -> None:
     """Choose formats again for the layouts that carry most for their price."""
 
-    def worth(idx: int) -> float:
-        rating = ratings[idx]
-        price = rating.layout.price_per_hour or 1e-6 * sum(rating.layout.used)
-        return -rating.load(rater.workload) / price
-
-    for idx in sorted(range(len(ratings)), key=worth)[:REFINED]:
+    order = sorted(range(len(ratings)), key=lambda idx: -worth(ratings[idx], rater.workload))
+    for idx in order[:REFINED]:
         rating = ratings[idx]
         tried = [rating]
         tried += [rater.rate(rating.layout, formats) for formats in precisions.refined(rating)]
