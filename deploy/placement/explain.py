@@ -13,16 +13,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from deploy.placement.cluster import HostLink
 from deploy.placement.cost import unmeasured
 from deploy.placement.report import EngineReport, FrontPoint, Rejected, Report, WhatIf
 from deploy.placement.search.drafts import Decision
 from deploy.placement.search.fleet import largest
 from deploy.placement.search.layouts import (
-    Device,
     EngineLayout,
     Host,
     layouts_of,
+    merged,
     most_copies,
     price_of,
 )
@@ -351,8 +350,8 @@ class _Explainer:
         chosen = result.members[0].rating
         for idx, first in enumerate(hosts):
             for second in hosts[idx if first.spec.count > 1 else idx + 1 :]:
-                merged = _merged(first, second, link)
-                layouts = layouts_of(merged, num_experts=self.inputs.model.num_experts).layouts
+                both = merged(first, second, link)
+                layouts = layouts_of(both, num_experts=self.inputs.model.num_experts).layouts
                 rated = [
                     self.rater.rate(layout, chosen.formats)
                     for layout in layouts[:MAX_MERGED_LAYOUTS]
@@ -362,7 +361,7 @@ class _Explainer:
                 if best is not None and best.point is not None:
                     own, other = self._per_price(best), self._per_price(chosen)
                     yield (
-                        f"An engine over the hosts {merged.spec.name} ({best.layout}) would carry "
+                        f"An engine over the hosts {both.spec.name} ({best.layout}) would carry "
                         f"{best.load(self.workload):.3g} {self.load_unit}, {own:.3g} per price, "
                         f"{'more' if own > other * 1.01 else 'no more'} than the plan's "
                         f"{other:.3g}. Such a plan is made by hand (docs/hosts.md)."
@@ -432,17 +431,6 @@ def _with_links(inputs: Inputs, factor: float) -> Inputs:
         return dataclasses.replace(host, spec=msgspec.structs.replace(host.spec, links=links))
 
     return dataclasses.replace(inputs, hosts=tuple(map(faster, inputs.hosts)))
-
-
-def _merged(first: Host, second: Host, link: HostLink) -> Host:
-    """Return two hosts as one, joined by the link between hosts."""
-    devices: list[Device] = []
-    for device in (*first.devices, *second.devices):
-        devices.append(dataclasses.replace(device, group=len(devices)))
-    spec = msgspec.structs.replace(
-        first.spec, name=f"{first.spec.name} + {second.spec.name}", count=1, links=(link,)
-    )
-    return Host(spec, tuple(devices))
 
 
 def _estimates(inputs: Inputs, members: Sequence[Member]) -> list[str]:

@@ -7,11 +7,10 @@ has passed the checks that `topspin serve` makes. Called by deploy.placement.com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
-
-import msgspec
+from typing import Any, NamedTuple
 
 from deploy.placement.search.drafts import Decision, Maker
 from deploy.placement.search.layouts import (
@@ -25,7 +24,7 @@ from deploy.placement.search.layouts import (
 from deploy.placement.search.rating import Rater, Rating
 from deploy.placement.search.steady import Shape as EngineShape
 from deploy.placement.search.steady import chunks_of, high_running
-from deploy.placement.search.steps import EngineSteps, Step
+from deploy.placement.search.steps import Engine, EngineSteps, Step
 from topspin.plan.expected import Expected, ExpectedStep
 from topspin.plan.from_flags import ModelFacts, check_model
 from topspin.plan.kv_cache import KvCacheSpec
@@ -47,7 +46,7 @@ error. Then the engine finds out by measuring."""
 KEYS_IN_RESERVE = 1.1
 """Room for keys on a CPU, of what the p95 load needs: sequences differ in length."""
 MAX_WINDOW_ROWS = 2**16 - 1
-Node = TypeVar("Node", AttentionNode, StageNode, ExpertNode, DraftNode)
+PlannedNode = AttentionNode | StageNode | ExpertNode
 
 
 def plan_of(
@@ -67,9 +66,7 @@ def plan_of(
         precision=engine.formats.rules(),
         kv_cache=KvCacheSpec(dtype="fp8" if engine.kv_itemsize == 1 else "auto"),
         nodes=(
-            *_attention(rater, rating),
-            *_stages(rater, rating),
-            *(() if layout.is_colocated else _experts(rater, rating)),
+            *_nodes(rater, rating),
             *(() if maker is None else _draft(layout, maker)),
         ),
         links=(
@@ -130,48 +127,47 @@ def _window_rows(layout: EngineLayout, batched_tokens: int) -> int:
     return min(MAX_WINDOW_ROWS, max(least, batched_tokens))
 
 
-def _attention(rater: Rater, rating: Rating) -> Iterator[AttentionNode]:
+def _nodes(rater: Rater, rating: Rating) -> Iterator[PlannedNode]:
+    """Yield the nodes of an engine, drafts apart."""
     engine = rating.engine
     assert engine is not None
-    own_layers = engine.ends[0] if engine.ends else rater.model.num_layers
-    for index, (slot, place) in enumerate(_placed(engine.layout, "attention")):
-        group = [each for each, _ in engine.layout.attention].index(slot)
-        node = AttentionNode(
-            index=index,
-            device=place.device,
-            kernels=place_of(slot.device).kernels,
-            wait="spin" if place.cores else "block",
-            num_threads=slot.threads or None,
-            cores=place.cores,
-            layers=(0, engine.ends[0]) if engine.ends else None,
-            max_num_seqs=rating.max_num_seqs,
-            max_num_batched_tokens=engine.batched_tokens,
-            kv_cache_bytes=(
-                None
-                if slot.device.is_gpu
-                else _cache_bytes(rater, rating, group, num_layers=own_layers)
-            ),
-        )
-        yield _slowed(node, slot)
+    layout = engine.layout
+    ends = engine.ends or (rater.model.num_layers,)
+    held = _held(engine, rater.model.num_experts)
+    groups = [slot for slot, _ in layout.attention]
+    for role, index, slot, cores, device in _placed(layout):
+        fields = _fields(index, slot, device=device, cores=cores) | {
+            "wait": "spin" if cores else "block"
+        }
+        if role == "attention":
+            group = groups.index(slot)
+            cache = _cache_bytes(rater, rating, group, num_layers=ends[0])
+            yield AttentionNode(
+                **fields,
+                layers=(0, ends[0]) if engine.ends else None,
+                max_num_seqs=rating.max_num_seqs,
+                max_num_batched_tokens=engine.batched_tokens,
+                kv_cache_bytes=None if slot.device.is_gpu else cache,
+            )
+        elif role == "stage":
+            layers = (ends[index], ends[index + 1])
+            cache = _cache_bytes(rater, rating, 0, num_layers=layers[1] - layers[0])
+            yield StageNode(**fields, layers=layers, of=0, kv_cache_bytes=cache)
+        elif not layout.is_colocated:
+            yield ExpertNode(**fields, experts=held[index])
 
 
-def _stages(rater: Rater, rating: Rating) -> Iterator[StageNode]:
-    engine = rating.engine
-    assert engine is not None
-    for index, (slot, place) in enumerate(_placed(engine.layout, "stage")):
-        layers = (engine.ends[index], engine.ends[index + 1])
-        node = StageNode(
-            index=index,
-            device=place.device,
-            kernels=place_of(slot.device).kernels,
-            wait="spin" if place.cores else "block",
-            num_threads=slot.threads or None,
-            cores=place.cores,
-            layers=layers,
-            of=0,
-            kv_cache_bytes=_cache_bytes(rater, rating, 0, num_layers=layers[1] - layers[0]),
-        )
-        yield _slowed(node, slot)
+def _fields(index: int, slot: DeviceSlot, *, device: str, cores: tuple[int, ...]) -> dict[str, Any]:
+    """Return the fields that all kinds of nodes have."""
+    slow = {"slow": slot.device.slow} if slot.device.slow > 1 else {}
+    return {
+        "index": index,
+        "device": device,
+        "kernels": place_of(slot.device).kernels,
+        "num_threads": slot.threads or None,
+        "cores": cores,
+        **slow,
+    }
 
 
 def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -> int:
@@ -190,110 +186,76 @@ def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -
     return blocks * block * num_layers * rater.model.kv_layer_bytes(engine.kv_itemsize)
 
 
-def _experts(rater: Rater, rating: Rating) -> Iterator[ExpertNode]:
-    engine = rating.engine
-    assert engine is not None
+def _held(engine: Engine, num_experts: int) -> list[int]:
+    """Return the experts of each node."""
     held = [
         each
         for each, (_, count) in zip(engine.held, engine.layout.experts, strict=True)
         for _ in range(count)
     ]
     # Nodes of a group hold as many, rounded up: the last ones need not.
-    surplus = sum(held) - rater.model.num_experts
+    surplus = sum(held) - num_experts
     for idx in sorted(range(len(held)), key=lambda each: (-held[each], -each))[:surplus]:
         held[idx] -= 1
-    for index, (slot, place) in enumerate(_placed(engine.layout, "expert")):
-        node = ExpertNode(
-            index=index,
-            device=place.device,
-            kernels=place_of(slot.device).kernels,
-            wait="spin" if place.cores else "block",
-            num_threads=slot.threads or None,
-            cores=place.cores,
-            experts=held[index],
-        )
-        yield _slowed(node, slot)
+    return held
 
 
 def _draft(layout: EngineLayout, maker: Maker) -> Iterator[DraftNode]:
     """Yield the node on the first device of its kind that the engine leaves over."""
     if maker.slot is None:
         return
-    device, threads = maker.slot
+    device = maker.slot.device
     number = layout.used[device.group]
     cores: tuple[int, ...] = ()
-    if not device.is_gpu and sum(each.count for each in layout.host.devices if not each.is_gpu) > 1:
-        low = _first_core(layout, device) + number * device.cores
+    if not device.is_gpu and _num_cpus(layout) > 1:
+        low = _first(layout, device, lambda each: each.cores) + number * device.cores
         cores = tuple(range(low, low + device.cores))
-    first = _first_gpu(layout, device) if device.is_gpu else 0
-    place = place_of(device, first + number)
-    node = DraftNode(
-        index=0,
-        device=place.device,
-        kernels=place.kernels,
-        wait="block",
-        num_threads=threads or None,
-        cores=cores,
-        kv_cache_tokens=maker.cached_tokens,
-    )
-    yield _slowed(node, maker.slot)
+    fields = _fields(0, maker.slot, device=_device_name(layout, device, number), cores=cores)
+    yield DraftNode(**fields, wait="block", kv_cache_tokens=maker.cached_tokens)
 
 
-def _slowed(node: Node, slot: DeviceSlot) -> Node:
-    """Return the node with its device's `slow`, if that says anything."""
-    slow = slot.device.slow
-    return msgspec.structs.replace(node, slow=slow) if slow > 1 else node
+def _placed(
+    layout: EngineLayout,
+) -> Iterator[tuple[str, int, DeviceSlot, tuple[int, ...], str]]:
+    """Yield each node's role, index, slot, own cores and device's name.
 
-
-class _Placed:
-    """Where a node is: its device's name, and the cores that belong to it alone."""
-
-    def __init__(self, device: str, cores: tuple[int, ...] = ()) -> None:
-        self.device = device
-        self.cores = cores
-
-
-def _placed(layout: EngineLayout, role: str) -> Iterator[tuple[DeviceSlot, _Placed]]:
-    """Yield each node's slot and place: on like devices attention, then stages, then experts.
-
-    GPUs and cores are counted in the order of the cluster file.
+    On like devices attention comes first, then stages, then experts. GPUs and cores are counted in
+    the order of the cluster file.
     """
-    taken: dict[int, int] = {}
-    cores: dict[int, int] = {}
-    num_cpus = sum(device.count for device in layout.host.devices if not device.is_gpu)
+    taken = Counter[int]()
+    used_cores = Counter[int]()
     shared = layout.kind != "apart"
     roles: tuple[tuple[str, DeviceSlots], ...] = (
         ("attention", layout.attention),
         ("stage", tuple((slot, 1) for slot in layout.stages)),
         ("expert", layout.experts),
     )
-    for name, slots in roles:
-        for slot, count in slots:
-            for _ in range(count):
-                device = slot.device
-                number = 0 if shared else taken.get(device.group, 0)
-                first = cores.get(device.group, 0)
-                is_part = slot.threads < device.cores
-                if device.is_gpu:
-                    place = _Placed(place_of(device, _first_gpu(layout, device) + number).device)
-                elif shared or (num_cpus == 1 and not is_part):
-                    place = _Placed("cpu")
-                else:
-                    low = _first_core(layout, device) + first
-                    place = _Placed("cpu", tuple(range(low, low + slot.threads)))
-                taken[device.group] = number + 1
-                cores[device.group] = first + slot.threads
-                if name == role:
-                    yield slot, place
+    for role, slots in roles:
+        for index, slot in enumerate(slot for slot, count in slots for _ in range(count)):
+            device = slot.device
+            cores: tuple[int, ...] = ()
+            is_part = slot.threads < device.cores
+            if not device.is_gpu and not shared and (is_part or _num_cpus(layout) > 1):
+                low = _first(layout, device, lambda each: each.cores) + used_cores[device.group]
+                cores = tuple(range(low, low + slot.threads))
+            number = 0 if shared else taken[device.group]
+            yield role, index, slot, cores, _device_name(layout, device, number)
+            taken[device.group] += 1
+            used_cores[device.group] += slot.threads
 
 
-def _first_gpu(layout: EngineLayout, device: Device) -> int:
-    before = layout.host.devices[: device.group]
-    return sum(each.count for each in before if each.is_gpu)
+def _num_cpus(layout: EngineLayout) -> int:
+    return sum(device.count for device in layout.host.devices if not device.is_gpu)
 
 
-def _first_core(layout: EngineLayout, device: Device) -> int:
-    return sum(each.count * each.cores for each in layout.host.devices[: device.group])
+def _device_name(layout: EngineLayout, device: Device, number: int) -> str:
+    """Return the name of the `number`-th of like devices."""
+    return place_of(device, _first(layout, device, lambda each: int(each.is_gpu)) + number).device
+
+
+def _first(layout: EngineLayout, device: Device, each_has: Callable[[Device], int]) -> int:
+    """Return the number of GPUs, or of cores, of the devices before this one in the file."""
+    return sum(each.count * each_has(each) for each in layout.host.devices[: device.group])
 
 
 def expected_of(rater: Rater, rating: Rating, *, devices: EngineLayout | None = None) -> Expected:

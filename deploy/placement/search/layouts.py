@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
-from deploy.placement import engine_limits
+import msgspec
+
 from deploy.placement.cluster import HostGroup, HostLink, LinkTransport
 from deploy.placement.devices import DeviceProfile
 from topspin.devices import CPU, CUDA, Place, check_transport
@@ -71,6 +72,17 @@ class Host:
     devices: tuple[Device, ...]
 
 
+def merged(first: Host, second: Host, link: HostLink) -> Host:
+    """Return two hosts as one, joined by the link between hosts."""
+    devices: list[Device] = []
+    for device in (*first.devices, *second.devices):
+        devices.append(replace(device, group=len(devices)))
+    spec = msgspec.structs.replace(
+        first.spec, name=f"{first.spec.name} + {second.spec.name}", count=1, links=(link,)
+    )
+    return Host(spec, tuple(devices))
+
+
 class DeviceSlot(NamedTuple):
     """Room for one node: a device, or `threads` cores of one (0: a GPU)."""
 
@@ -78,6 +90,8 @@ class DeviceSlot(NamedTuple):
     threads: int
 
 
+Counts = tuple[int, ...]
+"""A number for each device group of a host."""
 DeviceSlots = tuple[tuple[DeviceSlot, int], ...]
 """Like slots, and how many of them."""
 
@@ -140,6 +154,12 @@ class EngineLayout:
             for device, used in zip(self.host.devices, self.used, strict=True)
         )
 
+    @property
+    def per_host(self) -> int:
+        """Return how many copies a host holds."""
+        devices = zip(self.host.devices, self.used, strict=True)
+        return min(device.count // used for device, used in devices if used)
+
     def __str__(self) -> str:
         if self.kind == "one_process":
             return f"{_names(self.attention)} in one process"
@@ -176,27 +196,15 @@ def layouts_of(host: Host, *, num_experts: int) -> Layouts:
 def _on_one_device(host: Host, num_experts: int) -> Iterator[EngineLayout]:
     """Yield what one device can serve alone: both roles on a GPU, or on a CPU's cores."""
     for device in host.devices:
-        if device.slow > 1 and not engine_limits.SLOW_NODES:
-            continue
-        used = tuple(int(other is device) for other in host.devices)
-        whole = DeviceSlot(device, device.cores)
+        whole = ((DeviceSlot(device, device.cores), 1),)
         if not num_experts:
-            yield EngineLayout(host, "apart", ((whole, 1),), (), "shm", None, used)
+            yield from _joined(host, whole, ())
             continue
-        yield EngineLayout(
-            host, "one_process", ((whole, 1),), ((whole, 1),), "local", None, used, True
-        )
-        if device.is_gpu:
-            continue
-        link = _link(host, [device], [device])
-        if link is not None:
-            yield EngineLayout(
-                host, "turns", ((whole, 1),), ((whole, 1),), link.transport, link, used, True
-            )
+        yield from _joined(host, whole, whole, kind="one_process", shares_memory=True)
+        if not device.is_gpu:
+            yield from _joined(host, whole, whole, kind="turns", shares_memory=True)
             for attention, experts in _parts(device, num_experts):
-                yield EngineLayout(
-                    host, "apart", (attention,), (experts,), link.transport, link, used, True
-                )
+                yield from _joined(host, (attention,), (experts,), shares_memory=True)
 
 
 def _parts(
@@ -218,29 +226,23 @@ def _parts(
 
 def _apart(host: Host, num_experts: int) -> tuple[list[EngineLayout], bool]:
     """Return the layouts whose nodes have a device each, and whether they are all."""
-    devices = [d for d in host.devices if d.slow == 1 or engine_limits.SLOW_NODES]
-    counts = [min(device.count, MOST_NODES) for device in devices]
-    is_complete = all(device.count <= MOST_NODES for device in devices)
+    counts = [min(device.count, MOST_NODES) for device in host.devices]
+    is_complete = all(device.count <= MOST_NODES for device in host.devices)
+    pairs: Iterator[tuple[Counts, Counts]]
     if not num_experts:
         vectors = itertools.product(*(range(count + 1) for count in counts))
-        splits = [(each, (0,) * len(counts)) for each in vectors if sum(each) > 1]
-        return [_unit(host, devices, a, e, None) for a, e in splits[:MAX_LAYOUTS]], is_complete
-    num_ways = 1
-    for count in counts:
-        num_ways *= (count + 1) * (count + 2) // 2
-    if num_ways <= MAX_LAYOUTS:
+        several = ((each, (0,) * len(counts)) for each in vectors if sum(each) > 1)
+        pairs = itertools.islice(several, MAX_LAYOUTS)
+    elif math.prod((count + 1) * (count + 2) // 2 for count in counts) <= MAX_LAYOUTS:
         pairs = _all_pairs(counts)
     else:
-        is_complete = False
-        pairs = _single_pairs(counts)
-    found = []
-    for attention, experts in pairs:
-        if not any(attention) or not 0 < sum(experts) <= num_experts:
-            continue
-        link = _link(host, _of(devices, attention), _of(devices, experts))
-        if link is not None:
-            found.append(_unit(host, devices, attention, experts, link))
-    return found, is_complete
+        pairs, is_complete = _single_pairs(counts), False
+    return [
+        layout
+        for attention, experts in pairs
+        if any(attention) and sum(experts) <= num_experts and any(experts) == bool(num_experts)
+        for layout in _joined(host, _slots(host, attention), _slots(host, experts))
+    ], is_complete
 
 
 def _cut(host: Host, num_experts: int) -> Iterator[EngineLayout]:
@@ -248,41 +250,52 @@ def _cut(host: Host, num_experts: int) -> Iterator[EngineLayout]:
 
     topspin.plan.stages says what the engine runs: CPUs, which pass rows on over shm or tcp.
     """
-    if not engine_limits.STAGES:
-        return
-    devices = [d for d in host.devices if d.slow == 1 or engine_limits.SLOW_NODES]
-    cpus = [device for device in devices if not device.is_gpu]
+    cpus = [device for device in host.devices if not device.is_gpu]
     for length in range(2, MOST_RANGES + 1):
         for chain in itertools.product(cpus, repeat=length):
-            left = [min(device.count - chain.count(device), MOST_NODES) for device in devices]
+            left = [min(each.count - chain.count(each), MOST_NODES) for each in host.devices]
             if min(left) < 0:
                 continue
-            ways: Iterator[tuple[int, ...]] = iter([(0,) * len(left)])
+            ways: Iterator[Counts] = iter([(0,) * len(left)])
             if num_experts:
                 ways = itertools.product(*([0, *_steps(count)] for count in left))
+            head, *others = (DeviceSlot(device, device.cores) for device in chain)
             for experts in ways:
-                if bool(num_experts) != bool(any(experts)) or sum(experts) > num_experts:
-                    continue
-                link = _link(host, chain, _of(devices, experts), STAGE_TRANSPORTS)
-                if link is None:
-                    continue
-                used = [chain.count(device) for device in host.devices]
-                for device, count in zip(devices, experts, strict=True):
-                    used[host.devices.index(device)] += count
-                head, *others = (DeviceSlot(device, device.cores) for device in chain)
-                yield EngineLayout(
-                    host,
-                    "apart",
-                    ((head, 1),),
-                    _slots(devices, experts),
-                    link.transport,
-                    link,
-                    tuple(used),
-                    stages=tuple(others),
-                )
+                if any(experts) == bool(num_experts) and sum(experts) <= num_experts:
+                    yield from _joined(
+                        host, ((head, 1),), _slots(host, experts), stages=tuple(others)
+                    )
 
 
-def _all_pairs(counts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _joined(
+    host: Host,
+    attention: DeviceSlots,
+    experts: DeviceSlots,
+    *,
+    kind: LayoutKind = "apart",
+    shares_memory: bool = False,
+    stages: tuple[DeviceSlot, ...] = (),
+) -> Iterator[EngineLayout]:
+    """Yield the layout with the first of the host's links that can join its nodes, if one can."""
+    used = [0] * len(host.devices)
+    for slot, count in (*attention, *((slot, 1) for slot in stages), *experts):
+        used[slot.device.group] += count
+    if shares_memory:
+        used = [min(1, count) for count in used]
+    link: HostLink | None = None
+    transport: Transport = "local" if kind == "one_process" else "shm"
+    if kind != "one_process" and (experts or stages):
+        nodes = [*(slot for slot, _ in attention), *stages]
+        link = _link(host, nodes, experts, is_cut=bool(stages))
+        if link is None:
+            return
+        transport = link.transport
+    yield EngineLayout(
+        host, kind, attention, experts, transport, link, tuple(used), shares_memory, stages
+    )
+
+
+def _all_pairs(counts: Sequence[int]) -> Iterator[tuple[Counts, Counts]]:
     """Yield every number of attention and of expert nodes per device group."""
     per_group = [
         [(a, e) for a in range(count + 1) for e in range(count + 1 - a)] for count in counts
@@ -291,7 +304,7 @@ def _all_pairs(counts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[i
         yield tuple(a for a, _ in way), tuple(e for _, e in way)
 
 
-def _single_pairs(counts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _single_pairs(counts: Sequence[int]) -> Iterator[tuple[Counts, Counts]]:
     """Yield those with one device group per role, the larger numbers in wider steps."""
     groups = range(len(counts))
     for a_group, e_group in itertools.product(groups, groups):
@@ -310,61 +323,28 @@ def _steps(limit: int) -> list[int]:
     return sorted({step for step in steps if step <= limit} | ({limit} if limit else set()))
 
 
-def _of(devices: Sequence[Device], counts: Sequence[int]) -> list[Device]:
-    return [device for device, count in zip(devices, counts, strict=True) if count]
-
-
-def _unit(
-    host: Host,
-    devices: Sequence[Device],
-    attention: Sequence[int],
-    experts: Sequence[int],
-    link: HostLink | None,
-) -> EngineLayout:
-    used = [0] * len(host.devices)
-    for device, a, e in zip(devices, attention, experts, strict=True):
-        used[host.devices.index(device)] = a + e
-    return EngineLayout(
-        host,
-        "apart",
-        _slots(devices, attention),
-        _slots(devices, experts),
-        "shm" if link is None else link.transport,
-        link,
-        tuple(used),
-    )
-
-
-def _slots(devices: Sequence[Device], counts: Sequence[int]) -> DeviceSlots:
+def _slots(host: Host, counts: Sequence[int]) -> DeviceSlots:
     return tuple(
         (DeviceSlot(device, device.cores), count)
-        for device, count in zip(devices, counts, strict=True)
+        for device, count in zip(host.devices, counts, strict=True)
         if count
     )
 
 
 def most_copies(layout: EngineLayout, max_price: float | None) -> int:
     """Return how many copies of a layout its hosts hold, within a price."""
-    host = layout.host
-    per_host = min(
-        device.count // used for device, used in zip(host.devices, layout.used, strict=True) if used
-    )
-    most = per_host * host.spec.count
+    host = layout.host.spec
+    most = layout.per_host * host.count
     while max_price is not None and most and price_of(layout, most) > max_price * (1 + 1e-9):
         # At least one copy less per host's worth of money that is missing.
         over = price_of(layout, most) - max_price
-        most -= max(1, math.floor(over / (layout.price_per_hour + host.spec.price_per_hour or 1.0)))
+        most -= max(1, math.floor(over / (layout.price_per_hour + host.price_per_hour or 1.0)))
     return max(0, most)
 
 
 def price_of(layout: EngineLayout, copies: int) -> float:
     """Return the price of so many copies, with the hosts that they need."""
-    per_host = min(
-        device.count // used
-        for device, used in zip(layout.host.devices, layout.used, strict=True)
-        if used
-    )
-    hosts = -(-copies // per_host)
+    hosts = -(-copies // layout.per_host)
     return hosts * layout.host.spec.price_per_hour + copies * layout.price_per_hour
 
 
@@ -376,21 +356,17 @@ def place_of(device: Device, number: int = 0) -> Place:
 
 
 def _link(
-    host: Host,
-    attention: Sequence[Device],
-    experts: Sequence[Device],
-    transports: Sequence[LinkTransport] = get_args(LinkTransport),
+    host: Host, attention: Sequence[DeviceSlot], experts: DeviceSlots, *, is_cut: bool
 ) -> HostLink | None:
-    """Return the first of the host's links, of `transports`, that can join such nodes."""
+    """Return the first of the host's links that can join such nodes."""
+    count = len(attention)
+    sides = [place_of(slot.device, idx) for idx, slot in enumerate(attention)]
+    others = [place_of(slot.device, idx + count) for idx, (slot, _) in enumerate(experts)]
     for link in host.spec.links:
-        if link.transport not in transports:
+        if is_cut and link.transport not in STAGE_TRANSPORTS:
             continue
         try:
-            check_transport(
-                [place_of(device, idx) for idx, device in enumerate(attention)],
-                [place_of(device, idx + len(attention)) for idx, device in enumerate(experts)],
-                link.transport,
-            )
+            check_transport(sides, others, link.transport)
         except ConfigError:
             continue
         return link

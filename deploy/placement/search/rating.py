@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
 
-from deploy.placement import engine_limits
 from deploy.placement.formats import Formats
 from deploy.placement.search.layouts import EngineLayout, most_copies
 from deploy.placement.search.nodes import MAX_SEQUENCES, Binding, Nodes
@@ -187,7 +186,7 @@ class Rater:
         self, layout: EngineLayout, formats: Formats, room: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Return the numbers of local layers to try: none, and all that fit."""
-        if not engine_limits.LOCAL_LAYERS or layout.kind == "one_process" or not layout.experts:
+        if layout.kind == "one_process" or not layout.experts:
             return (0,)
         if layout.stages:  # topspin.plan.stages: they hold no routed experts
             return (0,)

@@ -7,12 +7,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deploy.placement import engine_limits
 from deploy.placement.cluster import HostLink
 from deploy.placement.formats import stored
 from deploy.placement.search.layouts import layouts_of
@@ -20,8 +18,6 @@ from deploy.placement.search.search import Inputs, search
 from deploy.placement.search.steps import EngineSteps
 from deploy.placement.write import local_experts_of, plan_of
 from tests.deploy.placement import samples
-from tests.topspin.plans import plan as default_plan
-from topspin.errors import ConfigError
 from topspin.plan.file import print_plan, read_plan
 from topspin.plan.from_flags import check_model
 from topspin.plan.local_experts import LocalExperts
@@ -175,28 +171,8 @@ def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
     assert plan.link.transport == "cuda_ipc"
 
 
-@pytest.mark.parametrize(
-    ("limit", "field", "value"),
-    [
-        ("TENSOR_PARALLEL", "tp", 2),
-        ("SLOW_NODES", "slow", 2.0),
-    ],
-)
-def test_the_limits_are_those_of_the_engine(limit: str, field: str, value: object) -> None:
-    """What the search does not plan, the engine refuses; what it plans, the engine takes."""
-    plan = default_plan()
-    node = msgspec.structs.replace(plan.nodes[0], **{field: value})
-    changed = msgspec.structs.replace(plan, nodes=(node, *plan.nodes[1:]))
-    if getattr(engine_limits, limit):
-        changed.check()
-    else:
-        with pytest.raises(ConfigError, match=field):
-            changed.check()
-
-
 def test_layer_ranges_are_in_the_plan(tmp_path: Path) -> None:
     """Two CPUs, each with its own cores and the keys of its own layers, in equal numbers."""
-    assert engine_limits.STAGES
     host = samples.host(
         (samples.cpu("a", cores=4, memory_gib=0.19), 1),
         (samples.cpu("b", cores=2, memory_gib=0.4), 1),

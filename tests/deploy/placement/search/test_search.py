@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.placement import engine_limits
 from deploy.placement.cluster import HostLink
 from deploy.placement.formats import Formats, stored
 from deploy.placement.search import rating as rating_module
@@ -20,7 +19,7 @@ from deploy.placement.search.layouts import EngineLayout, Host, layouts_of
 from deploy.placement.search.precision import Precisions
 from deploy.placement.search.rating import Rater, Rating, Trial, running_grid
 from deploy.placement.search.search import Inputs, Result, search
-from deploy.placement.search.steps import Engine
+from deploy.placement.search.steps import Engine, EngineSteps
 from deploy.placement.workload import Objective, Targets, asked_load
 from tests.deploy.placement import samples
 
@@ -269,7 +268,7 @@ def dense_on(*memory_gib: float) -> Inputs:
     )
 
 
-def test_a_model_that_fits_only_cut_is_cut_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fits_only_cut_is_cut_by_memory() -> None:
     """Neither CPU holds the weights; together they do, with more layers on the larger one."""
     inputs = dense_on(0.7, 0.95)
     found = search(inputs)
@@ -285,9 +284,6 @@ def test_a_model_that_fits_only_cut_is_cut_by_memory(monkeypatch: pytest.MonkeyP
         held[slot.device.name] = layers
     assert held["cpu0"] < held["cpu1"]
     assert found.is_exact
-    monkeypatch.setattr(engine_limits, "STAGES", False)
-    assert not search(inputs).members
-    monkeypatch.setattr(engine_limits, "STAGES", True)
     refused = search(dense_on(0.4, 0.5))
     reasons = [each.binding.text for each in refused.ratings if each.layout.stages]
     assert not refused.members
@@ -373,25 +369,18 @@ def test_a_host_with_four_cpus_and_eight_gpus_takes_seconds() -> None:
     assert found.members
 
 
-def test_a_slow_link_makes_layers_local(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_link_makes_layers_local() -> None:
     """Behind a link of 2 ms, layers whose experts fit beside the attention stay there."""
     slow = HostLink(transport="shm", alpha_us=2000, gbps=10)
     shape = samples.model(8)
     asked = samples.workload(objective="min_latency", targets=Targets())
-    found = {}
-    for is_local in (False, True):
-        monkeypatch.setattr(engine_limits, "LOCAL_LAYERS", is_local)
-        host = samples.host((samples.gpu(), 2), links=(slow,))
-        inputs = samples.inputs([host], shape, asked)
-        layout = next(
-            each
-            for each in layouts_of(host, num_experts=shape.num_experts).layouts
-            if each.kind == "apart"
-        )
-        rated = inputs.rater().rate(layout, stored(shape))
-        assert rated.engine is not None
-        assert rated.point is not None
-        found[is_local] = rated.engine.num_local, rated.point.decode_s
-    assert found[False][0] == 0
-    assert found[True][0] == 7
-    assert found[True][1] < 0.3 * found[False][1]
+    host = samples.host((samples.gpu(), 2), links=(slow,))
+    rater = samples.inputs([host], shape, asked).rater()
+    layouts = layouts_of(host, num_experts=shape.num_experts).layouts
+    rated = rater.rate(next(each for each in layouts if each.kind == "apart"), stored(shape))
+    assert rated.engine is not None
+    assert rated.point is not None
+    assert rated.engine.num_local == 7
+    remote = dataclasses.replace(rated.engine, num_local=0)
+    remote_s = EngineSteps(remote, rater.clock).step_s(rated.point.running, None)
+    assert rated.point.decode_s < 0.3 * remote_s
