@@ -163,7 +163,7 @@ def _fields(index: int, slot: DeviceSlot, *, device: str, cores: tuple[int, ...]
     return {
         "index": index,
         "device": device,
-        "kernels": place_of(slot.device).kernels,
+        "kernels": slot.device.kernels,
         "num_threads": slot.threads or None,
         "cores": cores,
         **slow,

@@ -19,6 +19,7 @@ import msgspec
 
 from deploy.placement.cluster import HostGroup, HostLink, LinkTransport
 from deploy.placement.devices import DeviceProfile
+from deploy.placement.shapes import Kernels
 from topspin.devices import CPU, CUDA, Place, check_transport
 from topspin.errors import ConfigError
 from topspin.plan.settings import Transport
@@ -57,6 +58,11 @@ class Device:
     def is_gpu(self) -> bool:
         """Say whether it is a GPU."""
         return self.profile.kind == "cuda"
+
+    @property
+    def kernels(self) -> Kernels:
+        """Return the kernels that compute there and pack its weights."""
+        return "triton" if self.is_gpu else "cpu"
 
     @property
     def name(self) -> str:
@@ -350,9 +356,7 @@ def price_of(layout: EngineLayout, copies: int) -> float:
 
 def place_of(device: Device, number: int = 0) -> Place:
     """Return the place of a node on the `number`-th of like devices."""
-    if device.is_gpu:
-        return Place(f"{CUDA}:{number}", "triton")
-    return Place(CPU, "cpu")
+    return Place(f"{CUDA}:{number}" if device.is_gpu else CPU, device.kernels)
 
 
 def _link(

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache, partial
 from typing import Literal, NamedTuple
 
 from deploy.placement.cost import Rows
 from deploy.placement.formats import Formats, LayerClass
-from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes, process_bytes
+from deploy.placement.memory import attention_weight_bytes, process_bytes
 from deploy.placement.routing import touched
 from deploy.placement.search.layouts import DeviceSlot, EngineLayout
 from deploy.placement.search.ranges import MAX_CUTS, Chain, Ends, all_cuts, num_cuts, some_cuts
-from deploy.placement.search.steps import Clock, node_shares
+from deploy.placement.search.steps import Clock, Engine, node_shares
 from deploy.placement.shapes import Kernels, ModelShape
 
 USABLE = 0.9
@@ -46,19 +46,46 @@ class Binding(NamedTuple):
     has: float
 
 
-class Room(NamedTuple):
-    """The tokens for which a node of each attention group has room; None: weights do not fit.
+def _usable(slot: DeviceSlot) -> float:
+    """Return the bytes of a slot's device that nodes may use."""
+    return slot.device.memory_bytes * USABLE
 
-    `missing`: what to say then.
+
+class _Part(NamedTuple):
+    """Memory of which keys get what is left, equally on `num_nodes`.
+
+    `size` of all that is no keys, which have `token_bytes` per token. `subject`: of a sentence.
     """
 
-    tokens: tuple[int, ...] | None
-    missing: Binding | None = None
+    size: float
+    has: float
+    token_bytes: int
+    num_nodes: int = 1
+    subject: str = "needs"
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens for which each node has room."""
+        return int((self.has - self.size) / self.num_nodes // self.token_bytes)
 
 
-def kernels_of(slot: DeviceSlot) -> Kernels:
-    """Return the kernels that pack a slot's weights."""
-    return "triton" if slot.device.is_gpu else "cpu"
+@lru_cache(maxsize=1024)
+def layer_bytes(formats: Formats, kernels: Kernels) -> tuple[int, ...]:
+    """Return the bytes of each layer on an attention node or a stage, without keys."""
+    model = formats.model
+    return tuple(
+        attention_weight_bytes(model, formats.of, kernels=kernels, layers=(each,), with_ends=False)
+        for each in range(model.num_layers)
+    )
+
+
+@lru_cache(maxsize=1024)
+def one_expert_bytes(formats: Formats, kernels: Kernels) -> tuple[int, ...]:
+    """Return the bytes of one routed expert of each MoE layer."""
+    return tuple(
+        formats.model.weight_bytes("experts", each, formats.of("experts", each), kernels=kernels)
+        for each in formats.model.moe_layers
+    )
 
 
 class Nodes:
@@ -72,91 +99,63 @@ class Nodes:
         self.model = clock.model
         self.max_model_len = max_model_len
         self.most_rows = most_rows
-        self._bytes: dict[tuple[object, ...], int] = {}
-        self._local: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._layers: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._cuts: dict[tuple[object, ...], tuple[Ends, ...]] = {}
-        self._held: dict[tuple[object, ...], float] = {}
+        self._cuts = cache(self._some_cuts)
+        self._held_s = cache(self._seconds_of_held)
 
-    def room(
-        self,
-        layout: EngineLayout,
-        formats: Formats,
-        held: tuple[int, ...],
-        tokens: int,
-        kv_itemsize: int | None,
-        num_local: int = 0,
-        ends: Ends = (),
-    ) -> Room:
-        """Return the tokens that attention nodes have room for beside weights and buffers.
+    def room(self, engine: Engine) -> tuple[int, ...] | Binding:
+        """Return the tokens that a node of each attention group has room for beside the rest.
 
-        Of a node whose layers are cut at `ends`, the least of its ranges.
+        Of a node whose layers are cut, the least of its ranges. A Binding: not for one sequence.
         """
-        if ends:
-            return self._room_of_ranges(layout, formats, tokens, kv_itemsize, ends)
-        free: list[float] = []
-        if layout.shares_memory:
-            device = layout.attention[0][0].device
-            if layout.is_colocated:
-                num_local = len(self.model.moe_layers)
-            used = sum(
-                count * self.attention_bytes(slot, formats, tokens, num_local)
-                for slot, count in layout.attention
-            )
-            if not layout.is_colocated:
-                used += sum(
-                    count * self.expert_bytes(slot, formats, each, tokens * layout.num_attention)
-                    for (slot, count), each in zip(layout.experts, held, strict=True)
-                )
-            free = [(device.memory_bytes * USABLE - used) / layout.num_attention]
-            free *= len(layout.attention)
-            needs, has = used, device.memory_bytes * USABLE
-        else:
-            sizes = [
-                self.attention_bytes(slot, formats, tokens, num_local)
-                for slot, _ in layout.attention
-            ]
-            rooms = [slot.device.memory_bytes * USABLE for slot, _ in layout.attention]
-            free = [room - size for room, size in zip(rooms, sizes, strict=True)]
-            worst = min(range(len(free)), key=lambda idx: free[idx])
-            needs, has = sizes[worst], rooms[worst]
-        per_token = self.model.kv_bytes_per_token(kv_itemsize)
-        own = per_token * self.max_model_len
-        if min(free) < own:
+        parts = list(self._parts(engine))
+        worst = max(parts, key=self._over)
+        if worst.tokens < self.max_model_len:
+            needs = worst.size + worst.token_bytes * self.max_model_len
             text = (
-                f"needs {(needs + own) / GIB:.1f} GiB with the keys of one sequence of "
-                f"{self.max_model_len} tokens, the node has {has / GIB:.1f}"
+                f"{worst.subject} {needs / GIB:.1f} GiB with the keys of one sequence of "
+                f"{self.max_model_len} tokens, the node has {worst.has / GIB:.1f}"
             )
-            return Room(None, Binding("memory", text, needs + own, has))
-        return Room(tuple(int(each // per_token) for each in free))
+            return Binding("memory", text, needs, worst.has)
+        rooms = tuple(part.tokens for part in parts)
+        if engine.ends:
+            return (min(rooms),)
+        return rooms * len(engine.layout.attention) if engine.layout.shares_memory else rooms
 
-    def _room_of_ranges(
-        self,
-        layout: EngineLayout,
-        formats: Formats,
-        tokens: int,
-        kv_itemsize: int | None,
-        ends: Ends,
-    ) -> Room:
-        rooms: list[int] = []
-        closest: Binding | None = None
-        for place, (slot, begin, end) in enumerate(
-            zip(layout.chain, (0, *ends), ends, strict=False)
-        ):
-            size = self.range_bytes(slot, formats, tokens, place=place)
-            size += sum(self.layer_bytes(slot, formats)[begin:end])
-            per_token = (end - begin) * self.model.kv_layer_bytes(kv_itemsize)
-            has = slot.device.memory_bytes * USABLE
-            needs = size + per_token * self.max_model_len
-            if needs > has and (closest is None or needs - has > closest.needs - closest.has):
-                text = (
-                    f"layers {begin} to {end - 1} on {slot.device.name} need {needs / GIB:.1f} GiB "
-                    f"with the keys of one sequence of {self.max_model_len} tokens, the node has "
-                    f"{has / GIB:.1f}"
-                )
-                closest = Binding("memory", text, needs, has)
-            rooms.append(int((has - size) // per_token))
-        return Room((min(rooms),)) if closest is None else Room(None, closest)
+    def _over(self, part: _Part) -> float:
+        """Return by how many bytes a sequence's keys are too many; negative: they fit."""
+        return part.size + part.num_nodes * part.token_bytes * self.max_model_len - part.has
+
+    def _parts(self, engine: Engine) -> Iterator[_Part]:
+        """Yield the memories that hold an engine's keys, by attention group or by range."""
+        layout, formats, tokens = engine.layout, engine.formats, engine.batched_tokens
+        token_bytes = self.model.kv_bytes_per_token(engine.kv_itemsize)
+        if engine.ends:
+            begins = (0, *engine.ends[:-1])
+            ranges = zip(layout.chain, begins, engine.ends, strict=True)
+            for place, (slot, begin, end) in enumerate(ranges):
+                size = self.range_bytes(slot, formats, tokens, place=place)
+                size += sum(layer_bytes(formats, slot.device.kernels)[begin:end])
+                token_bytes = (end - begin) * self.model.kv_layer_bytes(engine.kv_itemsize)
+                subject = f"layers {begin} to {end - 1} on {slot.device.name} need"
+                yield _Part(size, _usable(slot), token_bytes, subject=subject)
+            return
+        num_local = len(self.model.moe_layers) if layout.is_colocated else engine.num_local
+        sizes = [
+            self.attention_bytes(slot, formats, tokens, num_local) for slot, _ in layout.attention
+        ]
+        if not layout.shares_memory:
+            for (slot, _), size in zip(layout.attention, sizes, strict=True):
+                yield _Part(size, _usable(slot), token_bytes)
+            return
+        used = sum(count * size for (_, count), size in zip(layout.attention, sizes, strict=True))
+        if not layout.is_colocated:
+            rows = tokens * layout.num_attention
+            used += sum(
+                count * self.expert_bytes(slot, formats, each, rows)
+                for (slot, count), each in zip(layout.experts, engine.held, strict=True)
+            )
+        has = _usable(layout.attention[0][0])
+        yield _Part(used, has, token_bytes, layout.num_attention)
 
     def cuts(self, layout: EngineLayout, formats: Formats, tokens: int) -> tuple[Ends, ...]:
         """Return the ends of layer ranges to try; ((),): the layout's layers are not cut.
@@ -168,22 +167,22 @@ class Nodes:
         num_layers, parts = self.model.num_layers, len(layout.chain)
         if tries_all_cuts(self.model, layout):
             return tuple(all_cuts(num_layers, parts))
-        key = (layout.chain, formats.key, tokens)
-        if key not in self._cuts:
-            free = [
-                slot.device.memory_bytes * USABLE
-                - self.range_bytes(slot, formats, tokens, place=place)
-                for place, slot in enumerate(layout.chain)
-            ]
-            chain = Chain(
-                [self._request_s(slot, formats) for slot in layout.chain],
-                [self.layer_bytes(slot, formats) for slot in layout.chain],
-                free,
-                float(self.model.kv_layer_bytes()),
-            )
-            even = tuple(num_layers * (idx + 1) // parts for idx in range(parts))
-            self._cuts[key] = tuple(some_cuts(chain, self.max_model_len)) or (even,)
-        return self._cuts[key]
+        even = tuple(num_layers * (idx + 1) // parts for idx in range(parts))
+        return self._cuts(layout.chain, formats, tokens) or (even,)
+
+    def _some_cuts(
+        self, slots: tuple[DeviceSlot, ...], formats: Formats, tokens: int
+    ) -> tuple[Ends, ...]:
+        chain = Chain(
+            [self._request_s(slot, formats) for slot in slots],
+            [layer_bytes(formats, slot.device.kernels) for slot in slots],
+            [
+                _usable(slot) - self.range_bytes(slot, formats, tokens, place=place)
+                for place, slot in enumerate(slots)
+            ],
+            float(self.model.kv_layer_bytes()),
+        )
+        return tuple(some_cuts(chain, self.max_model_len))
 
     def _request_s(self, slot: DeviceSlot, formats: Formats) -> list[float]:
         """Return each layer's seconds for the tokens of one request, of both phases."""
@@ -196,56 +195,25 @@ class Nodes:
         ]
         return [by_class[idx] for idx in formats.class_of]
 
-    def layer_bytes(self, slot: DeviceSlot, formats: Formats) -> tuple[int, ...]:
-        """Return the bytes of each layer on an attention node or a stage, without keys."""
-        key = (kernels_of(slot), formats.key)
-        if key not in self._layers:
-            self._layers[key] = tuple(
-                attention_weight_bytes(
-                    self.model,
-                    formats.of,
-                    kernels=kernels_of(slot),
-                    layers=(layer,),
-                    with_ends=False,
-                )
-                for layer in range(self.model.num_layers)
-            )
-        return self._layers[key]
-
     def range_bytes(self, slot: DeviceSlot, formats: Formats, tokens: int, *, place: int) -> float:
         """Return the bytes beside the layers and keys of the range at `place` of a chain."""
         process = process_bytes(slot.device.profile, "attention")
         if place:
             return self._buffers(tokens) + process
         whole = self.attention_bytes(slot, formats, tokens)
-        return whole - sum(self.layer_bytes(slot, formats))
+        return whole - sum(layer_bytes(formats, slot.device.kernels))
 
     def attention_bytes(
         self, slot: DeviceSlot, formats: Formats, tokens: int, num_local: int = 0
     ) -> float:
         """Return an attention node's bytes without keys, the experts of local layers included."""
-        key = ("attention", kernels_of(slot), formats.key)
-        if key not in self._bytes:
-            self._bytes[key] = attention_weight_bytes(
-                self.model, formats.of, kernels=kernels_of(slot)
-            )
-        logits = 4 * self.model.vocab_size * min(tokens, MAX_SEQUENCES)
+        model, kernels = self.model, slot.device.kernels
+        weights = sum(layer_bytes(formats, kernels)) + model.embedding_bytes()
+        weights += model.head_bytes(formats.head, kernels=kernels)
+        logits = 4 * model.vocab_size * min(tokens, MAX_SEQUENCES)
         process = process_bytes(slot.device.profile, "attention")
-        local = sum(self.local_bytes(slot, formats)[:num_local])
-        return self._bytes[key] + self._buffers(tokens) + logits + process + local
-
-    def local_bytes(self, slot: DeviceSlot, formats: Formats) -> tuple[int, ...]:
-        """Return the bytes of all routed experts of each MoE layer."""
-        key = (kernels_of(slot), formats.key)
-        if key not in self._local:
-            self._local[key] = tuple(
-                self.model.num_experts
-                * self.model.weight_bytes(
-                    "experts", layer, formats.of("experts", layer), kernels=kernels_of(slot)
-                )
-                for layer in self.model.moe_layers
-            )
-        return self._local[key]
+        local = model.num_experts * sum(one_expert_bytes(formats, kernels)[:num_local])
+        return weights + self._buffers(tokens) + logits + process + local
 
     def most_local(self, layout: EngineLayout, formats: Formats, room: tuple[int, ...]) -> int:
         """Return how many layers' experts fit beside the keys of one sequence on every node.
@@ -256,19 +224,15 @@ class Nodes:
         found = len(self.model.moe_layers) - 1
         for (slot, _), tokens in zip(layout.attention, room, strict=True):
             spare = (tokens - self.max_model_len) * per_token
-            sizes = itertools.accumulate(self.local_bytes(slot, formats))
-            found = min(found, sum(size <= spare for size in sizes))
+            sizes = itertools.accumulate(one_expert_bytes(formats, slot.device.kernels))
+            found = min(found, sum(self.model.num_experts * each <= spare for each in sizes))
         return max(0, found)
 
     def expert_bytes(self, slot: DeviceSlot, formats: Formats, held: int, rows: int) -> float:
         """Return an expert node's bytes."""
-        key = ("expert", kernels_of(slot), formats.key)
-        if key not in self._bytes:
-            self._bytes[key] = expert_weight_bytes(
-                self.model, formats.of, held=1, kernels=kernels_of(slot)
-            )
+        each = sum(one_expert_bytes(formats, slot.device.kernels))
         process = process_bytes(slot.device.profile, "expert")
-        return held * self._bytes[key] + self._buffers(rows) + process
+        return held * each + self._buffers(rows) + process
 
     def _buffers(self, rows: int) -> float:
         return BUFFERS_PER_TOKEN * rows * self.model.hidden_size * self.model.itemsize
@@ -286,10 +250,10 @@ class Nodes:
         rows = max_tokens * layout.num_attention
         caps = []
         for slot, count in layout.experts:
-            spare = slot.device.memory_bytes * USABLE - self.expert_bytes(slot, formats, 0, rows)
+            spare = _usable(slot) - self.expert_bytes(slot, formats, 0, rows)
             if layout.shares_memory:
                 spare /= count
-            each = self.expert_bytes(slot, formats, 1, 0) - self.expert_bytes(slot, formats, 0, 0)
+            each = sum(one_expert_bytes(formats, slot.device.kernels))
             caps.append(max(0, min(total, int(spare // each))))
         counts = [count for _, count in layout.experts]
         if sum(cap * count for cap, count in zip(caps, counts, strict=True)) < total:
@@ -305,7 +269,7 @@ class Nodes:
             [partial(self._held_s, slot, cls, at) for slot, _ in layout.experts],
         )
 
-    def _held_s(self, slot: DeviceSlot, cls: LayerClass, rows: float, held: int) -> float:
+    def _seconds_of_held(self, slot: DeviceSlot, cls: LayerClass, rows: float, held: int) -> float:
         """Return the time of a node that holds so many experts (all chosen alike).
 
         A layer waits for the slowest node, and the fewer experts a node has, the more their number
@@ -313,14 +277,10 @@ class Nodes:
         """
         if not held:
             return 0.0
-        key = (slot, cls.formats.experts, rows, held)
-        if key not in self._held:
-            model = self.model
-            chosen = node_shares(model.num_experts, model.top_k, (held,), 0.0)[0]
-            is_touched = touched(chosen, rows) / held
-            spread = math.sqrt((1.0 - is_touched) / (is_touched * held))
-            self._held[key] = self.clock.experts_s(slot, cls, chosen, rows) * (1.0 + spread)
-        return self._held[key]
+        chosen = node_shares(self.model.num_experts, self.model.top_k, (held,), 0.0)[0]
+        is_touched = touched(chosen, rows) / held
+        spread = math.sqrt((1.0 - is_touched) / (is_touched * held))
+        return self.clock.experts_s(slot, cls, chosen, rows) * (1.0 + spread)
 
     def weights(self, layout: EngineLayout, formats: Formats) -> tuple[float, ...]:
         """Return the share of all sequences of a node of each attention group.
@@ -344,7 +304,7 @@ class Nodes:
 
     def experts_misfit(self, layout: EngineLayout, formats: Formats) -> Binding:
         needs = self.expert_bytes(layout.experts[0][0], formats, self.model.num_experts, 0)
-        has = sum(count * slot.device.memory_bytes * USABLE for slot, count in layout.experts)
+        has = sum(count * _usable(slot) for slot, count in layout.experts)
         text = f"experts need {needs / GIB:.1f} GiB, their nodes have {has / GIB:.1f}"
         return Binding("memory", text, needs, has)
 

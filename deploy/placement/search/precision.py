@@ -23,7 +23,7 @@ from deploy.placement.search.bits import (
     solve,
 )
 from deploy.placement.search.layouts import EngineLayout
-from deploy.placement.search.nodes import USABLE, kernels_of
+from deploy.placement.search.nodes import USABLE
 from deploy.placement.search.rating import Rater, Rating
 from deploy.placement.search.steps import node_shares
 from deploy.placement.sensitivity import Sensitivity
@@ -156,7 +156,7 @@ class Precisions:
     ) -> Option:
         assert self._sensitivity is not None
         slots = layout.experts if part == "experts" else layout.attention
-        kernels = kernels_of(slots[0][0])
+        kernels = slots[0][0].device.kernels
         size = self._model.weight_bytes(part, layer, name, kernels=kernels)
         if part == "lm_head":
             size = self._model.head_bytes(name, kernels=kernels)
@@ -170,10 +170,9 @@ class Precisions:
         slots = layout.experts if part == "experts" else layout.holders
         found: list[Format] = [UNQUANTISED]
         for name in ("int8", "int4", "fp8"):
-            kernels = ("triton" if slot.device.is_gpu else "cpu" for slot, _ in slots)
             if (
                 all(name in slot.device.profile.formats for slot, _ in slots)
-                and all(name in KERNEL_FORMATS[each] for each in kernels)
+                and all(name in KERNEL_FORMATS[slot.device.kernels] for slot, _ in slots)
                 and (part != "lm_head" or name in LM_HEAD_FORMATS)
                 and self._sensitivity.kl(part, layer, name) is not None
             ):
@@ -242,7 +241,7 @@ class Precisions:
         return tuple(budgets)
 
     def _quantisable(self, layout: EngineLayout) -> float:
-        kernels = kernels_of(layout.attention[0][0])
+        kernels = layout.attention[0][0].device.kernels
         total = float(self._model.head_bytes(UNQUANTISED, kernels=kernels))
         for layer in range(self._model.num_layers):
             for part in ("attention", "mlp"):

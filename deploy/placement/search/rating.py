@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Literal
 
 from deploy.placement.formats import Formats
 from deploy.placement.search.layouts import EngineLayout, most_copies
@@ -147,20 +148,18 @@ class Rater:
         start = 0
         for itemsize in (None, 1) if self._may_have_fp8(layout) else (None,):
             for tokens in budgets:
-                rooms = [
-                    self.nodes.room(layout, formats, held, tokens, itemsize, 0, e) for e in cuts
+                engines = [
+                    Engine(layout, formats, held, weights, 1, tokens, itemsize, 0, ends)
+                    for ends in cuts
                 ]
-                missing = [room.missing for room in rooms if room.missing is not None]
+                rooms = [self.nodes.room(engine) for engine in engines]
+                missing = [room for room in rooms if isinstance(room, Binding)]
                 if len(missing) == len(cuts):
-                    yield Rating(
-                        layout, formats, min(missing, key=lambda each: each.needs / each.has)
-                    )
+                    least = min(missing, key=lambda each: each.needs / each.has)
+                    yield Rating(layout, formats, least)
                     break
-                for ends, room in zip(cuts, rooms, strict=True):
-                    if room.tokens is None:
-                        continue
-                    plain = Engine(layout, formats, held, weights, 1, tokens, itemsize, 0, ends)
-                    for engine, left in self._with_local(plain, room.tokens):
+                for plain, room in zip(engines, rooms, strict=True):
+                    for engine, left in self._with_local(plain, room):
                         for m in _micro_batches(layout):
                             tried = dataclasses.replace(engine, micro_batches=m)
                             rating = self.at_most(tried, left, start=start)
@@ -169,29 +168,21 @@ class Rater:
                             yield rating
 
     def _with_local(
-        self, plain: Engine, room: tuple[int, ...]
+        self, plain: Engine, room: tuple[int, ...] | Binding
     ) -> Iterator[tuple[Engine, tuple[int, ...]]]:
-        """Yield an engine with each of the numbers of local layers, and its room for keys."""
-        for num_local in self._local_options(plain.layout, plain.formats, room):
-            engine = dataclasses.replace(plain, num_local=num_local)
-            left = self.nodes.room(
-                *(plain.layout, plain.formats, plain.held, plain.batched_tokens, plain.kv_itemsize),
-                num_local,
-                plain.ends,
-            )
-            if left.tokens is not None:
-                yield engine, left.tokens
-
-    def _local_options(
-        self, layout: EngineLayout, formats: Formats, room: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Return the numbers of local layers to try: none, and all that fit."""
-        if layout.kind == "one_process" or not layout.experts:
-            return (0,)
-        if layout.stages:  # topspin.plan.stages: they hold no routed experts
-            return (0,)
-        most = self.nodes.most_local(layout, formats, room)
-        return (0, most) if most else (0,)
+        """Yield an engine without local layers, and with all that fit, and the room for keys."""
+        if isinstance(room, Binding):
+            return
+        yield plain, room
+        layout = plain.layout
+        # topspin.plan.stages: nodes whose layers are cut hold no routed experts.
+        if layout.kind == "one_process" or not layout.experts or layout.stages:
+            return
+        most = self.nodes.most_local(layout, plain.formats, room)
+        engine = dataclasses.replace(plain, num_local=most)
+        left = self.nodes.room(engine)
+        if most and not isinstance(left, Binding):
+            yield engine, left
 
     def _may_have_fp8(self, layout: EngineLayout) -> bool:
         return self.workload.fp8_kv_cache and not any(
@@ -319,67 +310,56 @@ class Trial:
 
     def point(self, running: float) -> Point | None:
         """Return the engine's state with `running` sequences if all limits and targets hold."""
-        users = self._workload.users
-        least = running if users is not None else _high(running)
-        if self._cache_limit(least) or self._sequence_limit(least):
-            return None
         targets = self._workload.targets
         # A token takes at least a step that only decodes.
-        most = running if targets.percentile == "p50" else least
-        if targets.tpot_s is not None and self._steps.step_s(most, None) > targets.tpot_s:
+        if targets.tpot_s is not None and self._steps.step_s(running, None) > targets.tpot_s:
             return None
         found = self._rater.point(self.engine, self._steps, running)
-        if found is None or self._is_late(found):
+        if found is None or self._missed(found):
             return None
-        high = high_running(self._workload, found)
-        return None if self._cache_limit(high) or self._sequence_limit(high) else found
+        return None if self._limit(high_running(self._workload, found)) else found
 
     def binding(self, running: float) -> Binding:
         """Return what does not hold with `running` sequences."""
         found = self._rater.point(self.engine, self._steps, running)
         high = _high(running) if found is None else high_running(self._workload, found)
-        limit = self._cache_limit(high) or self._sequence_limit(high)
+        limit = self._limit(high)
         if limit is not None:
             return limit
         if found is None:
             return Binding("prefill", "prompts would arrive faster than they are computed", 1, 1)
-        return self._late(found) or Binding("sequences", "more was not tried", running, running)
+        targets, missed = self._workload.targets, self._missed(found)
+        if missed == "tpot":
+            assert targets.tpot_s is not None
+            return self._tpot_binding(found, self.high_tpot_s(found), targets.tpot_s)
+        if missed == "ttft":
+            assert targets.ttft_s is not None
+            text = (
+                f"TTFT {milliseconds(found.ttft_s)} > {milliseconds(targets.ttft_s)}: a step with "
+                f"prompts takes {milliseconds(found.mixed_s)}"
+            )
+            return Binding("ttft", text, found.ttft_s, targets.ttft_s)
+        return Binding("sequences", "more was not tried", running, running)
 
-    def _cache_limit(self, high: float) -> Binding | None:
+    def _limit(self, high: float) -> Binding | None:
+        """Return what has no room for `high` sequences."""
         for tokens, weight in zip(self.room, self.engine.weights, strict=True):
             need = high * weight * self._rater.clock.context
             if need > tokens:
                 text = f"keys of {need:.0f} tokens per node, and there is room for {tokens}"
                 return Binding("memory", text, need, tokens)
-        return None
-
-    def _sequence_limit(self, high: float) -> Binding | None:
         need, most = high * max(self.engine.weights), min(MAX_SEQUENCES, self.engine.batched_tokens)
         if need <= most:
             return None
         text = f"{need:.0f} sequences at once on a node, which advances {most} at most"
         return Binding("sequences", text, need, most)
 
-    def _is_late(self, found: Point) -> bool:
-        targets = self._workload.targets
-        if targets.ttft_s is not None and found.ttft_s > targets.ttft_s:
-            return True
-        return targets.tpot_s is not None and self.high_tpot_s(found) > targets.tpot_s
-
-    def _late(self, found: Point) -> Binding | None:
+    def _missed(self, found: Point) -> Literal["tpot", "ttft"] | None:
         """Return the target that a point misses."""
         targets = self._workload.targets
-        if targets.tpot_s is not None:
-            tpot_s = self.high_tpot_s(found)
-            if tpot_s > targets.tpot_s:
-                return self._tpot_binding(found, tpot_s, targets.tpot_s)
-        if targets.ttft_s is not None and found.ttft_s > targets.ttft_s:
-            text = (
-                f"TTFT {milliseconds(found.ttft_s)} > {milliseconds(targets.ttft_s)}: a step with "
-                f"prompts takes {milliseconds(found.mixed_s)}"
-            )
-            return Binding("ttft", text, found.ttft_s, targets.ttft_s)
-        return None
+        if targets.tpot_s is not None and self.high_tpot_s(found) > targets.tpot_s:
+            return "tpot"
+        return "ttft" if targets.ttft_s is not None and found.ttft_s > targets.ttft_s else None
 
     def high_tpot_s(self, found: Point) -> float:
         """Return the TPOT at the targets' percentile."""

@@ -16,6 +16,7 @@ from deploy.placement.formats import Formats, stored
 from deploy.placement.search import rating as rating_module
 from deploy.placement.search.bits import evaluate
 from deploy.placement.search.layouts import EngineLayout, Host, layouts_of
+from deploy.placement.search.nodes import Binding
 from deploy.placement.search.precision import Precisions
 from deploy.placement.search.rating import Rater, Rating, Trial, running_grid
 from deploy.placement.search.search import Inputs, Result, search
@@ -42,21 +43,20 @@ def every_setting(rater: Rater, layout: EngineLayout, formats: Formats) -> Itera
         ]
     ways = itertools.product(budgets, (1,) if alone else (1, 2, 3, 4), cuts)
     for tokens, m, ends in ways:
-        room = rater.nodes.room(layout, formats, held, tokens, None, 0, ends)
-        if room.tokens is None:
+        engine = Engine(layout, formats, held, weights, m, tokens, None, 0, ends)
+        room = rater.nodes.room(engine)
+        if isinstance(room, Binding):
             continue
         is_plain = alone or ends
-        for local in (
-            (0,) if is_plain else (0, rater.nodes.most_local(layout, formats, room.tokens))
-        ):
-            left = rater.nodes.room(layout, formats, held, tokens, None, local, ends)
-            if left.tokens is None:
+        for local in (0,) if is_plain else (0, rater.nodes.most_local(layout, formats, room)):
+            engine = dataclasses.replace(engine, num_local=local)
+            left = rater.nodes.room(engine)
+            if isinstance(left, Binding):
                 continue
-            engine = Engine(layout, formats, held, weights, m, tokens, None, local, ends)
-            trial = Trial(rater, engine, left.tokens)
+            trial = Trial(rater, engine, left)
             good = [n for n in running_grid() if n < 5000 and trial.point(float(n)) is not None]
             if good:
-                yield rater.sharpened(rater.at_most(engine, left.tokens, start=good[-1]))
+                yield rater.sharpened(rater.at_most(engine, left, start=good[-1]))
 
 
 def best_of_all(inputs: Inputs) -> list[tuple[float, float]]:
@@ -307,11 +307,10 @@ def test_the_faster_of_two_devices_gets_the_layers_it_has_room_for() -> None:
     )
     assert layers[1.0] > layers[4.0]
     one_more = cut + 1 if rating.layout.chain[0].device.slow == 1 else cut - 1
-    nodes, tokens = inputs.rater().nodes, rating.engine.batched_tokens
-    assert nodes.room(rating.layout, rating.formats, (), tokens, None, 0, (cut, end)).tokens
-    assert not nodes.room(
-        rating.layout, rating.formats, (), tokens, None, 0, (one_more, end)
-    ).tokens
+    nodes = inputs.rater().nodes
+    assert not isinstance(nodes.room(rating.engine), Binding)
+    more = dataclasses.replace(rating.engine, ends=(one_more, end))
+    assert isinstance(nodes.room(more), Binding)
 
 
 def test_the_search_says_where_it_left_cuts_out() -> None:
