@@ -16,7 +16,7 @@ import msgspec
 from deploy.placement.cost import unmeasured
 from deploy.placement.report import EngineReport, FrontPoint, Rejected, Report, WhatIf
 from deploy.placement.search.drafts import Decision
-from deploy.placement.search.fleet import largest
+from deploy.placement.search.fleet import best_fleet
 from deploy.placement.search.layouts import (
     EngineLayout,
     Host,
@@ -26,7 +26,7 @@ from deploy.placement.search.layouts import (
     price_of,
 )
 from deploy.placement.search.rating import Rating, milliseconds
-from deploy.placement.search.search import Inputs, Member, Result, fleet_inputs, search, worth
+from deploy.placement.search.search import Inputs, Member, Result, fleet_hosts, search, worth
 from deploy.placement.workload import answer_s, asked_load
 from deploy.placement.write import local_experts_of
 
@@ -279,8 +279,8 @@ class _Explainer:
                     f"{self.asked:.4g} {unit} cost {dearer.price:.4g} per hour at least, of which "
                     f"max_price_per_hour allows {workload.max_price_per_hour:.4g}"
                 )
-        hosts, engines = fleet_inputs(self.inputs.hosts, self.result.ratings, workload)
-        most = largest(hosts, engines, max_price=workload.max_price_per_hour)
+        hosts = fleet_hosts(self.inputs.hosts, self.result.ratings, workload)
+        most = best_fleet(hosts, max_price=workload.max_price_per_hour)
         carried = 0.0 if most is None else most.rate
         return (
             f"all hosts together carry {carried:.4g} {unit} within the targets, of "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deploy.placement.cluster import HostLink
-from deploy.placement.search.fleet import Fleet, FleetHost, Rated, cheapest, largest
+from deploy.placement.search.fleet import Fleet, FleetHost, Rated, best_fleet
 from deploy.placement.search.layouts import Host, layouts_of, most_copies, price_of
 from deploy.placement.search.nodes import tries_all_cuts
 from deploy.placement.search.precision import Precisions
@@ -147,17 +147,15 @@ def _fleet(
     asked = asked_load(workload)
     if workload.objective == "min_latency":
         return _fastest(inputs, rater, ratings)
-    hosts, engines = fleet_inputs(inputs.hosts, ratings, workload)
+    hosts = fleet_hosts(inputs.hosts, ratings, workload)
     if workload.objective == "min_price":
-        fleet = cheapest(hosts, engines, rate=asked)
-        if fleet is not None and _is_too_dear(workload, fleet.price):
-            fleet = None
+        fleet = best_fleet(hosts, least_rate=asked, max_price=workload.max_price_per_hour)
         share = None if fleet is None else min(1.0, asked / fleet.rate)
     else:
-        fleet = largest(hosts, engines, max_price=workload.max_price_per_hour)
+        fleet = best_fleet(hosts, max_price=workload.max_price_per_hour)
+        share = 1.0
         if fleet is not None and fleet.rate < asked * (1 - 1e-9):
             fleet = None
-        share = 1.0
     if fleet is None or share is None:
         return [], None
     members = [
@@ -199,31 +197,24 @@ def _answer_s(rater: Rater, rating: Rating) -> float:
     return answer_s(rater.workload, found.ttft_s, found.tpot_s)
 
 
-def _is_too_dear(workload: Workload, price: float) -> bool:
-    limit = workload.max_price_per_hour
-    return limit is not None and price > limit * (1 + 1e-9)
-
-
-def fleet_inputs(
+def fleet_hosts(
     hosts: Sequence[Host], ratings: Sequence[Rating], workload: Workload
-) -> tuple[dict[str, FleetHost], dict[str, list[Rated]]]:
-    """Return hosts and rated engines in the terms of deploy.placement.search.fleet."""
-    fleet_hosts: dict[str, FleetHost] = {}
-    engines: dict[str, list[Rated]] = {}
-    for host in hosts:
-        name = host.spec.name
-        engines[name] = []
-        fleet_hosts[name] = FleetHost(
+) -> list[FleetHost]:
+    """Return hosts and rated engines, by their index, in the terms of the fleet."""
+    return [
+        FleetHost(
             host.spec.count,
             tuple(device.count for device in host.devices),
             host.spec.price_per_hour,
             tuple(device.price_per_hour for device in host.devices),
+            tuple(
+                Rated(key, rating.layout.used, rating.load(workload))
+                for key, rating in enumerate(ratings)
+                if rating.layout.host is host
+            ),
         )
-    for key, rating in enumerate(ratings):
-        engines[rating.layout.host.spec.name].append(
-            Rated(key, rating.layout.used, rating.load(workload))
-        )
-    return fleet_hosts, engines
+        for host in hosts
+    ]
 
 
 def _fastest(
