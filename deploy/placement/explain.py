@@ -7,7 +7,6 @@ searching again with one thing changed. Called by deploy.placement.command.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from deploy.placement.report import EngineReport, FrontPoint, Rejected, Report, 
 from deploy.placement.search.drafts import Decision
 from deploy.placement.search.fleet import best_fleet
 from deploy.placement.search.layouts import (
-    EngineLayout,
     Host,
     layouts_of,
     merged,
@@ -26,7 +24,15 @@ from deploy.placement.search.layouts import (
     price_of,
 )
 from deploy.placement.search.rating import Rating, milliseconds
-from deploy.placement.search.search import Inputs, Member, Result, fleet_hosts, search, worth
+from deploy.placement.search.search import (
+    Inputs,
+    Member,
+    Result,
+    copies_needed,
+    fleet_hosts,
+    search,
+    worth,
+)
 from deploy.placement.workload import answer_s, asked_load
 from deploy.placement.write import local_experts_of
 
@@ -87,7 +93,7 @@ class _Explainer:
         self.ranked = sorted(result.ratings, key=self._merit, reverse=True)
         self.best: dict[str, Rating] = {}
         for rating in self.ranked:
-            self.best.setdefault(_kind_of(rating.layout), rating)
+            self.best.setdefault(rating.layout.family, rating)
         self.offers = list(self._offers())
 
     def _merit(self, rating: Rating) -> tuple[float, float]:
@@ -103,15 +109,14 @@ class _Explainer:
         """
         sized: list[tuple[float, Rating, int]] = []
         for rating in self.result.ratings:
-            load = rating.load(self.workload)
-            copies = max(1, math.ceil(self.asked / load - 1e-9)) if load else 0
-            if copies and copies <= most_copies(rating.layout, self.workload.max_price_per_hour):
+            copies = copies_needed(rating, self.workload, self.workload.max_price_per_hour)
+            if copies:
                 sized.append((price_of(rating.layout, copies), rating, copies))
         sized.sort(key=lambda each: (each[0], -each[1].load(self.workload) * each[2]))
         seen: set[str] = set()
         num_others = 0
         for price, rating, copies in sized:
-            kind = _kind_of(rating.layout)
+            kind = rating.layout.family
             if kind in seen and num_others == BEST_SHOWN:
                 continue
             num_others += kind in seen
@@ -159,11 +164,11 @@ class _Explainer:
 
     def rejected(self) -> Iterator[Rejected]:
         """Yield for every kind that the fleet does not have why its best engine lost."""
-        taken = {_kind_of(member.rating.layout) for member in self.result.members}
+        taken = {member.rating.layout.family for member in self.result.members}
         offered: dict[str, Offer] = {}
         for offer in self.offers:
-            offered.setdefault(_kind_of(offer.rating.layout), offer)
-        order = dict.fromkeys(_kind_of(rating.layout) for rating in self.result.ratings)
+            offered.setdefault(offer.rating.layout.family, offer)
+        order = dict.fromkeys(rating.layout.family for rating in self.result.ratings)
         for kind in order:
             if kind in taken:
                 continue
@@ -382,22 +387,6 @@ def _front_of(offers: Sequence[FrontPoint]) -> list[FrontPoint]:
         if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other in others):
             front.setdefault(own, offer)
     return list(front.values())
-
-
-def _kind_of(layout: EngineLayout) -> str:
-    """Return an engine's kind: its host, and which device types serve which role."""
-    attention = " + ".join(sorted({slot.device.name for slot, _ in layout.holders}))
-    if layout.stages:
-        attention = f"{attention} by layer ranges"
-    experts = " + ".join(sorted({slot.device.name for slot, _ in layout.experts}))
-    host = layout.host.spec.name
-    if layout.kind == "one_process":
-        return f"{host}: both roles on {attention}, one process"
-    if not layout.experts:
-        return f"{host}: {attention}"
-    if layout.kind == "turns":
-        return f"{host}: both roles on {attention}, in turns"
-    return f"{host}: attention on {attention}, experts on {experts}"
 
 
 def _with_target(inputs: Inputs, name: str, factor: float) -> Inputs:

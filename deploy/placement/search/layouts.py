@@ -166,6 +166,22 @@ class EngineLayout:
         devices = zip(self.host.devices, self.used, strict=True)
         return min(device.count // used for device, used in devices if used)
 
+    @property
+    def family(self) -> str:
+        """Return its host, and which types of devices serve which role, for people."""
+        attention = " + ".join(sorted({slot.device.name for slot, _ in self.holders}))
+        if self.stages:
+            attention = f"{attention} by layer ranges"
+        experts = " + ".join(sorted({slot.device.name for slot, _ in self.experts}))
+        host = self.host.spec.name
+        if self.kind == "one_process":
+            return f"{host}: both roles on {attention}, one process"
+        if not self.experts:
+            return f"{host}: {attention}"
+        if self.kind == "turns":
+            return f"{host}: both roles on {attention}, in turns"
+        return f"{host}: attention on {attention}, experts on {experts}"
+
     def __str__(self) -> str:
         if self.kind == "one_process":
             return f"{_names(self.attention)} in one process"

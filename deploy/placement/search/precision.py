@@ -23,7 +23,7 @@ from deploy.placement.search.bits import (
     solve,
 )
 from deploy.placement.search.layouts import EngineLayout
-from deploy.placement.search.nodes import USABLE
+from deploy.placement.search.nodes import USABLE, layer_bytes
 from deploy.placement.search.rating import Rater, Rating
 from deploy.placement.search.steps import node_shares
 from deploy.placement.sensitivity import Sensitivity
@@ -218,10 +218,12 @@ class Precisions:
         rater, model = self._rater, self._model
         own_keys = max(keys / layout.num_attention, rater.max_model_len)
         kept = own_keys * model.kv_bytes_per_token()
-        plain = model.embedding_bytes() + sum(map(model.other_bytes, range(model.num_layers)))
-        buffers = rater.nodes.attention_bytes(layout.attention[0][0], self.stored, 512)
-        buffers -= self._quantisable(layout)
-        fixed = max(kept + buffers, kept + plain)
+        # What cannot be quantised: all but the matrices of the layers and the head.
+        first = layout.attention[0][0]
+        fixed = kept + rater.nodes.attention_bytes(first, self.stored, 512)
+        fixed -= model.head_bytes(UNQUANTISED, kernels=first.device.kernels)
+        fixed -= sum(layer_bytes(self.stored, first.device.kernels))
+        fixed += sum(map(model.other_bytes, range(model.num_layers)))
         held = -(-model.num_experts // max(1, layout.num_experts))
         if layout.shares_memory:
             room = layout.attention[0][0].device.memory_bytes * USABLE
@@ -239,14 +241,6 @@ class Precisions:
             spare = room - rater.nodes.expert_bytes(layout.experts[0][0], self.stored, 0, 512)
             budgets.append(Budget(spare, {"experts": float(held)}))
         return tuple(budgets)
-
-    def _quantisable(self, layout: EngineLayout) -> float:
-        kernels = layout.attention[0][0].device.kernels
-        total = float(self._model.head_bytes(UNQUANTISED, kernels=kernels))
-        for layer in range(self._model.num_layers):
-            for part in ("attention", "mlp"):
-                total += self._model.weight_bytes(part, layer, UNQUANTISED, kernels=kernels)
-        return total
 
     def _formats(self, problem: Problem, choice: Choice) -> Formats:
         layers = [dict[str, Format]() for _ in self._model.layers]

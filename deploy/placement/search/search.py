@@ -11,6 +11,7 @@ these engines is better.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -107,19 +108,16 @@ def search(inputs: Inputs) -> Result:
             quantised.append(max(tried[1:], key=rater.rank, default=None))
             ratings.append(max(tried, key=rater.rank))
     _refine(rater, precisions, ratings)
-    members, fleet = _fleet(inputs, rater, ratings)
-    price = 0.0 if fleet is None else fleet.price
-    load = 0.0 if fleet is None else fleet.rate
-    is_exact = is_exact and (fleet is None or fleet.is_exact)
-    return Result(
-        tuple(ratings),
-        tuple(plain),
-        tuple(quantised),
-        tuple(members),
-        price,
-        load,
-        is_exact,
+    fleet = _fleet(inputs, rater, ratings)
+    rated = tuple(ratings), tuple(plain), tuple(quantised)
+    if fleet is None:
+        return Result(*rated, (), 0.0, 0.0, is_exact)
+    members = sorted(
+        _members(rater, ratings, fleet),
+        key=lambda each: -each.copies * each.rating.load(inputs.workload),
     )
+    is_exact = is_exact and fleet.is_exact
+    return Result(*rated, tuple(members), fleet.price, fleet.rate, is_exact)
 
 
 def worth(rating: Rating, workload: Workload) -> float:
@@ -130,7 +128,6 @@ def worth(rating: Rating, workload: Workload) -> float:
 
 def _refine(rater: Rater, precisions: Precisions, ratings: list[Rating]) -> None:
     """Choose formats again for the layouts that carry most for their price."""
-
     order = sorted(range(len(ratings)), key=lambda idx: -worth(ratings[idx], rater.workload))
     for idx in order[:REFINED]:
         rating = ratings[idx]
@@ -139,62 +136,66 @@ def _refine(rater: Rater, precisions: Precisions, ratings: list[Rating]) -> None
         ratings[idx] = max(tried, key=rater.rank)
 
 
-def _fleet(
-    inputs: Inputs, rater: Rater, ratings: Sequence[Rating]
-) -> tuple[list[Member], Fleet | None]:
-    """Return the fleet for the objective, its engines at their share of the load."""
+def _fleet(inputs: Inputs, rater: Rater, ratings: Sequence[Rating]) -> Fleet | None:
+    """Return the fleet for the objective; its engines carry the load at most."""
     workload = inputs.workload
-    asked = asked_load(workload)
+    asked, max_price = asked_load(workload), workload.max_price_per_hour
     if workload.objective == "min_latency":
-        return _fastest(inputs, rater, ratings)
+        return _fastest(rater, ratings)
     hosts = fleet_hosts(inputs.hosts, ratings, workload)
-    if workload.objective == "min_price":
-        fleet = best_fleet(hosts, least_rate=asked, max_price=workload.max_price_per_hour)
-        share = None if fleet is None else min(1.0, asked / fleet.rate)
-    else:
-        fleet = best_fleet(hosts, max_price=workload.max_price_per_hour)
-        share = 1.0
-        if fleet is not None and fleet.rate < asked * (1 - 1e-9):
-            fleet = None
-    if fleet is None or share is None:
-        return [], None
-    members = [
+    if workload.objective == "max_throughput":
+        fleet = best_fleet(hosts, max_price=max_price)
+        return None if fleet is None or fleet.rate < asked * (1 - 1e-9) else fleet
+    fleet = best_fleet(hosts, least_rate=asked, max_price=max_price)
+    return None if fleet is None else _quickest(rater, ratings, fleet)
+
+
+def _members(rater: Rater, ratings: Sequence[Rating], fleet: Fleet) -> list[Member]:
+    """Return the engines of a fleet at their share of the load: all of it for most throughput."""
+    workload = rater.workload
+    is_full = workload.objective == "max_throughput"
+    share = 1.0 if is_full else min(1.0, asked_load(workload) / fleet.rate)
+    return [
         Member(rater.at_load(ratings[key], share * ratings[key].load(workload)), copies)
         for key, copies in fleet.copies.items()
     ]
-    members.sort(key=lambda each: -each.copies * each.rating.load(workload))
-    if workload.objective == "min_price":
-        return _quickest_of_cheapest(rater, ratings, members, fleet)
-    return members, fleet
 
 
-def _quickest_of_cheapest(
-    rater: Rater, ratings: Sequence[Rating], members: list[Member], fleet: Fleet
-) -> tuple[list[Member], Fleet]:
+def _answer_s(rater: Rater, ratings: Sequence[Rating], fleet: Fleet) -> float:
+    """Return the time of an answer of the slowest engine of a fleet."""
+    slowest_s = 0.0
+    for member in _members(rater, ratings, fleet):
+        found = member.rating.point
+        assert found is not None
+        slowest_s = max(slowest_s, answer_s(rater.workload, found.ttft_s, found.tpot_s))
+    return slowest_s
+
+
+def copies_needed(rating: Rating, workload: Workload, max_price: float | None) -> int:
+    """Return the fewest copies that carry the load; 0: there are too few within the price."""
+    load = rating.load(workload)
+    copies = max(1, math.ceil(asked_load(workload) / load - 1e-9)) if load else 0
+    return copies if copies <= most_copies(rating.layout, max_price) else 0
+
+
+def _copies_of(ratings: Sequence[Rating], key: int, copies: int, workload: Workload) -> Fleet:
+    """Return the fleet of so many copies of one engine."""
+    price = price_of(ratings[key].layout, copies)
+    return Fleet({key: copies}, copies * ratings[key].load(workload), price, True)
+
+
+def _quickest(rater: Rater, ratings: Sequence[Rating], fleet: Fleet) -> Fleet:
     """Return the fleet, or copies of one engine at the same price that answer sooner."""
-    asked = asked_load(rater.workload)
-    best = max(_answer_s(rater, each.rating) for each in members)
-    found = members, fleet
+    found, best_s = fleet, _answer_s(rater, ratings, fleet)
     for key, rating in enumerate(ratings):
-        load = rating.load(rater.workload)
-        if not load:
+        copies = copies_needed(rating, rater.workload, None)
+        other = _copies_of(ratings, key, copies, rater.workload)
+        if not copies or other.price > fleet.price * (1 + 1e-9):
             continue
-        copies = max(1, math.ceil(asked / load - 1e-9))
-        price = price_of(rating.layout, copies)
-        if price > fleet.price * (1 + 1e-9) or copies > most_copies(rating.layout, None):
-            continue
-        at = rater.at_load(rating, asked / copies)
-        if _answer_s(rater, at) < best * (1 - 1e-6):
-            best = _answer_s(rater, at)
-            same = fleet._replace(copies={key: copies}, rate=copies * load, price=price)
-            found = [Member(at, copies)], same
+        other_s = _answer_s(rater, ratings, other)
+        if other_s < best_s * (1 - 1e-6):
+            found, best_s = other._replace(is_exact=fleet.is_exact), other_s
     return found
-
-
-def _answer_s(rater: Rater, rating: Rating) -> float:
-    found = rating.point
-    assert found is not None
-    return answer_s(rater.workload, found.ttft_s, found.tpot_s)
 
 
 def fleet_hosts(
@@ -217,45 +218,22 @@ def fleet_hosts(
     ]
 
 
-def _fastest(
-    inputs: Inputs, rater: Rater, ratings: Sequence[Rating]
-) -> tuple[list[Member], Fleet | None]:
+def _fastest(rater: Rater, ratings: Sequence[Rating]) -> Fleet | None:
     """Return copies of the one engine that answers soonest at the load."""
-    workload = inputs.workload
-    asked = asked_load(workload)
-    best: tuple[tuple[float, float], Member] | None = None
-    for rating in ratings:
-        if rating.point is None:
-            continue
-        most = most_copies(rating.layout, workload.max_price_per_hour)
-        least = math.ceil(asked / rating.load(workload) - 1e-9)
-        if most < least or not most:
-            continue
-        found = _fewest_copies(rater, rating, asked, least=max(1, least), most=most)
-        rank = (_answer_s(rater, found.rating), price_of(rating.layout, found.copies))
-        if best is None or rank < best[0]:
-            best = rank, found
-    if best is None:
-        return [], None
-    member = best[1]
-    key = next(idx for idx, each in enumerate(ratings) if each.layout is member.rating.layout)
-    price = price_of(member.rating.layout, member.copies)
-    rate = member.copies * ratings[key].load(workload)
-    return [member], Fleet({key: member.copies}, rate, price, True)
+    workload = rater.workload
+    found: list[tuple[float, float, int, Fleet]] = []
 
+    def fleet_of(key: int, copies: int) -> tuple[float, float, int, Fleet]:
+        fleet = _copies_of(ratings, key, copies, workload)
+        return _answer_s(rater, ratings, fleet), fleet.price, key, fleet
 
-def _fewest_copies(rater: Rater, rating: Rating, asked: float, *, least: int, most: int) -> Member:
-    """Return the fewest copies that answer within CLOSE of what the most do, by bisection."""
-
-    def at(copies: int) -> Rating:
-        return rater.at_load(rating, min(asked / copies, rating.load(rater.workload)))
-
-    good_s = _answer_s(rater, at(most)) * CLOSE
-    low, high = least, most
-    while low < high:
-        middle = (low + high) // 2
-        if _answer_s(rater, at(middle)) <= good_s:
-            high = middle
-        else:
-            low = middle + 1
-    return Member(at(high), high)
+    for key, rating in enumerate(ratings):
+        least = copies_needed(rating, workload, workload.max_price_per_hour)
+        if least:
+            # The fewest copies that answer within CLOSE of what the most do, by bisection.
+            most = most_copies(rating.layout, workload.max_price_per_hour)
+            good_s = fleet_of(key, most)[0] * CLOSE
+            ways = range(least, most + 1)
+            idx = bisect_left(ways, True, key=lambda n: fleet_of(key, n)[0] <= good_s)
+            found.append(fleet_of(key, ways[idx]))
+    return min(found)[3] if found else None

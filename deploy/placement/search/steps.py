@@ -11,7 +11,7 @@ import copy
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -96,62 +96,68 @@ class Clock:
         variance = prompt.average**2 * (prompt.squared - 1)
         variance += output.average**2 * output.squared / 3
         self.variation = math.sqrt(max(0.0, variance)) / self.context
-        self._attention: dict[tuple[object, ...], float] = {}
-        self._experts: dict[tuple[object, ...], float] = {}
-        self._reached: dict[tuple[object, ...], float] = {}
-        self._fixed: dict[tuple[object, ...], float] = {}
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def _once(self, key: tuple[object, ...], compute: Callable[[], float]) -> float:
+        """Return what belongs to the key, computed the first time."""
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = compute()
+        return found
 
     def attention_s(self, slot: DeviceSlot, cls: LayerClass, rows: Rows) -> float:
         """Return the time of a layer on an attention node, without routed experts."""
-        key = (slot, self.model.layers[cls.layer], cls.formats[:2], rows)
-        found = self._attention.get(key)
-        if found is None:
-            found = slot.device.slow * attention_layer_s(
-                slot.device.profile,
-                self.model,
-                cls.layer,
-                lambda part, _: cls.formats.attention if part == "attention" else cls.formats.mlp,
-                rows,
-                threads=max(1, slot.threads),
-            )
-            self._attention[key] = found
-        return found
+        device, formats = slot.device, cls.formats
+        return self._once(
+            ("attention", slot, self.model.layers[cls.layer], formats[:2], rows),
+            lambda: (
+                device.slow
+                * attention_layer_s(
+                    device.profile,
+                    self.model,
+                    cls.layer,
+                    lambda part, _: formats.attention if part == "attention" else formats.mlp,
+                    rows,
+                    threads=max(1, slot.threads),
+                )
+            ),
+        )
 
     def experts_s(
         self, slot: DeviceSlot, cls: LayerClass, chosen: tuple[float, ...], rows: float
     ) -> float:
         """Return the time of a layer on an expert node whose experts are `chosen` so often."""
-        key = (slot, cls.formats.experts, chosen, rows)
-        found = self._experts.get(key)
-        if found is None:
-            found = slot.device.slow * experts_layer_s(
-                slot.device.profile,
-                self.model,
-                cls.layer,
-                cls.formats.experts,
-                rows=self.reached(chosen, rows),
-                pairs=rows * math.fsum(chosen),
-                touched=touched(chosen, rows),
-                threads=max(1, slot.threads),
-            )
-            self._experts[key] = found
-        return found
+        return self._once(
+            ("experts", slot, cls.formats.experts, chosen, rows),
+            lambda: (
+                slot.device.slow
+                * experts_layer_s(
+                    slot.device.profile,
+                    self.model,
+                    cls.layer,
+                    cls.formats.experts,
+                    rows=self.reached(chosen, rows),
+                    pairs=rows * math.fsum(chosen),
+                    touched=touched(chosen, rows),
+                    threads=max(1, slot.threads),
+                )
+            ),
+        )
 
     def reached(self, chosen: tuple[float, ...], rows: float) -> float:
         """Return how many of `rows` choose one of these experts."""
-        key = (chosen, rows)
-        if key not in self._reached:
-            self._reached[key] = rows_reached(chosen, rows)
-        return self._reached[key]
+        return self._once(("reached", chosen, rows), lambda: rows_reached(chosen, rows))
 
     def fixed_s(self, slot: DeviceSlot, head: Format, rows: float) -> float:
         """Return the time outside the layers on an attention node that samples `rows` tokens."""
-        key = (slot, head, rows)
-        if key not in self._fixed:
-            self._fixed[key] = slot.device.slow * step_fixed_s(
-                slot.device.profile, self.model, head, rows, threads=max(1, slot.threads)
-            )
-        return self._fixed[key]
+        device = slot.device
+        return self._once(
+            ("fixed", slot, head, rows),
+            lambda: (
+                device.slow
+                * step_fixed_s(device.profile, self.model, head, rows, threads=max(1, slot.threads))
+            ),
+        )
 
     def row_bytes(self) -> float:
         """Return the bytes of a row on the wire, the mean of both ways."""
