@@ -160,11 +160,7 @@ def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
         (samples.gpu("a", memory_gib=1), 2), (samples.cpu(), 1), (samples.gpu("b"), 2)
     )
     inputs = samples.inputs([host], samples.model(2))
-    layout = next(
-        each
-        for each in layouts_of(host, num_experts=inputs.model.num_experts).layouts
-        if str(each) == "attention on 1 a, experts on 2 b"
-    )
+    layout = samples.layout_named(host, "attention on 1 a, experts on 2 b")
     rating = inputs.rater().rate(layout, stored(inputs.model))
     plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
     assert [node.device for node in plan.nodes] == ["cuda:0", "cuda:2", "cuda:3"]
@@ -179,11 +175,7 @@ def test_layer_ranges_are_in_the_plan(tmp_path: Path) -> None:
         (samples.gpu(), 1),
     )
     inputs = samples.inputs([host], samples.model(6))
-    layout = next(
-        each
-        for each in layouts_of(host, num_experts=inputs.model.num_experts).layouts
-        if str(each) == "attention on b, a by layer ranges, experts on 1 gpu"
-    )
+    layout = samples.layout_named(host, "attention on b, a by layer ranges, experts on 1 gpu")
     rating = inputs.rater().rate(layout, stored(inputs.model))
     assert rating.engine is not None
     cut, end = rating.engine.ends
@@ -206,11 +198,7 @@ def test_a_device_that_is_slowed_down_says_so_in_the_plan_and_holds_less() -> No
     slowed = dataclasses.replace(host.devices[1], slow=2.0)
     host = dataclasses.replace(host, devices=(host.devices[0], slowed))
     inputs = samples.inputs([host], samples.model(2))
-    layout = next(
-        each
-        for each in layouts_of(host, num_experts=inputs.model.num_experts).layouts
-        if str(each) == "attention on 1 slowed, experts on 1 plain + 1 slowed"
-    )
+    layout = samples.layout_named(host, "attention on 1 slowed, experts on 1 plain + 1 slowed")
     rating = inputs.rater().rate(layout, stored(inputs.model))
     plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
     assert [node.slow for node in plan.nodes] == [2.0, 1.0, 2.0]
@@ -230,11 +218,7 @@ def test_local_layers_are_in_the_plan() -> None:
     host = samples.host((samples.cpu(cores=4), 2), links=(slow,))
     asked = samples.workload(targets=samples.Targets(), objective="min_latency")
     inputs = samples.inputs([host], asked=asked)
-    layout = next(
-        each
-        for each in layouts_of(host, num_experts=inputs.model.num_experts).layouts
-        if str(each) == "attention on 1 cpu, experts on 1 cpu"
-    )
+    layout = samples.layout_named(host, "attention on 1 cpu, experts on 1 cpu")
     rating = inputs.rater().rate(layout, stored(inputs.model))
     plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
     assert plan.local_experts == LocalExperts(layers=(0, 1, 2), when="always")

@@ -15,7 +15,7 @@ from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step
 from deploy.placement.formats import stored
 from deploy.placement.routing import touched
 from deploy.placement.search.drafts import MIN_SAMPLED_ROWS, Decision, decide, expected_tokens
-from deploy.placement.search.layouts import DeviceSlot, Host, layouts_of
+from deploy.placement.search.layouts import DeviceSlot, Host
 from deploy.placement.search.search import Inputs, Member, Result
 from deploy.placement.search.steps import EngineSteps
 from deploy.placement.workload import Drafts, Targets
@@ -51,8 +51,7 @@ def inputs_of(
 def member_of(inputs: Inputs, name: str = ONE_GPU) -> Member:
     """Return an engine that the search could have found."""
     (host,) = inputs.hosts
-    layouts = layouts_of(host, num_experts=TARGET.num_experts).layouts
-    layout = next(each for each in layouts if str(each) == name)
+    layout = samples.layout_named(host, name)
     rater = inputs.rater()
     asked = inputs.workload.users or inputs.workload.arrival_rate
     assert asked

@@ -6,7 +6,6 @@ import pytest
 
 from deploy.placement.cost import Rows, chain_s, link_s, step_fixed_s, step_s
 from deploy.placement.formats import Formats, LayerFormats
-from deploy.placement.search.layouts import EngineLayout, layouts_of
 from deploy.placement.search.steady import Chunks
 from deploy.placement.search.steps import NO_LINK, Clock, Engine, EngineSteps
 from deploy.placement.workload import Lengths
@@ -28,12 +27,6 @@ MIXED = Formats(
 )
 
 
-def layout_named(name: str) -> EngineLayout:
-    """Return the layout that prints as `name`."""
-    layouts = layouts_of(HOST, num_experts=SHAPE.num_experts).layouts
-    return next(layout for layout in layouts if str(layout) == name)
-
-
 @pytest.mark.parametrize("skew", [0.0, 0.8])
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize(
@@ -48,7 +41,7 @@ def layout_named(name: str) -> EngineLayout:
 def test_a_step_is_that_of_the_cost_model(
     name: str, held: tuple[int, ...], m: int, skew: float
 ) -> None:
-    layout = layout_named(name)
+    layout = samples.layout_named(HOST, name)
     # Prompts and answers of one length: replicas' keys do not differ but by progress.
     asked = samples.workload(expert_skew=skew, output=Lengths(mean=60), prompt=Lengths(mean=300))
     clock = Clock(SHAPE, asked)
@@ -85,10 +78,8 @@ def test_layer_ranges_have_the_cost_models_times(m: int) -> None:
     """Each layer is that of its own device; the head and sampling are the first one's."""
     fast, slow = samples.cpu("fast", cores=8), samples.cpu("slow", cores=1)
     host = samples.host((fast, 1), (slow, 1), (FAST, 1))
-    layout = next(
-        each
-        for each in layouts_of(host, num_experts=SHAPE.num_experts).layouts
-        if str(each) == "attention on fast, slow by layer ranges, experts on 1 fast"
+    layout = samples.layout_named(
+        host, "attention on fast, slow by layer ranges, experts on 1 fast"
     )
     assert layout.link is not None
     clock = Clock(SHAPE, samples.workload(output=Lengths(mean=60), prompt=Lengths(mean=300)))
@@ -113,8 +104,8 @@ def test_more_replicas_wait_for_the_one_with_the_longest_contexts() -> None:
     """Contexts that differ cost the barrier: two equal replicas take longer than one of them."""
     clock = Clock(SHAPE, samples.workload(prompt=Lengths(mean=2000, p95=5000)))
     one, two = (
-        layout_named("attention on 1 slow, experts on 1 fast"),
-        layout_named("attention on 2 slow, experts on 1 fast"),
+        samples.layout_named(HOST, "attention on 1 slow, experts on 1 fast"),
+        samples.layout_named(HOST, "attention on 2 slow, experts on 1 fast"),
     )
     alone = EngineSteps(Engine(one, MIXED, (16,), (1.0,), 1, 512), clock).step(8.0, None)
     both = EngineSteps(Engine(two, MIXED, (16,), (0.5,), 1, 512), clock).step(16.0, None)
@@ -123,7 +114,7 @@ def test_more_replicas_wait_for_the_one_with_the_longest_contexts() -> None:
 
 @pytest.mark.parametrize("m", [1, 2])
 def test_local_layers_have_the_cost_models_times(m: int) -> None:
-    layout = layout_named("attention on 1 slow, experts on 2 fast")
+    layout = samples.layout_named(HOST, "attention on 1 slow, experts on 2 fast")
     clock = Clock(SHAPE, samples.workload(output=Lengths(mean=60), prompt=Lengths(mean=300)))
     engine = Engine(layout, MIXED, (8,), (1.0,), m, 512, None, 3)
     assert engine.local_layers == (0, 1, 2)
