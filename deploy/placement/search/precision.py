@@ -29,6 +29,7 @@ from deploy.placement.search.steps import node_shares
 from deploy.placement.sensitivity import Sensitivity
 from topspin.plan.precision import KERNEL_FORMATS, LM_HEAD_FORMATS, UNQUANTISED, Format, Part
 
+FORMATS: tuple[Format, ...] = (UNQUANTISED, "int8", "int4", "fp8")
 PREFILL_ROWS = 512.0
 RUNNING = 16.0
 """Running sequences per attention node for which formats are chosen where no load is known."""
@@ -115,103 +116,71 @@ class Precisions:
             link_s=link_s + row_s * PREFILL_ROWS,
             takes_turns=layout.takes_turns,
         )
-        items = self._items(layout, rows / m, prefill)
+        own = Rows(rows / m / num_attention, rater.clock.context)
+        items = self._items(layout, own, Rows(prefill=PREFILL_ROWS))
         budgets: tuple[Budget, ...] = ()
         if growth is not None:
             budgets = self._budgets(layout, keys=growth * rows * rater.clock.context)
         return Problem(items, budgets, self._max_kl, (decode, filled))
 
-    def _items(self, layout: EngineLayout, rows: float, prefill: float) -> tuple[Item, ...]:
-        found: list[Item] = []
-        by_class: dict[tuple[object, ...], tuple[float, float]] = {}
-        for layer, kind in enumerate(self._model.layers):
-            for part in LAYER_PARTS:
-                if not self._model.matrices(part, layer) or (
-                    part == "experts" and not layout.experts
-                ):
-                    continue
-                options = []
-                for name in self._formats_of(layout, part, layer):
-                    key = (kind, part, name)
-                    if key not in by_class:
-                        by_class[key] = (
-                            self._part_s(layout, part, layer, name, rows, is_prefill=False),
-                            self._part_s(layout, part, layer, name, prefill, is_prefill=True),
-                        )
-                    options.append(self._option(layout, part, layer, name, by_class[key]))
-                found.append(Item(layer, part, tuple(options)))
-        head = [
-            self._option(layout, "lm_head", None, name, (self._head_s(layout, name, rows), 0.0))
-            for name in self._formats_of(layout, "lm_head", None)
+    def _items(self, layout: EngineLayout, decode: Rows, prefill: Rows) -> tuple[Item, ...]:
+        """Return the parts and their options, for such rows on each attention node."""
+        places: list[tuple[int | None, Part]] = [
+            (layer, part)
+            for layer in range(self._model.num_layers)
+            for part in LAYER_PARTS
+            if self._model.matrices(part, layer) and (part != "experts" or layout.experts)
         ]
-        return (*found, Item(None, "lm_head", tuple(head)))
+        return tuple(
+            Item(layer, part, tuple(self._options(layout, part, layer, (decode, prefill))))
+            for layer, part in (*places, (None, "lm_head"))
+        )
 
-    def _option(
-        self,
-        layout: EngineLayout,
-        part: Part,
-        layer: int | None,
-        name: Format,
-        times: tuple[float, float],
-    ) -> Option:
-        assert self._sensitivity is not None
-        slots = layout.experts if part == "experts" else layout.attention
-        kernels = slots[0][0].device.kernels
-        size = self._model.weight_bytes(part, layer, name, kernels=kernels)
-        if part == "lm_head":
-            size = self._model.head_bytes(name, kernels=kernels)
-        kl = self._sensitivity.kl(part, layer, name)
-        assert kl is not None
-        return Option(name, size, kl, times)
-
-    def _formats_of(self, layout: EngineLayout, part: Part, layer: int | None) -> list[Format]:
-        """Return the formats that all devices of a part compute with, and that were measured."""
+    def _options(
+        self, layout: EngineLayout, part: Part, layer: int | None, phases: tuple[Rows, Rows]
+    ) -> Iterator[Option]:
+        """Yield the formats that all devices of a part compute with, and that were measured."""
         assert self._sensitivity is not None
         slots = layout.experts if part == "experts" else layout.holders
-        found: list[Format] = [UNQUANTISED]
-        for name in ("int8", "int4", "fp8"):
-            if (
-                all(name in slot.device.profile.formats for slot, _ in slots)
-                and all(name in KERNEL_FORMATS[slot.device.kernels] for slot, _ in slots)
-                and (part != "lm_head" or name in LM_HEAD_FORMATS)
-                and self._sensitivity.kl(part, layer, name) is not None
-            ):
-                found.append(name)
-        return found
+        devices = [slot.device for slot, _ in slots]
+        for name in FORMATS:
+            kl = self._sensitivity.kl(part, layer, name)
+            computes = name == UNQUANTISED or all(
+                name in each.profile.formats and name in KERNEL_FORMATS[each.kernels]
+                for each in devices
+            )
+            if kl is None or not computes or (layer is None and name not in LM_HEAD_FORMATS):
+                continue
+            kernels = devices[0].kernels
+            size = self._model.weight_bytes(part, layer, name, kernels=kernels)
+            if layer is None:
+                size = self._model.head_bytes(name, kernels=kernels)
+            seconds = tuple(self._part_s(layout, part, layer, name, rows) for rows in phases)
+            yield Option(name, size, kl, seconds)
 
     def _part_s(
-        self,
-        layout: EngineLayout,
-        part: Part,
-        layer: int,
-        name: Format,
-        rows: float,
-        *,
-        is_prefill: bool,
+        self, layout: EngineLayout, part: Part, layer: int | None, name: Format, rows: Rows
     ) -> float:
         """Return the seconds that a part in a format takes on the slowest node of its role."""
         clock, model = self._rater.clock, self._model
+        if layer is None:
+            head_s = (clock.fixed_s(slot, name, rows.decode) for slot, _ in layout.attention)
+            return max(head_s) if rows.decode else 0.0
         if part == "experts":
-            nodes = layout.num_experts
-            share = -(-model.num_experts // nodes)
+            share = -(-model.num_experts // layout.num_experts)
             chosen = node_shares(model.num_experts, model.top_k, (share,), 0.0)[0]
             cls = LayerClass(layer, 1, LayerFormats(experts=name))
-            return max(clock.experts_s(slot, cls, chosen, rows) for slot, _ in layout.experts)
-        own = rows / layout.num_attention
-        at = Rows(prefill=own) if is_prefill else Rows(own, clock.context)
+            total = rows.total * layout.num_attention
+            return max(clock.experts_s(slot, cls, chosen, total) for slot, _ in layout.experts)
 
         def half_s(formats: LayerFormats) -> float:
             cls = LayerClass(layer, 1, formats)
-            return max(clock.attention_s(slot, cls, at) for slot, _ in layout.holders)
+            return max(clock.attention_s(slot, cls, rows) for slot, _ in layout.holders)
 
         if part == "attention":
             return half_s(LayerFormats(attention=name))
         # Beside the attention half, whose time has the MLP's in stored weights already.
         return half_s(LayerFormats(mlp=name)) - half_s(LayerFormats())
-
-    def _head_s(self, layout: EngineLayout, name: Format, rows: float) -> float:
-        own = rows / layout.num_attention
-        return max(self._rater.clock.fixed_s(slot, name, own) for slot, _ in layout.attention)
 
     def _budgets(self, layout: EngineLayout, *, keys: float) -> tuple[Budget, ...]:
         """Return the memory of the tightest node of each role, for quantisable weights."""
