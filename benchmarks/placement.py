@@ -36,9 +36,9 @@ from benchmarks.server_arguments import check_positive
 from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
 from deploy.placement.devices import DeviceProfile, load_profile
 from deploy.placement.formats import stored
-from deploy.placement.rating import Rater
+from deploy.placement.search.layouts import Device, Host, layouts_of
+from deploy.placement.search.rating import Rater
 from deploy.placement.shapes import ModelShape
-from deploy.placement.units import Device, Host, units_of
 from deploy.placement.workload import Lengths, Workload
 from models.description.config import ModelConfig, load_model_config
 from models.sources.hub import resolve_model
@@ -107,20 +107,20 @@ def planned_shares(
     the second is slow.
     """
     assert model.moe is not None
-    seats = ((args.attention_threads, 1.0), (1, 1.0), (1, args.slow))
+    slots = ((args.attention_threads, 1.0), (1, 1.0), (1, args.slow))
     memory = int(profile.memory_bytes)
     devices = tuple(
         Device(group, profile, 1, memory, 0.0, cores, slow)
-        for group, (cores, slow) in enumerate(seats)
+        for group, (cores, slow) in enumerate(slots)
     )
     link = HostLink(transport="shm", alpha_us=1.0, gbps=100.0)
     groups = tuple(DeviceGroup(device=profile.name) for _ in devices)
     host = Host(HostGroup(name="here", devices=groups, links=(link,)), devices)
-    unit = next(
+    layout = next(
         each
-        for each in units_of(host, num_experts=model.moe.num_experts).units
-        if [seat.device.group for seat, _ in each.attention] == [0]
-        and [seat.device.group for seat, _ in each.experts] == [1, 2]
+        for each in layouts_of(host, num_experts=model.moe.num_experts).layouts
+        if [slot.device.group for slot, _ in each.attention] == [0]
+        and [slot.device.group for slot, _ in each.experts] == [1, 2]
     )
     shape = ModelShape.from_config(model)
     workload = Workload(
@@ -129,7 +129,7 @@ def planned_shares(
         users=max(int(batch) for batch in args.batches.split(",")),
     )
     rater = Rater(shape, workload, context_length=model.context_length)
-    shares = rater.nodes.shares(unit, stored(shape), args.prompt_len)
+    shares = rater.nodes.shares(layout, stored(shape), args.prompt_len)
     if shares is None:
         raise SystemExit("the experts do not fit")
     return shares

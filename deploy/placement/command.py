@@ -11,13 +11,13 @@ from itertools import zip_longest
 from pathlib import Path
 
 from deploy.placement.cluster import Cluster, profile_of, read_cluster
-from deploy.placement.drafts import Decision, decide
-from deploy.placement.picture import draw
-from deploy.placement.report import print_report, report_of
-from deploy.placement.search import ImpossibleError, Inputs, Result, search
+from deploy.placement.explain import explain
+from deploy.placement.report import draw, print_report
+from deploy.placement.search.drafts import Decision, decide
+from deploy.placement.search.layouts import Device, Host
+from deploy.placement.search.search import ImpossibleError, Inputs, Result, search
 from deploy.placement.sensitivity import read_sensitivity
 from deploy.placement.shapes import ModelShape
-from deploy.placement.units import Device, Host
 from deploy.placement.workload import Drafts, read_workload
 from deploy.placement.write import plan_of
 from models.checkpoints.checkpoint_index import read_index
@@ -72,7 +72,7 @@ def run(asked: argparse.Namespace) -> int:
     )
     result = search(inputs)
     drafts = decide(inputs, result)
-    report = report_of(inputs, result, drafts)
+    report = explain(inputs, result, drafts)
     if not result.members:
         print_report(report)
         raise ImpossibleError(report.refusal)

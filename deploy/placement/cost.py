@@ -112,24 +112,27 @@ def _roofline_half_s(
     rows: Rows,
     threads: int,
 ) -> float:
-    rates = device.rates_of(threads)
-    kernels = _kernels(device)
-    weight_bytes = model.weight_bytes("attention", layer, weight_format, kernels=kernels)
-    weight_bytes += model.other_bytes(layer)
+    weight_bytes = model.weight_bytes("attention", layer, weight_format, kernels=_kernels(device))
     numbers = model.numbers("attention", layer) + model.num_experts * model.hidden_size
-    products_s = max(
-        weight_bytes / rates.read_bytes_per_s,
-        2 * rows.total * numbers / _flops(device, threads, weight_format),
+    products_s = _roofline_s(
+        device,
+        threads,
+        weight_format,
+        moved=weight_bytes + model.other_bytes(layer),
+        flops=2 * rows.total * numbers,
     )
     seen = rows.decode * model.seen_keys(layer, rows.context)
     end = rows.start + rows.prefill
     read = seen + (model.seen_keys(layer, end) if rows.prefill else 0.0)
     scored = seen + rows.prefill * model.seen_keys(layer, rows.start + rows.prefill / 2)
-    keys_s = max(
-        read * model.kv_layer_bytes() / rates.read_bytes_per_s,
-        4 * scored * model.q_size / _flops(device, threads, UNQUANTISED),
+    keys_s = _roofline_s(
+        device,
+        threads,
+        UNQUANTISED,
+        moved=read * model.kv_layer_bytes(),
+        flops=4 * scored * model.q_size,
     )
-    return _ATTENTION_LAUNCHES * rates.launch_s + products_s + keys_s
+    return _ATTENTION_LAUNCHES * device.rates_of(threads).launch_s + products_s + keys_s
 
 
 def _mlp_s(
@@ -145,13 +148,14 @@ def _mlp_s(
     table = find_table(device, "mlp", model.mlp_key(layer), weight_format, threads)
     if table is not None:
         return seconds_at(table, (rows,))
-    rates = device.rates_of(threads)
-    weight_bytes = model.weight_bytes("mlp", layer, weight_format, kernels=_kernels(device))
-    work_s = max(
-        weight_bytes / rates.read_bytes_per_s,
-        2 * rows * model.numbers("mlp", layer) / _flops(device, threads, weight_format),
+    return _roofline_s(
+        device,
+        threads,
+        weight_format,
+        moved=model.weight_bytes("mlp", layer, weight_format, kernels=_kernels(device)),
+        flops=2 * rows * model.numbers("mlp", layer),
+        launches=_MLP_LAUNCHES,
     )
-    return _MLP_LAUNCHES * rates.launch_s + work_s
 
 
 def experts_layer_s(
@@ -174,12 +178,15 @@ def experts_layer_s(
     table = find_table(device, "experts", model.experts_key(), weight_format, threads)
     if table is not None:
         return seconds_at(table, (touched, pairs / touched))
-    rates = device.rates_of(threads)
     each = model.weight_bytes("experts", layer, weight_format, kernels=_kernels(device))
-    moved = touched * each + 2 * rows * model.hidden_size * model.itemsize
-    flops = 2 * pairs * model.numbers("experts", layer)
-    work_s = max(moved / rates.read_bytes_per_s, flops / _flops(device, threads, weight_format))
-    return _EXPERT_LAUNCHES * rates.launch_s + work_s
+    return _roofline_s(
+        device,
+        threads,
+        weight_format,
+        moved=touched * each + 2 * rows * model.hidden_size * model.itemsize,
+        flops=2 * pairs * model.numbers("experts", layer),
+        launches=_EXPERT_LAUNCHES,
+    )
 
 
 def step_fixed_s(
@@ -197,13 +204,31 @@ def step_fixed_s(
     table = find_table(device, "head", model.head_key(), head_format, threads)
     if table is not None:
         return seconds_at(table, (rows,))
-    rates = device.rates_of(threads)
     head_bytes = model.weight_bytes("lm_head", None, head_format, kernels=_kernels(device))
-    # Logits are fp32: written, and read to sample.
-    moved = head_bytes + 2 * rows * model.vocab_size * 4
-    flops = 2 * rows * model.numbers("lm_head")
-    work_s = max(moved / rates.read_bytes_per_s, flops / _flops(device, threads, head_format))
-    return _HEAD_LAUNCHES * rates.launch_s + work_s
+    return _roofline_s(
+        device,
+        threads,
+        head_format,
+        # Logits are fp32: written, and read to sample.
+        moved=head_bytes + 2 * rows * model.vocab_size * 4,
+        flops=2 * rows * model.numbers("lm_head"),
+        launches=_HEAD_LAUNCHES,
+    )
+
+
+def _roofline_s(
+    device: DeviceProfile,
+    threads: int,
+    weight_format: Format,
+    *,
+    moved: float,
+    flops: float,
+    launches: int = 0,
+) -> float:
+    """Return the seconds to move so many bytes or to compute so much, whichever is longer."""
+    rates = device.rates_of(threads)
+    per_s = rates.flops.get(weight_format, rates.flops[UNQUANTISED])
+    return launches * rates.launch_s + max(moved / rates.read_bytes_per_s, flops / per_s)
 
 
 def link_s(link: Link, num_bytes: float) -> float:
@@ -310,8 +335,3 @@ def unmeasured(
 
 def _kernels(device: DeviceProfile) -> Kernels:
     return "cpu" if device.kind == "cpu" else "triton"
-
-
-def _flops(device: DeviceProfile, threads: int, weight_format: Format) -> float:
-    flops = device.rates_of(threads).flops
-    return flops.get(weight_format, flops[UNQUANTISED])

@@ -1,17 +1,19 @@
 """The precision of a model as the planner handles it: a format for every layer and part.
 
 Owns the table of formats, its classes of equal layers, and its form as a plan's rules. Knows no
-times. Called by deploy.placement.steps, .precision and .write.
+times. Called by deploy.placement.search.steps, .precision and .write.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from deploy.placement.shapes import ModelShape
 from topspin.plan.precision import UNQUANTISED, Format, Part, PrecisionRule
 
+Layers = tuple[int, ...]
 LAYER_PARTS: Final[tuple[Part, ...]] = ("attention", "mlp", "experts")
 
 
@@ -62,61 +64,42 @@ class Formats:
         """Return a part's format (deploy.placement.shapes.PrecisionOf)."""
         if layer is None or part == "lm_head":
             return self.head
-        formats = self.layers[layer]
-        if part == "attention":
-            return formats.attention
-        return formats.experts if part == "experts" else formats.mlp
-
-    @property
-    def used(self) -> dict[Part, frozenset[Format]]:
-        """Return the formats of each part."""
-        return {
-            "attention": frozenset(each.attention for each in self.layers),
-            "mlp": frozenset(each.mlp for each in self.layers),
-            "experts": frozenset(each.experts for each in self.layers),
-            "lm_head": frozenset((self.head,)),
-        }
+        return self.layers[layer][LAYER_PARTS.index(part)]
 
     @property
     def is_stored(self) -> bool:
         """Say whether all weights stay as they are."""
-        return all(formats == {UNQUANTISED} for formats in self.used.values())
+        return not any(self._choices())
 
     def rules(self) -> tuple[PrecisionRule, ...]:
         """Return a plan's rules: one per part and format, with its layers if not all have it."""
-        rules: list[PrecisionRule] = []
+        return tuple(
+            PrecisionRule(format=name, part=part, layers=None if layers == having else layers)
+            for part, name, layers, having in self._choices()
+        )
+
+    def _choices(self) -> Iterator[tuple[Part, Format, Layers, Layers]]:
+        """Yield a part, its format, the layers with it, and all that have the part.
+
+        Without weights that stay as they are.
+        """
         for part in LAYER_PARTS:
-            having = _layers_with(self.model, part)
-            for name in sorted(self.used[part] - {UNQUANTISED}):
-                layers = tuple(each for each in having if self.of(part, each) == name)
-                rules.append(
-                    PrecisionRule(
-                        format=name, part=part, layers=None if layers == having else layers
-                    )
-                )
+            having = tuple(
+                each for each in range(len(self.layers)) if self.model.matrices(part, each)
+            )
+            for name in sorted({self.of(part, each) for each in having} - {UNQUANTISED}):
+                yield part, name, tuple(e for e in having if self.of(part, e) == name), having
         if self.head != UNQUANTISED:
-            rules.append(PrecisionRule(format=self.head, part="lm_head"))
-        return tuple(rules)
+            yield "lm_head", self.head, (), ()
 
     def __str__(self) -> str:
-        if self.is_stored:
-            return "as stored"
         words = []
-        for part in LAYER_PARTS:
-            layers = _layers_with(self.model, part)
-            for each in sorted(self.used[part] - {UNQUANTISED}):
-                count = sum(self.of(part, layer) == each for layer in layers)
-                share = "" if count == len(layers) else f" in {count} of {len(layers)} layers"
-                words.append(f"{part} {each}{share}")
-        if self.head != UNQUANTISED:
-            words.append(f"LM head {self.head}")
-        return ", ".join(words)
+        for part, name, layers, having in self._choices():
+            share = "" if layers == having else f" in {len(layers)} of {len(having)} layers"
+            words.append(f"{'LM head' if part == 'lm_head' else part} {name}{share}")
+        return ", ".join(words) or "as stored"
 
 
 def stored(model: ModelShape) -> Formats:
     """Return the formats of weights that stay as they are."""
     return Formats(model, (LayerFormats(),) * model.num_layers)
-
-
-def _layers_with(model: ModelShape, part: Part) -> tuple[int, ...]:
-    return tuple(layer for layer in range(model.num_layers) if model.matrices(part, layer))

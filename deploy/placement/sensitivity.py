@@ -1,7 +1,7 @@
 """The sensitivity file: what each format of each layer and part costs in quality.
 
 Owns the reading of what `topspin sensitivity` writes. A plan's divergence is taken as the sum of
-its entries. Called by deploy.placement.command, read by deploy.placement.precision.
+its entries. Called by deploy.placement.command, read by deploy.placement.search.precision.
 """
 
 from __future__ import annotations

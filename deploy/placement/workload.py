@@ -1,7 +1,7 @@
 """The workload file: who asks for what, how fast the answers must be, and at what price.
 
 Owns the file's fields, their checks, and the numbers that follow from a distribution of lengths.
-Called by deploy.placement.command and read by deploy.placement.steady.
+Called by deploy.placement.command and read by deploy.placement.search.steady.
 
 A target holds at a percentile. For `p50` it is the mean prompt in the mean queue, and the mean
 step. For `p95` it is a prompt of p95 length behind the p95 queue, and the step with as many
@@ -92,7 +92,7 @@ class Targets(Fields, frozen=True, kw_only=True):
 
 
 class Drafts(Fields, frozen=True, kw_only=True):
-    """Drafts that may be made (deploy.placement.drafts): by which model, and how many at most.
+    """Drafts that may be made: by which model, and how many at most.
 
     `acceptance`: the probability that a drafted token is accepted, if those before it are.
     """

@@ -1,24 +1,30 @@
 """A planned engine as an engine plan, which `topspin serve --plan` runs.
 
-Owns the translation of seats into nodes: GPU numbers, cores, threads, caches. Every plan it gives
+Owns the translation of slots into nodes: GPU numbers, cores, threads, caches. Every plan it gives
 has passed the checks that `topspin serve` makes. Called by deploy.placement.command.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import msgspec
-
-from deploy.placement.drafts import Decision, Maker
-from deploy.placement.rating import Rater, Rating
-from deploy.placement.steady import Shape as EngineShape
-from deploy.placement.steady import chunks_of, high_running
-from deploy.placement.steps import EngineSteps, Step
-from deploy.placement.units import Device, Seat, Seats, Unit, place_of, price_of
+from deploy.placement.search.drafts import Decision, Maker
+from deploy.placement.search.layouts import (
+    Device,
+    DeviceSlot,
+    DeviceSlots,
+    EngineLayout,
+    place_of,
+    price_of,
+)
+from deploy.placement.search.rating import Rater, Rating
+from deploy.placement.search.steady import Shape as EngineShape
+from deploy.placement.search.steady import chunks_of, high_running
+from deploy.placement.search.steps import Engine, EngineSteps, Step
 from topspin.plan.expected import Expected, ExpectedStep
 from topspin.plan.from_flags import ModelFacts, check_model
 from topspin.plan.kv_cache import KvCacheSpec
@@ -40,7 +46,7 @@ error. Then the engine finds out by measuring."""
 KEYS_IN_RESERVE = 1.1
 """Room for keys on a CPU, of what the p95 load needs: sequences differ in length."""
 MAX_WINDOW_ROWS = 2**16 - 1
-Node = TypeVar("Node", AttentionNode, StageNode, ExpertNode, DraftNode)
+PlannedNode = AttentionNode | StageNode | ExpertNode
 
 
 def plan_of(
@@ -52,7 +58,7 @@ def plan_of(
     if maker is not None:
         rating = replace(rating, room=maker.room)
     assert engine is not None
-    unit = engine.unit
+    layout = engine.layout
     local = local_experts_of(rater, rating)
     dtype: Dtype = "float32" if facts.dtype == "float32" else "bfloat16"
     plan = EnginePlan(
@@ -60,26 +66,24 @@ def plan_of(
         precision=engine.formats.rules(),
         kv_cache=KvCacheSpec(dtype="fp8" if engine.kv_itemsize == 1 else "auto"),
         nodes=(
-            *_attention(rater, rating),
-            *_stages(rater, rating),
-            *(() if unit.is_colocated else _experts(rater, rating)),
-            *(() if maker is None else _draft(unit, maker)),
+            *_nodes(rater, rating),
+            *(() if maker is None else _draft(layout, maker)),
         ),
         links=(
             LinkSpec(
                 # No row travels where all are colocated, and shm is what that plan says.
-                transport="shm" if unit.is_colocated else unit.transport,
+                transport="shm" if layout.is_colocated else layout.transport,
                 payload="fp32" if dtype == "float32" else "bf16",
-                window_rows=_window_rows(unit, engine.batched_tokens),
+                window_rows=_window_rows(layout, engine.batched_tokens),
             ),
         ),
         scheduling=SchedulingPolicy(
-            micro_batches=engine.micro_batches if unit.experts else None,
+            micro_batches=engine.micro_batches if layout.experts else None,
             prefix_caching=facts.shares_prefixes,
         ),
         local_experts=None if local is None else local.experts,
         speculation=None if drafts is None else drafts.speculation,
-        expected=expected_of(rater, rating, devices=None if maker is None else maker.unit),
+        expected=expected_of(rater, rating, devices=None if maker is None else maker.layout),
     )
     plan.check()
     check_model(plan, facts)
@@ -98,7 +102,7 @@ def local_experts_of(rater: Rater, rating: Rating) -> LocalChoice | None:
     engine, found = rating.engine, rating.point
     assert engine is not None
     assert found is not None
-    if engine.unit.is_colocated:
+    if engine.layout.is_colocated:
         every = LocalExperts(layers=rater.model.moe_layers, when="always")
         return LocalChoice(every, "one process has all experts: no row travels")
     if not engine.num_local:
@@ -117,54 +121,53 @@ def local_experts_of(rater: Rater, rating: Rating) -> LocalChoice | None:
     )
 
 
-def _window_rows(unit: Unit, batched_tokens: int) -> int:
+def _window_rows(layout: EngineLayout, batched_tokens: int) -> int:
     """Return the rows of a window: a node's largest batch, which an expert node serves at once."""
-    least = GPU_WINDOW_ROWS if unit.transport == "cuda_ipc" else WINDOW_ROWS
+    least = GPU_WINDOW_ROWS if layout.transport == "cuda_ipc" else WINDOW_ROWS
     return min(MAX_WINDOW_ROWS, max(least, batched_tokens))
 
 
-def _attention(rater: Rater, rating: Rating) -> Iterator[AttentionNode]:
+def _nodes(rater: Rater, rating: Rating) -> Iterator[PlannedNode]:
+    """Yield the nodes of an engine, drafts apart."""
     engine = rating.engine
     assert engine is not None
-    own_layers = engine.ends[0] if engine.ends else rater.model.num_layers
-    for index, (seat, place) in enumerate(_placed(engine.unit, "attention")):
-        group = [each for each, _ in engine.unit.attention].index(seat)
-        node = AttentionNode(
-            index=index,
-            device=place.device,
-            kernels=place_of(seat.device).kernels,
-            wait="spin" if place.cores else "block",
-            num_threads=seat.threads or None,
-            cores=place.cores,
-            layers=(0, engine.ends[0]) if engine.ends else None,
-            max_num_seqs=rating.seats,
-            max_num_batched_tokens=engine.batched_tokens,
-            kv_cache_bytes=(
-                None
-                if seat.device.is_gpu
-                else _cache_bytes(rater, rating, group, num_layers=own_layers)
-            ),
-        )
-        yield _slowed(node, seat)
+    layout = engine.layout
+    ends = engine.ends or (rater.model.num_layers,)
+    held = _held(engine, rater.model.num_experts)
+    groups = [slot for slot, _ in layout.attention]
+    for role, index, slot, cores, device in _placed(layout):
+        fields = _fields(index, slot, device=device, cores=cores) | {
+            "wait": "spin" if cores else "block"
+        }
+        if role == "attention":
+            group = groups.index(slot)
+            cache = _cache_bytes(rater, rating, group, num_layers=ends[0])
+            yield AttentionNode(
+                **fields,
+                layers=(0, ends[0]) if engine.ends else None,
+                max_num_seqs=rating.max_num_seqs,
+                max_num_batched_tokens=engine.batched_tokens,
+                kv_cache_bytes=None if slot.device.is_gpu else cache,
+            )
+        elif role == "stage":
+            layers = (ends[index], ends[index + 1])
+            cache = _cache_bytes(rater, rating, 0, num_layers=layers[1] - layers[0])
+            yield StageNode(**fields, layers=layers, of=0, kv_cache_bytes=cache)
+        elif not layout.is_colocated:
+            yield ExpertNode(**fields, experts=held[index])
 
 
-def _stages(rater: Rater, rating: Rating) -> Iterator[StageNode]:
-    engine = rating.engine
-    assert engine is not None
-    for index, (seat, place) in enumerate(_placed(engine.unit, "stage")):
-        layers = (engine.ends[index], engine.ends[index + 1])
-        node = StageNode(
-            index=index,
-            device=place.device,
-            kernels=place_of(seat.device).kernels,
-            wait="spin" if place.cores else "block",
-            num_threads=seat.threads or None,
-            cores=place.cores,
-            layers=layers,
-            of=0,
-            kv_cache_bytes=_cache_bytes(rater, rating, 0, num_layers=layers[1] - layers[0]),
-        )
-        yield _slowed(node, seat)
+def _fields(index: int, slot: DeviceSlot, *, device: str, cores: tuple[int, ...]) -> dict[str, Any]:
+    """Return the fields that all kinds of nodes have."""
+    slow = {"slow": slot.device.slow} if slot.device.slow > 1 else {}
+    return {
+        "index": index,
+        "device": device,
+        "kernels": slot.device.kernels,
+        "num_threads": slot.threads or None,
+        "cores": cores,
+        **slow,
+    }
 
 
 def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -> int:
@@ -175,7 +178,7 @@ def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -
     engine, found = rating.engine, rating.point
     assert engine is not None
     assert found is not None
-    high = max(high_running(rater.workload, found), rating.seats / max(engine.weights))
+    high = max(high_running(rater.workload, found), rating.max_num_seqs / max(engine.weights))
     tokens = KEYS_IN_RESERVE * high * engine.weights[group] * rater.clock.context
     block = KvCacheSpec().block_size
     needed = max(tokens, float(rater.max_model_len + block))
@@ -183,126 +186,92 @@ def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -
     return blocks * block * num_layers * rater.model.kv_layer_bytes(engine.kv_itemsize)
 
 
-def _experts(rater: Rater, rating: Rating) -> Iterator[ExpertNode]:
-    engine = rating.engine
-    assert engine is not None
+def _held(engine: Engine, num_experts: int) -> list[int]:
+    """Return the experts of each node."""
     held = [
         each
-        for each, (_, count) in zip(engine.held, engine.unit.experts, strict=True)
+        for each, (_, count) in zip(engine.held, engine.layout.experts, strict=True)
         for _ in range(count)
     ]
     # Nodes of a group hold as many, rounded up: the last ones need not.
-    surplus = sum(held) - rater.model.num_experts
+    surplus = sum(held) - num_experts
     for idx in sorted(range(len(held)), key=lambda each: (-held[each], -each))[:surplus]:
         held[idx] -= 1
-    for index, (seat, place) in enumerate(_placed(engine.unit, "expert")):
-        node = ExpertNode(
-            index=index,
-            device=place.device,
-            kernels=place_of(seat.device).kernels,
-            wait="spin" if place.cores else "block",
-            num_threads=seat.threads or None,
-            cores=place.cores,
-            experts=held[index],
-        )
-        yield _slowed(node, seat)
+    return held
 
 
-def _draft(unit: Unit, maker: Maker) -> Iterator[DraftNode]:
+def _draft(layout: EngineLayout, maker: Maker) -> Iterator[DraftNode]:
     """Yield the node on the first device of its kind that the engine leaves over."""
-    if maker.seat is None:
+    if maker.slot is None:
         return
-    device, threads = maker.seat
-    number = unit.used[device.group]
+    device = maker.slot.device
+    number = layout.used[device.group]
     cores: tuple[int, ...] = ()
-    if not device.is_gpu and sum(each.count for each in unit.host.devices if not each.is_gpu) > 1:
-        low = _first_core(unit, device) + number * device.cores
+    if not device.is_gpu and _num_cpus(layout) > 1:
+        low = _first(layout, device, lambda each: each.cores) + number * device.cores
         cores = tuple(range(low, low + device.cores))
-    first = _first_gpu(unit, device) if device.is_gpu else 0
-    place = place_of(device, first + number)
-    node = DraftNode(
-        index=0,
-        device=place.device,
-        kernels=place.kernels,
-        wait="block",
-        num_threads=threads or None,
-        cores=cores,
-        kv_cache_tokens=maker.cached_tokens,
-    )
-    yield _slowed(node, maker.seat)
+    fields = _fields(0, maker.slot, device=_device_name(layout, device, number), cores=cores)
+    yield DraftNode(**fields, wait="block", kv_cache_tokens=maker.cached_tokens)
 
 
-def _slowed(node: Node, seat: Seat) -> Node:
-    """Return the node with its device's `slow`, if that says anything."""
-    slow = seat.device.slow
-    return msgspec.structs.replace(node, slow=slow) if slow > 1 else node
+def _placed(
+    layout: EngineLayout,
+) -> Iterator[tuple[str, int, DeviceSlot, tuple[int, ...], str]]:
+    """Yield each node's role, index, slot, own cores and device's name.
 
-
-class _Placed:
-    """Where a node is: its device's name, and the cores that belong to it alone."""
-
-    def __init__(self, device: str, cores: tuple[int, ...] = ()) -> None:
-        self.device = device
-        self.cores = cores
-
-
-def _placed(unit: Unit, role: str) -> Iterator[tuple[Seat, _Placed]]:
-    """Yield each node's seat and place: on like devices attention, then stages, then experts.
-
-    GPUs and cores are counted in the order of the cluster file.
+    On like devices attention comes first, then stages, then experts. GPUs and cores are counted in
+    the order of the cluster file.
     """
-    taken: dict[int, int] = {}
-    cores: dict[int, int] = {}
-    num_cpus = sum(device.count for device in unit.host.devices if not device.is_gpu)
-    shared = unit.layout != "apart"
-    roles: tuple[tuple[str, Seats], ...] = (
-        ("attention", unit.attention),
-        ("stage", tuple((seat, 1) for seat in unit.stages)),
-        ("expert", unit.experts),
+    taken = Counter[int]()
+    used_cores = Counter[int]()
+    shared = layout.kind != "apart"
+    roles: tuple[tuple[str, DeviceSlots], ...] = (
+        ("attention", layout.attention),
+        ("stage", tuple((slot, 1) for slot in layout.stages)),
+        ("expert", layout.experts),
     )
-    for name, seats in roles:
-        for seat, count in seats:
-            for _ in range(count):
-                device = seat.device
-                number = 0 if shared else taken.get(device.group, 0)
-                first = cores.get(device.group, 0)
-                is_part = seat.threads < device.cores
-                if device.is_gpu:
-                    place = _Placed(place_of(device, _first_gpu(unit, device) + number).device)
-                elif shared or (num_cpus == 1 and not is_part):
-                    place = _Placed("cpu")
-                else:
-                    low = _first_core(unit, device) + first
-                    place = _Placed("cpu", tuple(range(low, low + seat.threads)))
-                taken[device.group] = number + 1
-                cores[device.group] = first + seat.threads
-                if name == role:
-                    yield seat, place
+    for role, slots in roles:
+        for index, slot in enumerate(slot for slot, count in slots for _ in range(count)):
+            device = slot.device
+            cores: tuple[int, ...] = ()
+            is_part = slot.threads < device.cores
+            if not device.is_gpu and not shared and (is_part or _num_cpus(layout) > 1):
+                low = _first(layout, device, lambda each: each.cores) + used_cores[device.group]
+                cores = tuple(range(low, low + slot.threads))
+            number = 0 if shared else taken[device.group]
+            yield role, index, slot, cores, _device_name(layout, device, number)
+            taken[device.group] += 1
+            used_cores[device.group] += slot.threads
 
 
-def _first_gpu(unit: Unit, device: Device) -> int:
-    before = unit.host.devices[: device.group]
-    return sum(each.count for each in before if each.is_gpu)
+def _num_cpus(layout: EngineLayout) -> int:
+    return sum(device.count for device in layout.host.devices if not device.is_gpu)
 
 
-def _first_core(unit: Unit, device: Device) -> int:
-    return sum(each.count * each.cores for each in unit.host.devices[: device.group])
+def _device_name(layout: EngineLayout, device: Device, number: int) -> str:
+    """Return the name of the `number`-th of like devices."""
+    return place_of(device, _first(layout, device, lambda each: int(each.is_gpu)) + number).device
 
 
-def expected_of(rater: Rater, rating: Rating, *, devices: Unit | None = None) -> Expected:
+def _first(layout: EngineLayout, device: Device, each_has: Callable[[Device], int]) -> int:
+    """Return the number of GPUs, or of cores, of the devices before this one in the file."""
+    return sum(each.count * each_has(each) for each in layout.host.devices[: device.group])
+
+
+def expected_of(rater: Rater, rating: Rating, *, devices: EngineLayout | None = None) -> Expected:
     """Return the figures of an engine at its load, without drafts but for the price of `devices`.
 
-    These are the unit's and the draft node's; None: the unit's.
+    These are the layout's and the draft node's; None: the layout's.
     """
     engine, found = rating.engine, rating.point
     assert engine is not None
     assert found is not None
     steps = EngineSteps(engine, rater.clock)
-    shape = EngineShape(engine.unit.num_attention, engine.batched_tokens)
+    shape = EngineShape(engine.layout.num_attention, engine.batched_tokens)
     chunks = chunks_of(rater.workload, shape, found.running)
     assert chunks is not None
-    num_hops = len(rater.model.moe_layers) - engine.num_local if engine.unit.experts else 0
-    counts = rater.model.num_layers, 0 if engine.unit.is_colocated else num_hops
+    num_hops = len(rater.model.moe_layers) - engine.num_local if engine.layout.experts else 0
+    counts = rater.model.num_layers, 0 if engine.layout.is_colocated else num_hops
     prompt = rater.workload.prompt.average
     return Expected(
         decode=_step(steps.step(found.running, None), rater.clock.context, *counts),
@@ -310,7 +279,7 @@ def expected_of(rater: Rater, rating: Rating, *, devices: Unit | None = None) ->
         ttft_s=found.ttft_s,
         tpot_s=found.tpot_s,
         tokens_per_s=found.rate * rater.workload.output.average,
-        price=price_of(engine.unit if devices is None else devices, 1),
+        price=price_of(engine.layout if devices is None else devices, 1),
         kl=engine.formats.kl,
         max_kl=rater.workload.max_kl,
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from deploy.placement.bits import Item, Option, least_divergence
 from deploy.placement.formats import LAYER_PARTS, Formats, LayerFormats
+from deploy.placement.search.bits import Item, Option, least
 from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.shapes import ModelShape
 from topspin.errors import ConfigError
@@ -61,15 +61,15 @@ def mixed(
                 kl = sensitivity.kl(part, layer, name)
                 if kl is not None:
                     size = numbers * stored_bits(name, group=group, symmetric=symmetric) / 8
-                    options.append(Option(name, size, kl, 0.0, 0.0))
+                    options.append(Option(name, size, kl))
             if numbers:
                 items.append(Item(layer, part, tuple(options)))
                 total += numbers
-    choice = least_divergence(items, total * bits / 8)
+    choice = least(items, lambda option: option.kl, num_bytes=total * bits / 8)
     if choice is None:
-        least = sum(min(each.num_bytes for each in item.options) for item in items) * 8 / total
+        smallest = sum(min(each.num_bytes for each in item.options) for item in items) * 8 / total
         raise ConfigError(
-            f"--mean-bits {bits:g}: {least:.3f} are the least, with scales, in formats that the "
+            f"--mean-bits {bits:g}: {smallest:.3f} are the least, with scales, in formats that the "
             "sensitivity file has"
         )
     layers = [dict[str, Format]() for _ in range(shape.num_layers)]

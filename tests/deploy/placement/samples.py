@@ -7,10 +7,10 @@ from typing import Any
 
 from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
 from deploy.placement.devices import DeviceProfile, Rates
-from deploy.placement.search import Inputs
+from deploy.placement.search.layouts import Device, EngineLayout, Host, layouts_of
+from deploy.placement.search.search import Inputs
 from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import ModelShape, Window
-from deploy.placement.units import Device, Host
 from deploy.placement.workload import Lengths, Targets, Workload
 from topspin.plan.from_flags import ModelFacts
 
@@ -98,6 +98,12 @@ def host(
         for idx, (profile, number) in enumerate(devices)
     )
     return Host(spec, found)
+
+
+def layout_named(host: Host, name: str, *, num_experts: int = 16) -> EngineLayout:
+    """Return the layout of a host that prints as `name`."""
+    found = layouts_of(host, num_experts=num_experts).layouts
+    return next(layout for layout in found if str(layout) == name)
 
 
 def model(num_layers: int = 4, *, num_experts: int = 16, hidden: int = 1024) -> ModelShape:

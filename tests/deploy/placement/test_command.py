@@ -12,7 +12,7 @@ import yaml
 from app.cli.main import main as topspin
 from deploy.placement.command import main
 from deploy.placement.devices import save_profile
-from deploy.placement.search import ImpossibleError
+from deploy.placement.search.search import ImpossibleError
 from tests.checkpoints import make_checkpoint
 from tests.deploy.placement import samples
 from topspin.errors import ConfigError

@@ -1,17 +1,23 @@
-"""The plans of the example clusters are what the planner gives."""
+"""The plans and reports of the example clusters are what `topspin plan` gives.
+
+`python -m tests.deploy.placement.test_examples [NAME ...]` writes them anew.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.placement.command import plan_texts, read_inputs
-from deploy.placement.search import search
+from deploy.placement.command import main
 
 DOCS = Path(__file__).parents[3] / "docs"
 MODELS = Path(__file__).parent / "models"
+REPORTS = Path(__file__).parent / "reports"
 EXAMPLES = {
     "laptop": ("smollm2-moe", "smollm2-moe"),
     "8xh200": ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
@@ -21,33 +27,40 @@ EXAMPLES = {
 """By cluster: the directory with the model's config.json, and its name in the plan."""
 
 
-def texts_of(name: str) -> list[str]:
-    """Return the plans of an example, as the command would write them."""
+def planned(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the plan and the report of an example, as the command writes them."""
     directory, model = EXAMPLES[name]
-    inputs, facts = read_inputs(
-        DOCS / "clusters" / f"{name}.yaml",
-        str(MODELS / directory),
-        DOCS / "clusters" / f"{name}.workload.yaml",
+    path, flags = str(MODELS / directory), ["-o", str(folder / "plan.yaml")]
+    for option, ending in (("--cluster", "yaml"), ("--workload", "workload.yaml")):
+        flags += [option, str(DOCS / "clusters" / f"{name}.{ending}")]
+    assert main([*flags, "--model", path]) == 0
+    report = json.loads(
+        (folder / "plan.json").read_text(), parse_float=lambda text: float(f"{float(text):.6g}")
     )
-    return plan_texts(inputs, search(inputs), model=model, facts=facts)
+    assert len(report["engines"]) == 1
+    del report["engines"][0]["file"]
+    return (folder / "plan.yaml").read_text().replace(path, model), report
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "laptop" else [pytest.mark.slow]) for name in EXAMPLES],
 )
-def test_an_example_gives_its_plan(name: str) -> None:
-    [text] = texts_of(name)
-    assert (DOCS / "plans" / "planned" / f"{name}.yaml").read_text() == text
+def test_an_example_gives_its_plan_and_report(name: str, tmp_path: Path) -> None:
+    plan, report = planned(name, tmp_path)
+    assert (DOCS / "plans" / "planned" / f"{name}.yaml").read_text() == plan
+    assert json.loads((REPORTS / f"{name}.json").read_text()) == report
 
 
 def test_every_example_cluster_has_a_plan() -> None:
     clusters = {path.name.split(".")[0] for path in (DOCS / "clusters").glob("*.yaml")}
     plans = {path.stem for path in (DOCS / "plans" / "planned").glob("*.yaml")}
-    assert clusters == plans == set(EXAMPLES)
+    assert clusters == plans == {path.stem for path in REPORTS.glob("*.json")} == set(EXAMPLES)
 
 
 if __name__ == "__main__":
     for each in sys.argv[1:] or EXAMPLES:
-        [plan] = texts_of(each)
-        (DOCS / "plans" / "planned" / f"{each}.yaml").write_text(plan)
+        with tempfile.TemporaryDirectory() as place:
+            text, told = planned(each, Path(place))
+        (DOCS / "plans" / "planned" / f"{each}.yaml").write_text(text)
+        (REPORTS / f"{each}.json").write_text(json.dumps(told, indent=1) + "\n")

@@ -23,6 +23,13 @@ from topspin.errors import ConfigError
 
 axes = st.lists(st.integers(0, 10_000), min_size=1, max_size=6, unique=True).map(sorted)
 times = st.floats(1e-7, 10.0)
+TABLE: dict[str, object] = {
+    "operation": "mlp",
+    "shape": [1],
+    "format": "none",
+    "axes": [[1, 2]],
+    "seconds": [1, 1],
+}
 
 
 @st.composite
@@ -153,48 +160,9 @@ def test_a_file_is_read_as_it_was_written(
         ({"formats": ["none", "int8"]}, "no flops of"),
         ({"rates": []}, "rates"),
         ({"memory_bytes": 0}, "memory_bytes"),
-        (
-            {
-                "tables": [
-                    {
-                        "operation": "mlp",
-                        "shape": [1],
-                        "format": "none",
-                        "axes": [[2, 1]],
-                        "seconds": [1, 1],
-                    }
-                ]
-            },
-            "ascend",
-        ),
-        (
-            {
-                "tables": [
-                    {
-                        "operation": "experts",
-                        "shape": [1],
-                        "format": "none",
-                        "axes": [[1, 2]],
-                        "seconds": [1, 1],
-                    }
-                ]
-            },
-            "axes",
-        ),
-        (
-            {
-                "tables": [
-                    {
-                        "operation": "mlp",
-                        "shape": [1],
-                        "format": "none",
-                        "axes": [[1, 2]],
-                        "seconds": [1],
-                    }
-                ]
-            },
-            "1 times",
-        ),
+        ({"tables": [TABLE | {"axes": [[2, 1]], "seconds": [1, 1]}]}, "ascend"),
+        ({"tables": [TABLE | {"operation": "experts"}]}, "axes"),
+        ({"tables": [TABLE | {"seconds": [1]}]}, "1 times"),
     ],
 )
 def test_a_bad_file_is_refused(change: dict[str, object], reason: str, tmp_path: Path) -> None:

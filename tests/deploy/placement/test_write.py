@@ -7,21 +7,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deploy.placement import engine_limits
 from deploy.placement.cluster import HostLink
 from deploy.placement.formats import stored
-from deploy.placement.search import Inputs, search
-from deploy.placement.steps import EngineSteps
-from deploy.placement.units import units_of
+from deploy.placement.search.layouts import layouts_of
+from deploy.placement.search.search import Inputs, search
+from deploy.placement.search.steps import EngineSteps
 from deploy.placement.write import local_experts_of, plan_of
 from tests.deploy.placement import samples
-from tests.topspin.plans import plan as default_plan
-from topspin.errors import ConfigError
 from topspin.plan.file import print_plan, read_plan
 from topspin.plan.from_flags import check_model
 from topspin.plan.local_experts import LocalExperts
@@ -102,7 +98,7 @@ def test_nodes_that_divide_a_cpu_have_cores_of_their_own() -> None:
     rating = next(
         each
         for each in search(inputs).ratings
-        if each.unit.num_attention == 1 and each.unit.num_experts == 3
+        if each.layout.num_attention == 1 and each.layout.num_experts == 3
     )
     plan = plan_of(rater, rating, path="model", facts=samples.facts(inputs.model))
     assert [node.cores for node in plan.nodes] == [(0,), (1,), (2,), (3,)]
@@ -114,10 +110,10 @@ def test_a_colocated_cpu_has_no_expert_node() -> None:
     host = samples.host((samples.cpu(cores=4), 1))
     inputs = samples.inputs([host], samples.model(2))
     rater = inputs.rater()
-    unit = next(each for each in units_of(host, num_experts=16).units if each.is_colocated)
+    layout = next(each for each in layouts_of(host, num_experts=16).layouts if each.is_colocated)
     plan = plan_of(
         rater,
-        rater.rate(unit, stored(inputs.model)),
+        rater.rate(layout, stored(inputs.model)),
         path="model",
         facts=samples.facts(inputs.model),
     )
@@ -125,7 +121,7 @@ def test_a_colocated_cpu_has_no_expert_node() -> None:
     assert plan.local_experts == LocalExperts(layers=inputs.model.moe_layers, when="always")
     assert plan.expected is not None
     assert plan.expected.decode.experts_s == plan.expected.decode.link_s == 0.0
-    rated = rater.rate(unit, stored(inputs.model)).engine
+    rated = rater.rate(layout, stored(inputs.model)).engine
     assert rated is not None
     step = EngineSteps(rated, rater.clock).step(plan.expected.decode.rows, None)
     layers_s = inputs.model.num_layers * plan.expected.decode.attention_s
@@ -139,12 +135,12 @@ def test_layers_are_local_always_where_that_wins_clearly(alpha_us: float, when: 
     asked = samples.workload(users=8, arrival_rate=None, targets=samples.Targets())
     inputs = samples.inputs([host], samples.model(4), asked)
     rater = inputs.rater()
-    unit = next(
+    layout = next(
         each
-        for each in units_of(host, num_experts=16).units
-        if each.num_attention == each.num_experts == 1 and each.layout == "apart"
+        for each in layouts_of(host, num_experts=16).layouts
+        if each.num_attention == each.num_experts == 1 and each.kind == "apart"
     )
-    rating = rater.rate(unit, stored(inputs.model))
+    rating = rater.rate(layout, stored(inputs.model))
     assert rating.engine is not None
     rating = rater.at_load(replace(rating, engine=replace(rating.engine, num_local=3)), 1.0)
     plan = plan_of(rater, rating, path="model", facts=samples.facts(inputs.model))
@@ -164,51 +160,23 @@ def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
         (samples.gpu("a", memory_gib=1), 2), (samples.cpu(), 1), (samples.gpu("b"), 2)
     )
     inputs = samples.inputs([host], samples.model(2))
-    unit = next(
-        each
-        for each in units_of(host, num_experts=inputs.model.num_experts).units
-        if str(each) == "attention on 1 a, experts on 2 b"
-    )
-    rating = inputs.rater().rate(unit, stored(inputs.model))
+    layout = samples.layout_named(host, "attention on 1 a, experts on 2 b")
+    rating = inputs.rater().rate(layout, stored(inputs.model))
     plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
     assert [node.device for node in plan.nodes] == ["cuda:0", "cuda:2", "cuda:3"]
     assert plan.link.transport == "cuda_ipc"
 
 
-@pytest.mark.parametrize(
-    ("limit", "field", "value"),
-    [
-        ("TENSOR_PARALLEL", "tp", 2),
-        ("SLOW_NODES", "slow", 2.0),
-    ],
-)
-def test_the_limits_are_those_of_the_engine(limit: str, field: str, value: object) -> None:
-    """What the search does not plan, the engine refuses; what it plans, the engine takes."""
-    plan = default_plan()
-    node = msgspec.structs.replace(plan.nodes[0], **{field: value})
-    changed = msgspec.structs.replace(plan, nodes=(node, *plan.nodes[1:]))
-    if getattr(engine_limits, limit):
-        changed.check()
-    else:
-        with pytest.raises(ConfigError, match=field):
-            changed.check()
-
-
 def test_layer_ranges_are_in_the_plan(tmp_path: Path) -> None:
     """Two CPUs, each with its own cores and the keys of its own layers, in equal numbers."""
-    assert engine_limits.STAGES
     host = samples.host(
         (samples.cpu("a", cores=4, memory_gib=0.19), 1),
         (samples.cpu("b", cores=2, memory_gib=0.4), 1),
         (samples.gpu(), 1),
     )
     inputs = samples.inputs([host], samples.model(6))
-    unit = next(
-        each
-        for each in units_of(host, num_experts=inputs.model.num_experts).units
-        if str(each) == "attention on b, a by layer ranges, experts on 1 gpu"
-    )
-    rating = inputs.rater().rate(unit, stored(inputs.model))
+    layout = samples.layout_named(host, "attention on b, a by layer ranges, experts on 1 gpu")
+    rating = inputs.rater().rate(layout, stored(inputs.model))
     assert rating.engine is not None
     cut, end = rating.engine.ends
     plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
@@ -230,12 +198,8 @@ def test_a_device_that_is_slowed_down_says_so_in_the_plan_and_holds_less() -> No
     slowed = dataclasses.replace(host.devices[1], slow=2.0)
     host = dataclasses.replace(host, devices=(host.devices[0], slowed))
     inputs = samples.inputs([host], samples.model(2))
-    unit = next(
-        each
-        for each in units_of(host, num_experts=inputs.model.num_experts).units
-        if str(each) == "attention on 1 slowed, experts on 1 plain + 1 slowed"
-    )
-    rating = inputs.rater().rate(unit, stored(inputs.model))
+    layout = samples.layout_named(host, "attention on 1 slowed, experts on 1 plain + 1 slowed")
+    rating = inputs.rater().rate(layout, stored(inputs.model))
     plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
     assert [node.slow for node in plan.nodes] == [2.0, 1.0, 2.0]
     fast, slow = (node.experts for node in plan.experts)
@@ -254,11 +218,7 @@ def test_local_layers_are_in_the_plan() -> None:
     host = samples.host((samples.cpu(cores=4), 2), links=(slow,))
     asked = samples.workload(targets=samples.Targets(), objective="min_latency")
     inputs = samples.inputs([host], asked=asked)
-    unit = next(
-        each
-        for each in units_of(host, num_experts=inputs.model.num_experts).units
-        if str(each) == "attention on 1 cpu, experts on 1 cpu"
-    )
-    rating = inputs.rater().rate(unit, stored(inputs.model))
+    layout = samples.layout_named(host, "attention on 1 cpu, experts on 1 cpu")
+    rating = inputs.rater().rate(layout, stored(inputs.model))
     plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
     assert plan.local_experts == LocalExperts(layers=(0, 1, 2), when="always")

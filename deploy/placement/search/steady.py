@@ -1,8 +1,8 @@
 """An engine under a steady load: from the times of its steps to rates, TTFT and TPOT.
 
 Owns the queueing. Knows steps as a function of their rows only (StepModel), no device and no
-model. Pure. Called by deploy.placement.rating; its figures are means of a long run, and what is
-approximate is said where it is.
+model. Pure. Called by deploy.placement.search.rating; its figures are means of a long run, and
+what is approximate is said where it is.
 
 The scheduler decodes every running sequence in every step and fills the rest of the token budget
 with prompts. So a step either decodes only (time t_d) or has prompt chunks too (t(n), n chunks);

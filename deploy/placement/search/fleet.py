@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,21 +33,25 @@ class Filling(NamedTuple):
     price: float
 
 
-class FleetHost(NamedTuple):
-    """`num_hosts` like hosts; `prices` of a host itself, and of a device of each group."""
-
-    num_hosts: int
-    devices: Devices
-    host_price: float
-    prices: tuple[float, ...]
-
-
 class Rated(NamedTuple):
     """An engine: its key, the devices that it takes of a host, and the load that it carries."""
 
     key: int
     used: Devices
     rate: float
+
+
+class FleetHost(NamedTuple):
+    """`num_hosts` like hosts, and what they can hold.
+
+    `prices` of a host itself, and of a device of each group.
+    """
+
+    num_hosts: int
+    devices: Devices
+    host_price: float
+    prices: tuple[float, ...]
+    engines: tuple[Rated, ...]
 
 
 class Fleet(NamedTuple):
@@ -58,11 +63,11 @@ class Fleet(NamedTuple):
     is_exact: bool
 
 
-def fillings(host: FleetHost, engines: Sequence[Rated]) -> tuple[list[Filling], bool]:
+def fillings(host: FleetHost) -> tuple[list[Filling], bool]:
     """Return the fillings of a host that no other beats in rate and price, and if they are all."""
     best: dict[Devices, Rated] = {}
-    for engine in engines:
-        if engine.used not in best or engine.rate > best[engine.used].rate:
+    for engine in host.engines:
+        if engine.rate > 0 and (engine.used not in best or engine.rate > best[engine.used].rate):
             best[engine.used] = engine
     # Idle devices cost nothing: an engine with fewer may carry as much.
     choices = sorted(best.values(), key=lambda engine: engine.used)
@@ -105,63 +110,42 @@ def _front(found: Sequence[Filling]) -> list[Filling]:
     return front
 
 
-def cheapest(
-    hosts: Mapping[str, FleetHost], engines: Mapping[str, Sequence[Rated]], *, rate: float
+def best_fleet(
+    hosts: Sequence[FleetHost], *, least_rate: float | None = None, max_price: float | None = None
 ) -> Fleet | None:
-    """Return the cheapest fleet that carries `rate`; None if all hosts together do not."""
-    columns, is_exact = _columns(hosts, engines)
-    if not columns:
-        return None
-    costs = np.array([filling.price for _, filling in columns])
-    found = _solve(hosts, columns, costs=costs, least_rate=rate)
-    return None if found is None else _fleet(columns, found, is_exact=is_exact)
+    """Return the cheapest fleet that carries `least_rate`; None: the one that carries most.
 
-
-def largest(
-    hosts: Mapping[str, FleetHost],
-    engines: Mapping[str, Sequence[Rated]],
-    *,
-    max_price: float | None,
-) -> Fleet | None:
-    """Return the fleet that carries most within the price; None: nothing carries anything."""
-    columns, is_exact = _columns(hosts, engines)
-    if not columns:
-        return None
-    costs = np.array([-filling.rate for _, filling in columns])
-    found = _solve(hosts, columns, costs=costs, max_price=max_price)
-    if found is None or not any(found):
-        return None
-    return _fleet(columns, found, is_exact=is_exact)
-
-
-Columns = list[tuple[str, Filling]]
-
-
-def _columns(
-    hosts: Mapping[str, FleetHost], engines: Mapping[str, Sequence[Rated]]
-) -> tuple[Columns, bool]:
-    columns: Columns = []
+    Within `max_price`. None if there is none, or nothing carries anything.
+    """
+    columns: list[tuple[int, Filling]] = []
     is_exact = True
-    for name, host in hosts.items():
-        found, is_whole = fillings(host, [each for each in engines[name] if each.rate > 0])
-        columns += [(name, filling) for filling in found]
+    for idx, host in enumerate(hosts):
+        found, is_whole = fillings(host)
+        columns += [(idx, filling) for filling in found]
         is_exact = is_exact and is_whole
-    return columns, is_exact
+    numbers = _solve(hosts, columns, least_rate, max_price) if columns else None
+    if numbers is None or not any(numbers):
+        return None
+    copies: Counter[int] = Counter()
+    rate = price = 0.0
+    for (_, filling), number in zip(columns, numbers, strict=True):
+        rate += number * filling.rate
+        price += number * filling.price
+        for key in filling.engines if number else ():
+            copies[key] += number
+    return Fleet(dict(copies), rate, price, is_exact)
 
 
 def _solve(
-    hosts: Mapping[str, FleetHost],
-    columns: Columns,
-    *,
-    costs: np.ndarray,
-    least_rate: float | None = None,
-    max_price: float | None = None,
+    hosts: Sequence[FleetHost],
+    columns: Sequence[tuple[int, Filling]],
+    least_rate: float | None,
+    max_price: float | None,
 ) -> list[int] | None:
     """Return the number of hosts with each filling."""
-    names = list(hosts)
-    rows = [[float(name == each) for each, _ in columns] for name in names]
-    low = [0.0] * len(names)
-    high = [float(hosts[name].num_hosts) for name in names]
+    rows = [[float(idx == each) for each, _ in columns] for idx in range(len(hosts))]
+    low = [0.0] * len(hosts)
+    high = [float(host.num_hosts) for host in hosts]
     rates = [filling.rate for _, filling in columns]
     prices = [filling.price for _, filling in columns]
     for values, least, most in ((rates, least_rate, None), (prices, None, max_price)):
@@ -170,25 +154,14 @@ def _solve(
             rows.append([value / scale for value in values])
             low.append(-np.inf if least is None else least / scale * (1 - 1e-9))
             high.append(np.inf if most is None else most / scale * (1 + 1e-9))
-    bounds = [hosts[name].num_hosts for name, _ in columns]
+    costs = -np.array(rates) if least_rate is None else np.array(prices)
     scale = float(np.max(np.abs(costs))) or 1.0
     # Of fleets at the same cost the one with fewer hosts.
     result = milp(
         costs / scale + 1e-9,
         constraints=LinearConstraint(np.array(rows), low, high),
         integrality=np.ones(len(columns)),
-        bounds=Bounds(0, bounds),
+        bounds=Bounds(0, [hosts[idx].num_hosts for idx, _ in columns]),
         options={"mip_rel_gap": GAP, "time_limit": 5.0},
     )
     return None if result.x is None else [round(value) for value in result.x]
-
-
-def _fleet(columns: Columns, numbers: Sequence[int], *, is_exact: bool) -> Fleet:
-    copies: dict[int, int] = {}
-    rate = price = 0.0
-    for (_, filling), number in zip(columns, numbers, strict=True):
-        rate += number * filling.rate
-        price += number * filling.price
-        for key in filling.engines if number else ():
-            copies[key] = copies.get(key, 0) + number
-    return Fleet(copies, rate, price, is_exact)

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.placement.nodes import minmax_shares
+from deploy.placement.search.nodes import minmax_shares
 
 group = st.tuples(
     st.integers(1, 3),

@@ -20,13 +20,13 @@ from typing import Final, NamedTuple
 from deploy.placement.cost import Rows
 from deploy.placement.formats import stored
 from deploy.placement.memory import process_bytes
-from deploy.placement.nodes import USABLE, Nodes
-from deploy.placement.rating import Rater
-from deploy.placement.search import Inputs, Member, Result
+from deploy.placement.search.layouts import DeviceSlot, EngineLayout, most_copies, price_of
+from deploy.placement.search.nodes import USABLE, Nodes
+from deploy.placement.search.rating import Rater
+from deploy.placement.search.search import Inputs, Member, Result
+from deploy.placement.search.steady import high_running
+from deploy.placement.search.steps import Clock, EngineSteps, node_shares
 from deploy.placement.shapes import ModelShape
-from deploy.placement.steady import high_running
-from deploy.placement.steps import Clock, EngineSteps, node_shares
-from deploy.placement.units import Seat, Unit, most_copies, price_of
 from deploy.placement.workload import Drafts
 from topspin.plan.speculation import Speculation, cached_tokens
 
@@ -35,21 +35,21 @@ MIN_SAMPLED_ROWS: Final = 64
 
 
 class Maker(NamedTuple):
-    """Who computes drafts: a node on `seat` (None: the attention nodes, in turn with their own).
+    """Who computes drafts: a node on `slot` (None: the attention nodes, in turn with their own).
 
-    `unit`: the engine's with that device. `room`: the tokens of keys that are left on a node of
+    `layout`: the engine's with that device. `room`: the tokens of keys that are left on a node of
     each attention group. `cached_tokens`: those of the draft node.
     """
 
-    seat: Seat | None
-    unit: Unit
+    slot: DeviceSlot | None
+    layout: EngineLayout
     room: tuple[int, ...]
     cached_tokens: int = 0
 
     def __str__(self) -> str:
-        if self.seat is None:
+        if self.slot is None:
             return "serially on the attention nodes"
-        return f"by a draft node on {self.seat.device.name}"
+        return f"by a draft node on {self.slot.device.name}"
 
 
 class Choice(NamedTuple):
@@ -114,7 +114,7 @@ class Drafting:
         self._nodes = Nodes(self._clock, rater.max_model_len)
         # A step is one of one sequence at least.
         self.sequences = max(1.0, self._point.running)
-        per_node = self.sequences / self._engine.unit.num_attention
+        per_node = self.sequences / self._engine.layout.num_attention
         micro_batches = max(1, min(self._engine.micro_batches, int(per_node + 1e-9)))
         # A sequence's rows stay together, so there are no more micro-batches with drafts.
         engine = dataclasses.replace(self._engine, micro_batches=micro_batches)
@@ -122,8 +122,8 @@ class Drafting:
 
     def decision(self, *, may_add: bool) -> Decision:
         """Return the choice of the least time per token; `may_add`: spare devices may be used."""
-        unit = self._engine.unit
-        if unit.stages:
+        layout = self._engine.layout
+        if layout.stages:
             return Decision("drafts refused: the engine has none where layers are cut")
         plain_s = self._steps.step_s(self.sequences, None)
         makers = [*self._serial(), *(self._apart() if may_add else ())]
@@ -155,34 +155,34 @@ class Drafting:
                 model=self._asked.draft_model,
                 num_speculative_tokens=best.num_tokens,
             ),
-            price_of(best.maker.unit, self._copies) - price_of(unit, self._copies),
+            price_of(best.maker.layout, self._copies) - price_of(layout, self._copies),
         )
 
     def choice(self, num_tokens: int, maker: Maker) -> Choice:
         """Return drafts of `num_tokens` with their times."""
         verify_s = self._steps.step_s((num_tokens + 1) * self.sequences, None)
         tokens = expected_tokens(self._asked.acceptance, num_tokens)
-        if maker.seat is not None:
-            draft_s = num_tokens * self._pass_s(maker.seat, self.sequences)
+        if maker.slot is not None:
+            draft_s = num_tokens * self._pass_s(maker.slot, self.sequences)
             return Choice(num_tokens, maker, tokens, max(verify_s, draft_s))
         engine = self._engine
         slowest_s = max(
-            self._pass_s(seat, self.sequences * weight)
-            for (seat, _), weight in zip(engine.unit.attention, engine.weights, strict=True)
+            self._pass_s(slot, self.sequences * weight)
+            for (slot, _), weight in zip(engine.layout.attention, engine.weights, strict=True)
         )
         return Choice(num_tokens, maker, tokens, verify_s + num_tokens * slowest_s)
 
-    def _pass_s(self, seat: Seat, rows: float) -> float:
+    def _pass_s(self, slot: DeviceSlot, rows: float) -> float:
         """Return the time of a pass of the whole draft model on one device."""
         model, clock = self._model, self._clock
-        total_s = clock.fixed_s(seat, self._formats.head, rows)
+        total_s = clock.fixed_s(slot, self._formats.head, rows)
         for cls in self._formats.classes:
-            layer_s = clock.attention_s(seat, cls, Rows(rows, clock.context))
+            layer_s = clock.attention_s(slot, cls, Rows(rows, clock.context))
             if model.layers[cls.layer].is_moe:
                 every = node_shares(
                     model.num_experts, model.top_k, (model.num_experts,), clock.skew
                 )
-                layer_s += clock.experts_s(seat, cls, every[0], rows)
+                layer_s += clock.experts_s(slot, cls, every[0], rows)
             total_s += cls.num_layers * layer_s
         return total_s
 
@@ -190,7 +190,7 @@ class Drafting:
         """Return the longest drafts that the scheduler plans for all sequences of a step."""
         engine = self._engine
         running = self.sequences * max(engine.weights)
-        sampled = max(self._rating.seats, MIN_SAMPLED_ROWS) - running
+        sampled = max(self._rating.max_num_seqs, MIN_SAMPLED_ROWS) - running
         return int(min(sampled, (engine.batched_tokens - running) // 2) / running + 1e-9)
 
     def _is_late(self, ratio: float) -> bool:
@@ -204,44 +204,44 @@ class Drafting:
         per_token = self._rater.model.kv_bytes_per_token(self._engine.kv_itemsize)
         high = high_running(self._rater.workload, self._point)
         room = []
-        for (seat, _), tokens, weight in zip(
-            self._engine.unit.attention, rating.room, self._engine.weights, strict=True
+        for (slot, _), tokens, weight in zip(
+            self._engine.layout.attention, rating.room, self._engine.weights, strict=True
         ):
-            left = tokens * per_token - self._bytes(seat, rating.seats)
+            left = tokens * per_token - self._bytes(slot, rating.max_num_seqs)
             own = self._model.kv_bytes_per_token()
-            if seat.device.is_gpu:
-                left -= own * cached_tokens(rating.seats, self._rater.max_model_len)
+            if slot.device.is_gpu:
+                left -= own * cached_tokens(rating.max_num_seqs, self._rater.max_model_len)
                 own = 0
             # On a CPU the draft model has as many slots as the node's own cache.
             room.append(int(left // (per_token + own)))
             need = high * weight * self._rater.clock.context
             if room[-1] < max(need, self._rater.max_model_len):
                 return
-        yield Maker(None, self._engine.unit, tuple(room))
+        yield Maker(None, self._engine.layout, tuple(room))
 
     def _apart(self) -> Iterator[Maker]:
         """Yield a draft node on each kind of device that the fleet leaves over.
 
         For the least price one that costs nothing more, else within the workload's limit.
         """
-        unit, workload = self._engine.unit, self._rater.workload
-        rows = self._rating.seats * unit.num_attention
+        layout, workload = self._engine.layout, self._rater.workload
+        rows = self._rating.max_num_seqs * layout.num_attention
         cached = cached_tokens(rows, self._rater.max_model_len)
-        for device in unit.host.devices:
-            used = tuple(count + (group == device.group) for group, count in enumerate(unit.used))
-            more = dataclasses.replace(unit, used=used)
+        for device in layout.host.devices:
+            used = tuple(count + (group == device.group) for group, count in enumerate(layout.used))
+            more = dataclasses.replace(layout, used=used)
             if most_copies(more, workload.max_price_per_hour) < self._copies:
                 continue
-            extra = price_of(more, self._copies) - price_of(unit, self._copies)
+            extra = price_of(more, self._copies) - price_of(layout, self._copies)
             if workload.objective == "min_price" and extra > 1e-9:
                 continue
-            seat = Seat(device, device.cores)
-            needs = self._bytes(seat, rows) + cached * self._model.kv_bytes_per_token()
+            slot = DeviceSlot(device, device.cores)
+            needs = self._bytes(slot, rows) + cached * self._model.kv_bytes_per_token()
             needs += process_bytes(device.profile, "attention")
             if needs <= device.memory_bytes * USABLE:
-                yield Maker(seat, more, self._rating.room, cached)
+                yield Maker(slot, more, self._rating.room, cached)
 
-    def _bytes(self, seat: Seat, rows: int) -> float:
+    def _bytes(self, slot: DeviceSlot, rows: int) -> float:
         """Return the bytes of the draft model beside its keys, without a process."""
-        whole = self._nodes.attention_bytes(seat, self._formats, rows, len(self._model.moe_layers))
-        return whole - process_bytes(seat.device.profile, "attention")
+        whole = self._nodes.attention_bytes(slot, self._formats, rows, len(self._model.moe_layers))
+        return whole - process_bytes(slot.device.profile, "attention")

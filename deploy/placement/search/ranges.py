@@ -2,7 +2,7 @@
 
 Owns the choice of the cuts worth trying (arXiv 2403.01136): contiguous ranges in the order of the
 devices, each within its device's memory, both phases in one cost. Pure: knows bytes and seconds of
-layers only. Called by deploy.placement.nodes.
+layers only. Called by deploy.placement.search.nodes.
 """
 
 from __future__ import annotations

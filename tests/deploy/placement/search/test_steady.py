@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from deploy.placement.steady import Chunks, Shape, chunks_of, point
+from deploy.placement.search.steady import Chunks, Shape, chunks_of, point
 from deploy.placement.workload import Lengths, Targets, Workload
 from tests.deploy.placement import samples
 

@@ -2,7 +2,7 @@
 
 Owns the assembly of a step from the cost model's parts (deploy.placement.cost): the rows of each
 node, the slowest of them, the link, the pipeline. Keeps every part that was asked for once. Called
-by deploy.placement.rating.
+by deploy.placement.search.rating.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -27,12 +27,12 @@ from deploy.placement.cost import (
 )
 from deploy.placement.devices import Link
 from deploy.placement.formats import Formats, LayerClass
-from deploy.placement.ranges import Ends
 from deploy.placement.routing import rows_reached, shares_of_nodes, touched
+from deploy.placement.search.layouts import DeviceSlot, DeviceSlots, EngineLayout
+from deploy.placement.search.ranges import Ends
+from deploy.placement.search.steady import Chunks
 from deploy.placement.shapes import ModelShape
-from deploy.placement.steady import Chunks
 from deploy.placement.tables import RallyFactors, rally_factors
-from deploy.placement.units import Seat, Seats, Unit
 from deploy.placement.workload import Workload
 from topspin.pipeline import HopTimes, layers_s, pipeline_s
 from topspin.plan.precision import Format
@@ -46,13 +46,14 @@ PAIR_BYTES = 8
 class Engine:
     """All that is decided of an engine.
 
-    `held[i]`: the experts of a node on unit.experts[i]; `weights[i]`: the share of all sequences
-    that a node on unit.attention[i] has. `kv_itemsize` None: keys have the model's dtype. The first
-    `num_local` MoE layers keep their routed experts on the attention nodes, always. `ends`: where
-    the layer ranges of unit.chain end (deploy.placement.ranges); (): layers are not cut.
+    `held[i]`: the experts of a node on layout.experts[i]; `weights[i]`: the share of all
+    sequences that a node on layout.attention[i] has. `kv_itemsize` None: keys have the model's
+    dtype. The first `num_local` MoE layers keep their routed experts on the attention nodes,
+    always. `ends`: where the layer ranges of layout.chain end (deploy.placement.search.ranges);
+    (): layers are not cut.
     """
 
-    unit: Unit
+    layout: EngineLayout
     formats: Formats
     held: tuple[int, ...]
     weights: tuple[float, ...]
@@ -95,62 +96,68 @@ class Clock:
         variance = prompt.average**2 * (prompt.squared - 1)
         variance += output.average**2 * output.squared / 3
         self.variation = math.sqrt(max(0.0, variance)) / self.context
-        self._attention: dict[tuple[object, ...], float] = {}
-        self._experts: dict[tuple[object, ...], float] = {}
-        self._reached: dict[tuple[object, ...], float] = {}
-        self._fixed: dict[tuple[object, ...], float] = {}
+        self._known: dict[tuple[object, ...], float] = {}
 
-    def attention_s(self, seat: Seat, cls: LayerClass, rows: Rows) -> float:
-        """Return the time of a layer on an attention node, without routed experts."""
-        key = (seat, self.model.layers[cls.layer], cls.formats[:2], rows)
-        found = self._attention.get(key)
+    def _once(self, key: tuple[object, ...], compute: Callable[[], float]) -> float:
+        """Return what belongs to the key, computed the first time."""
+        found = self._known.get(key)
         if found is None:
-            found = seat.device.slow * attention_layer_s(
-                seat.device.profile,
-                self.model,
-                cls.layer,
-                lambda part, _: cls.formats.attention if part == "attention" else cls.formats.mlp,
-                rows,
-                threads=max(1, seat.threads),
-            )
-            self._attention[key] = found
+            found = self._known[key] = compute()
         return found
+
+    def attention_s(self, slot: DeviceSlot, cls: LayerClass, rows: Rows) -> float:
+        """Return the time of a layer on an attention node, without routed experts."""
+        device, formats = slot.device, cls.formats
+        return self._once(
+            ("attention", slot, self.model.layers[cls.layer], formats[:2], rows),
+            lambda: (
+                device.slow
+                * attention_layer_s(
+                    device.profile,
+                    self.model,
+                    cls.layer,
+                    lambda part, _: formats.attention if part == "attention" else formats.mlp,
+                    rows,
+                    threads=max(1, slot.threads),
+                )
+            ),
+        )
 
     def experts_s(
-        self, seat: Seat, cls: LayerClass, chosen: tuple[float, ...], rows: float
+        self, slot: DeviceSlot, cls: LayerClass, chosen: tuple[float, ...], rows: float
     ) -> float:
         """Return the time of a layer on an expert node whose experts are `chosen` so often."""
-        key = (seat, cls.formats.experts, chosen, rows)
-        found = self._experts.get(key)
-        if found is None:
-            found = seat.device.slow * experts_layer_s(
-                seat.device.profile,
-                self.model,
-                cls.layer,
-                cls.formats.experts,
-                rows=self.reached(chosen, rows),
-                pairs=rows * math.fsum(chosen),
-                touched=touched(chosen, rows),
-                threads=max(1, seat.threads),
-            )
-            self._experts[key] = found
-        return found
+        return self._once(
+            ("experts", slot, cls.formats.experts, chosen, rows),
+            lambda: (
+                slot.device.slow
+                * experts_layer_s(
+                    slot.device.profile,
+                    self.model,
+                    cls.layer,
+                    cls.formats.experts,
+                    rows=self.reached(chosen, rows),
+                    pairs=rows * math.fsum(chosen),
+                    touched=touched(chosen, rows),
+                    threads=max(1, slot.threads),
+                )
+            ),
+        )
 
     def reached(self, chosen: tuple[float, ...], rows: float) -> float:
         """Return how many of `rows` choose one of these experts."""
-        key = (chosen, rows)
-        if key not in self._reached:
-            self._reached[key] = rows_reached(chosen, rows)
-        return self._reached[key]
+        return self._once(("reached", chosen, rows), lambda: rows_reached(chosen, rows))
 
-    def fixed_s(self, seat: Seat, head: Format, rows: float) -> float:
+    def fixed_s(self, slot: DeviceSlot, head: Format, rows: float) -> float:
         """Return the time outside the layers on an attention node that samples `rows` tokens."""
-        key = (seat, head, rows)
-        if key not in self._fixed:
-            self._fixed[key] = seat.device.slow * step_fixed_s(
-                seat.device.profile, self.model, head, rows, threads=max(1, seat.threads)
-            )
-        return self._fixed[key]
+        device = slot.device
+        return self._once(
+            ("fixed", slot, head, rows),
+            lambda: (
+                device.slow
+                * step_fixed_s(device.profile, self.model, head, rows, threads=max(1, slot.threads))
+            ),
+        )
 
     def row_bytes(self) -> float:
         """Return the bytes of a row on the wire, the mean of both ways."""
@@ -175,25 +182,27 @@ def highest_of(count: int) -> float:
 
 
 class EngineSteps:
-    """The steps of one engine (deploy.placement.steady.StepModel)."""
+    """The steps of one engine (deploy.placement.search.steady.StepModel)."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine = engine
         self.clock = clock
-        unit, model = engine.unit, clock.model
-        counts = [count for _, count in unit.experts]
+        layout, model = engine.layout, clock.model
+        counts = [count for _, count in layout.experts]
         held = tuple(
             each for each, count in zip(engine.held, counts, strict=True) for _ in range(count)
         )
         shares = node_shares(model.num_experts, model.top_k, held, clock.skew) if held else ()
-        seats = [seat for seat, count in unit.experts for _ in range(count)]
-        # Nodes with equal shares on like seats take equal times.
-        self._experts = tuple(dict.fromkeys(zip(seats, shares, strict=True)))
+        slots = [slot for slot, count in layout.experts for _ in range(count)]
+        # Nodes with equal shares on like slots take equal times.
+        self._experts = tuple(dict.fromkeys(zip(slots, shares, strict=True)))
         self._shares = Counter(shares)
         self._known: dict[tuple[int, float, Chunks | None], float] = {}
         local = frozenset(engine.local_layers)
         # Without ranges every layer is on all attention nodes.
-        self._holders = [((seat, 1),) for seat in unit.chain] if engine.ends else [unit.attention]
+        self._holders = (
+            [((slot, 1),) for slot in layout.chain] if engine.ends else [layout.attention]
+        )
         kinds = [
             (engine.formats.classes[idx], layer in local, bisect_right(engine.ends[:-1], layer))
             for layer, idx in enumerate(engine.formats.class_of)
@@ -201,10 +210,10 @@ class EngineSteps:
         self._kinds = Counter(kinds)
         places = {kind: idx for idx, kind in enumerate(self._kinds)}
         self._kind_of = tuple(places[kind] for kind in kinds)
-        self._num_attention = unit.num_attention
-        seats = [seat for seat, _ in (*unit.holders, *unit.experts)]
-        self._is_rallied = not unit.is_colocated and any(s.device.profile.rallies for s in seats)
-        self._link = NO_LINK if unit.link is None else unit.link.link
+        self._num_attention = layout.num_attention
+        slots = [slot for slot, _ in (*layout.holders, *layout.experts)]
+        self._is_rallied = not layout.is_colocated and any(s.device.profile.rallies for s in slots)
+        self._link = NO_LINK if layout.link is None else layout.link.link
 
     def with_settings(self, engine: Engine) -> EngineSteps:
         """Return the steps of an engine that differs in its settings only; they share what is kept.
@@ -228,7 +237,7 @@ class EngineSteps:
         m = self._micro_batches(running, chunks)
         per_node: list[Rows] = []
         fixed_s = 0.0
-        for (seat, _), weight in zip(engine.unit.attention, engine.weights, strict=True):
+        for (slot, _), weight in zip(engine.layout.attention, engine.weights, strict=True):
             tokens = 0.0 if chunks is None else chunks.tokens
             per_node.append(
                 Rows(
@@ -239,7 +248,7 @@ class EngineSteps:
                 )
             )
             sampled = running * weight + (0.0 if chunks is None else chunks.slices)
-            fixed_s = max(fixed_s, clock.fixed_s(seat, engine.formats.head, sampled))
+            fixed_s = max(fixed_s, clock.fixed_s(slot, engine.formats.head, sampled))
         rows = running if chunks is None else running + chunks.replicas * chunks.tokens
         widest = max(each.total for each in per_node)
         hops = [
@@ -251,9 +260,9 @@ class EngineSteps:
             for side in range(3)
         ]
         rallied = max(
-            self._factor(seat, m, own.total).step
+            self._factor(slot, m, own.total).step
             for holders in self._holders
-            for (seat, _), own in zip(holders, per_node, strict=True)
+            for (slot, _), own in zip(holders, per_node, strict=True)
         )
         pass_s = link_s(self._link, widest * clock.model.hidden_size * clock.model.itemsize)
         whole_s = rallied * (fixed_s + self._layers_s(hops, m, pass_s))
@@ -269,7 +278,7 @@ class EngineSteps:
         return max(1, min(self.engine.micro_batches, int(slices + 1e-9)))
 
     def _layers_s(self, hops: Sequence[HopTimes], m: int, pass_s: float) -> float:
-        turns, ends = self.engine.unit.takes_turns, self.engine.ends
+        turns, ends = self.engine.layout.takes_turns, self.engine.ends
         if ends:
             layers = [hops[idx] for idx in self._kind_of]
             return chain_s(layers, ends, num_micro_batches=m, pass_s=pass_s)
@@ -283,7 +292,7 @@ class EngineSteps:
     def _hop(
         self,
         cls: LayerClass,
-        holders: Seats,
+        holders: DeviceSlots,
         per_node: Sequence[Rows],
         rows: float,
         widest: float,
@@ -292,27 +301,27 @@ class EngineSteps:
         is_local: bool,
     ) -> HopTimes:
         """Return a layer's times, of the slowest node of each role."""
-        unit, clock = self.engine.unit, self.clock
+        layout, clock = self.engine.layout, self.clock
         t_a = 0.0
-        for (seat, count), own in zip(holders, per_node, strict=True):
-            mean_s = clock.attention_s(seat, cls, own)
+        for (slot, count), own in zip(holders, per_node, strict=True):
+            mean_s = clock.attention_s(slot, cls, own)
             if count > 1 and own.decode and clock.variation:
                 spread = clock.variation / math.sqrt(max(1.0, own.decode))
                 wider = own._replace(context=own.context * (1 + spread))
-                mean_s += highest_of(count) * max(0.0, clock.attention_s(seat, cls, wider) - mean_s)
-            t_a = max(t_a, self._factor(seat, m, own.total).attention * mean_s)
-        if not clock.model.layers[cls.layer].is_moe or not unit.experts:
+                mean_s += highest_of(count) * max(0.0, clock.attention_s(slot, cls, wider) - mean_s)
+            t_a = max(t_a, self._factor(slot, m, own.total).attention * mean_s)
+        if not clock.model.layers[cls.layer].is_moe or not layout.experts:
             return HopTimes(t_a, 0.0, 0.0)
         if is_local:
             return HopTimes(t_a + self._local_s(cls, per_node), 0.0, 0.0)
         t_e = 0.0
-        for seat, chosen in self._experts:
+        for slot, chosen in self._experts:
             t_e = max(
-                t_e, self._factor(seat, m, rows).experts * clock.experts_s(seat, cls, chosen, rows)
+                t_e, self._factor(slot, m, rows).experts * clock.experts_s(slot, cls, chosen, rows)
             )
-        if unit.is_colocated:
+        if layout.is_colocated:
             return HopTimes(t_a + t_e, 0.0, 0.0)
-        if unit.layout == "one_process":
+        if layout.kind == "one_process":
             return HopTimes(t_a, t_e, 0.0)
         row_bytes = clock.row_bytes()
         sent = row_bytes * sum(
@@ -321,12 +330,12 @@ class EngineSteps:
         taken = max(clock.reached(chosen, rows) for _, chosen in self._experts) * row_bytes
         return HopTimes(t_a, t_e, link_s(self._link, max(sent, taken)))
 
-    def _factor(self, seat: Seat, m: int, rows: float) -> RallyFactors:
+    def _factor(self, slot: DeviceSlot, m: int, rows: float) -> RallyFactors:
         if not self._is_rallied:
             return NO_FACTORS
         return rally_factors(
-            seat.device.profile,
-            shares_cores=self.engine.unit.takes_turns,
+            slot.device.profile,
+            shares_cores=self.engine.layout.takes_turns,
             micro_batches=m,
             rows=rows,
         )
@@ -337,6 +346,6 @@ class EngineSteps:
         held = (model.num_experts,)
         everyone = node_shares(model.num_experts, model.top_k, held, self.clock.skew)
         return max(
-            self.clock.experts_s(seat, cls, everyone[0], own.total)
-            for (seat, _), own in zip(self.engine.unit.attention, per_node, strict=True)
+            self.clock.experts_s(slot, cls, everyone[0], own.total)
+            for (slot, _), own in zip(self.engine.layout.attention, per_node, strict=True)
         )

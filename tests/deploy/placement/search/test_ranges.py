@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.placement.ranges import Chain, Ends, all_cuts, num_cuts, quickest, some_cuts
+from deploy.placement.search.ranges import Chain, Ends, all_cuts, num_cuts, quickest, some_cuts
 
 
 @st.composite

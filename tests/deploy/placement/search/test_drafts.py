@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step_fixed_s
-from deploy.placement.drafts import MIN_SAMPLED_ROWS, Decision, decide, expected_tokens
 from deploy.placement.formats import stored
 from deploy.placement.routing import touched
-from deploy.placement.search import Inputs, Member, Result
-from deploy.placement.steps import EngineSteps
-from deploy.placement.units import Host, Seat, units_of
+from deploy.placement.search.drafts import MIN_SAMPLED_ROWS, Decision, decide, expected_tokens
+from deploy.placement.search.layouts import DeviceSlot, Host
+from deploy.placement.search.search import Inputs, Member, Result
+from deploy.placement.search.steps import EngineSteps
 from deploy.placement.workload import Drafts, Targets
 from deploy.placement.write import plan_of
 from server.scheduler.planning import attention_replica
@@ -51,16 +51,15 @@ def inputs_of(
 def member_of(inputs: Inputs, name: str = ONE_GPU) -> Member:
     """Return an engine that the search could have found."""
     (host,) = inputs.hosts
-    units = units_of(host, num_experts=TARGET.num_experts).units
-    unit = next(each for each in units if str(each) == name)
+    layout = samples.layout_named(host, name)
     rater = inputs.rater()
     asked = inputs.workload.users or inputs.workload.arrival_rate
     assert asked
-    return Member(rater.at_load(rater.rate(unit, stored(TARGET)), asked), 1)
+    return Member(rater.at_load(rater.rate(layout, stored(TARGET)), asked), 1)
 
 
 def decided(inputs: Inputs, *members: Member) -> Decision:
-    result = Result((), (), (), members, members[0].rating.unit.price_per_hour, 1.0, True)
+    result = Result((), (), (), members, members[0].rating.layout.price_per_hour, 1.0, True)
     return decide(inputs, result)[0]
 
 
@@ -69,9 +68,9 @@ def planned(inputs: Inputs, member: Member, found: Decision) -> EnginePlan:
     return plan_of(inputs.rater(), member.rating, path="model", facts=facts, drafts=found)
 
 
-def pass_s(inputs: Inputs, seat: Seat, rows: float) -> float:
+def pass_s(inputs: Inputs, slot: DeviceSlot, rows: float) -> float:
     """Return the time of the draft model's pass, layer by layer from the cost model."""
-    model, profile, threads = inputs.draft, seat.device.profile, max(1, seat.threads)
+    model, profile, threads = inputs.draft, slot.device.profile, max(1, slot.threads)
     assert model is not None
     total_s = step_fixed_s(profile, model, UNQUANTISED, rows, threads=threads)
     context = inputs.rater().clock.context
@@ -94,7 +93,7 @@ def pass_s(inputs: Inputs, seat: Seat, rows: float) -> float:
 
 
 @pytest.mark.parametrize(("acceptance", "draft", "devices", "users", "gb_per_s"), CASES)
-def test_the_choice_is_that_of_all_lengths_and_seats(
+def test_the_choice_is_that_of_all_lengths_and_slots(
     acceptance: float, draft: str, devices: tuple[int, int], users: int, gb_per_s: float
 ) -> None:
     gpus, cpus = devices
@@ -109,17 +108,17 @@ def test_the_choice_is_that_of_all_lengths_and_seats(
     assert rating.engine is not None
     assert rating.point is not None
     steps, running = EngineSteps(rating.engine, inputs.rater().clock), max(1, rating.point.running)
-    gpu, *others = rating.unit.host.devices
+    gpu, *others = rating.layout.host.devices
     tried: dict[tuple[int, str], float] = {(0, ""): steps.step_s(running, None)}
     for n in range(1, 7):
         tokens = n + 1 if acceptance == 1 else (1 - acceptance ** (n + 1)) / (1 - acceptance)
         verify_s = steps.step_s(running * (n + 1), None)
-        on_gpu = n * pass_s(inputs, Seat(gpu, 0), running)
+        on_gpu = n * pass_s(inputs, DeviceSlot(gpu, 0), running)
         tried[n, "serial"] = (verify_s + on_gpu) / tokens
         if gpus == 2:
             tried[n, "gpu"] = max(verify_s, on_gpu) / tokens
         for cpu in others:
-            on_cpu = n * pass_s(inputs, Seat(cpu, cpu.cores), running)
+            on_cpu = n * pass_s(inputs, DeviceSlot(cpu, cpu.cores), running)
             tried[n, "cpu"] = max(verify_s, on_cpu) / tokens
     least_s = min(tried.values())
     found = decided(inputs, member)
@@ -127,8 +126,8 @@ def test_the_choice_is_that_of_all_lengths_and_seats(
         assert least_s == pytest.approx(tried[0, ""])
         assert found.text.startswith("drafts refused: at ")
         return
-    seat = found.choice.maker.seat
-    where = "serial" if seat is None else seat.device.name
+    slot = found.choice.maker.slot
+    where = "serial" if slot is None else slot.device.name
     assert tried[found.choice.num_tokens, where] == pytest.approx(found.choice.token_s)
     assert found.choice.token_s == pytest.approx(least_s)
     assert ": taken, " in found.text
@@ -145,8 +144,8 @@ def test_the_cases_above_have_all_outcomes() -> None:
             users=users,
         )
         choice = decided(inputs, member_of(inputs)).choice
-        seat = None if choice is None else choice.maker.seat
-        outcomes.add((choice is not None, seat and seat.device.name))
+        slot = None if choice is None else choice.maker.slot
+        outcomes.add((choice is not None, slot and slot.device.name))
     assert outcomes == {(False, None), (True, None), (True, "cpu"), (True, "gpu")}
 
 
@@ -201,7 +200,7 @@ def test_serial_drafts_on_a_cpu_take_from_the_room_for_keys() -> None:
     member = member_of(inputs, "1 cpu in one process")
     found = decided(inputs, member)
     assert found.choice is not None
-    assert found.choice.maker.seat is None
+    assert found.choice.maker.slot is None
     draft = inputs.draft
     assert draft is not None
     (room,) = member.rating.room
@@ -272,7 +271,7 @@ def test_no_device_is_taken_that_costs_too_much_or_may_be_in_use(fields: dict[st
     member = member_of(inputs)
     found = decided(inputs, *(member,) * count)
     assert found.choice is not None
-    assert found.choice.maker.seat is None
+    assert found.choice.maker.slot is None
     assert found.price == 0
 
 

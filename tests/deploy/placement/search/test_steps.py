@@ -6,12 +6,11 @@ import pytest
 
 from deploy.placement.cost import Rows, chain_s, link_s, step_fixed_s, step_s
 from deploy.placement.formats import Formats, LayerFormats
-from deploy.placement.steady import Chunks
-from deploy.placement.steps import NO_LINK, Clock, Engine, EngineSteps
-from deploy.placement.units import Unit, units_of
+from deploy.placement.search.steady import Chunks
+from deploy.placement.search.steps import NO_LINK, Clock, Engine, EngineSteps
 from deploy.placement.workload import Lengths
 from tests.deploy.placement import samples
-from tests.deploy.placement.plain_steps import ExpertHost, Replica, Setting, layer_hops
+from tests.deploy.placement.search.plain_steps import ExpertHost, Replica, Setting, layer_hops
 
 FAST, SLOW = samples.gpu("fast"), samples.gpu("slow", gb_per_s=900, tflops=150)
 HOST = samples.host((FAST, 2), (SLOW, 2), (samples.cpu(cores=4), 1))
@@ -28,12 +27,6 @@ MIXED = Formats(
 )
 
 
-def unit_named(name: str) -> Unit:
-    """Return the unit that prints as `name`."""
-    units = units_of(HOST, num_experts=SHAPE.num_experts).units
-    return next(unit for unit in units if str(unit) == name)
-
-
 @pytest.mark.parametrize("skew", [0.0, 0.8])
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize(
@@ -48,19 +41,19 @@ def unit_named(name: str) -> Unit:
 def test_a_step_is_that_of_the_cost_model(
     name: str, held: tuple[int, ...], m: int, skew: float
 ) -> None:
-    unit = unit_named(name)
+    layout = samples.layout_named(HOST, name)
     # Prompts and answers of one length: replicas' keys do not differ but by progress.
     asked = samples.workload(expert_skew=skew, output=Lengths(mean=60), prompt=Lengths(mean=300))
     clock = Clock(SHAPE, asked)
-    engine = Engine(unit, MIXED, held, (1 / unit.num_attention,), m, 512)
-    (seat, count) = unit.attention[0]
+    engine = Engine(layout, MIXED, held, (1 / layout.num_attention,), m, 512)
+    (slot, count) = layout.attention[0]
     assert count == 1
     hosts = [
-        ExpertHost(seat.device.profile, each, max(1, seat.threads))
-        for (seat, number), each in zip(unit.experts, held, strict=True)
+        ExpertHost(slot.device.profile, each, max(1, slot.threads))
+        for (slot, number), each in zip(layout.experts, held, strict=True)
         for _ in range(number)
     ]
-    link = NO_LINK if unit.link is None else unit.link.link
+    link = NO_LINK if layout.link is None else layout.link.link
     for running, chunks in ((6.0, None), (30.0, Chunks(1, 128.0, 4.0, 16.0))):
         rows = Rows(
             running / m,
@@ -68,14 +61,14 @@ def test_a_step_is_that_of_the_cost_model(
             0.0 if chunks is None else chunks.tokens / m,
             0.0 if chunks is None else chunks.start,
         )
-        replica = Replica(seat.device.profile, rows, max(1, seat.threads))
-        setting = Setting(micro_batches=m, shares_cores=unit.takes_turns, skew=skew)
+        replica = Replica(slot.device.profile, rows, max(1, slot.threads))
+        setting = Setting(micro_batches=m, shares_cores=layout.takes_turns, skew=skew)
         hops = layer_hops(SHAPE, MIXED.of, [replica], hosts, link, setting)
         sampled = running + (0.0 if chunks is None else chunks.slices)
         fixed_s = step_fixed_s(
-            seat.device.profile, SHAPE, MIXED.head, sampled, threads=max(1, seat.threads)
+            slot.device.profile, SHAPE, MIXED.head, sampled, threads=max(1, slot.threads)
         )
-        expected = step_s(hops, fixed_s=fixed_s, micro_batches=m, shares_cores=unit.takes_turns)
+        expected = step_s(hops, fixed_s=fixed_s, micro_batches=m, shares_cores=layout.takes_turns)
         found = EngineSteps(engine, clock).step_s(running, chunks)
         assert found == pytest.approx(expected, rel=1e-6)
 
@@ -85,17 +78,15 @@ def test_layer_ranges_have_the_cost_models_times(m: int) -> None:
     """Each layer is that of its own device; the head and sampling are the first one's."""
     fast, slow = samples.cpu("fast", cores=8), samples.cpu("slow", cores=1)
     host = samples.host((fast, 1), (slow, 1), (FAST, 1))
-    unit = next(
-        each
-        for each in units_of(host, num_experts=SHAPE.num_experts).units
-        if str(each) == "attention on fast, slow by layer ranges, experts on 1 fast"
+    layout = samples.layout_named(
+        host, "attention on fast, slow by layer ranges, experts on 1 fast"
     )
-    assert unit.link is not None
+    assert layout.link is not None
     clock = Clock(SHAPE, samples.workload(output=Lengths(mean=60), prompt=Lengths(mean=300)))
-    engine = Engine(unit, MIXED, (16,), (1.0,), m, 512, None, 0, (3, 4))
+    engine = Engine(layout, MIXED, (16,), (1.0,), m, 512, None, 0, (3, 4))
     rows = Rows(12.0 / m, clock.context)
     hosts = [ExpertHost(FAST, 16)]
-    link, setting = unit.link.link, Setting(micro_batches=m)
+    link, setting = layout.link.link, Setting(micro_batches=m)
     by_device = [
         layer_hops(SHAPE, MIXED.of, [Replica(each, rows, cores)], hosts, link, setting)
         for each, cores in ((fast, 8), (slow, 1))
@@ -113,8 +104,8 @@ def test_more_replicas_wait_for_the_one_with_the_longest_contexts() -> None:
     """Contexts that differ cost the barrier: two equal replicas take longer than one of them."""
     clock = Clock(SHAPE, samples.workload(prompt=Lengths(mean=2000, p95=5000)))
     one, two = (
-        unit_named("attention on 1 slow, experts on 1 fast"),
-        unit_named("attention on 2 slow, experts on 1 fast"),
+        samples.layout_named(HOST, "attention on 1 slow, experts on 1 fast"),
+        samples.layout_named(HOST, "attention on 2 slow, experts on 1 fast"),
     )
     alone = EngineSteps(Engine(one, MIXED, (16,), (1.0,), 1, 512), clock).step(8.0, None)
     both = EngineSteps(Engine(two, MIXED, (16,), (0.5,), 1, 512), clock).step(16.0, None)
@@ -123,17 +114,17 @@ def test_more_replicas_wait_for_the_one_with_the_longest_contexts() -> None:
 
 @pytest.mark.parametrize("m", [1, 2])
 def test_local_layers_have_the_cost_models_times(m: int) -> None:
-    unit = unit_named("attention on 1 slow, experts on 2 fast")
+    layout = samples.layout_named(HOST, "attention on 1 slow, experts on 2 fast")
     clock = Clock(SHAPE, samples.workload(output=Lengths(mean=60), prompt=Lengths(mean=300)))
-    engine = Engine(unit, MIXED, (8,), (1.0,), m, 512, None, 3)
+    engine = Engine(layout, MIXED, (8,), (1.0,), m, 512, None, 3)
     assert engine.local_layers == (0, 1, 2)
-    assert unit.link is not None
-    seat, other = unit.attention[0][0], unit.experts[0][0]
-    replica = Replica(seat.device.profile, Rows(12.0 / m, clock.context))
+    assert layout.link is not None
+    slot, other = layout.attention[0][0], layout.experts[0][0]
+    replica = Replica(slot.device.profile, Rows(12.0 / m, clock.context))
     hosts = [ExpertHost(other.device.profile, 8)] * 2
     setting = Setting(micro_batches=m, local_layers=frozenset((0, 1, 2)))
-    hops = layer_hops(SHAPE, MIXED.of, [replica], hosts, unit.link.link, setting)
-    fixed_s = step_fixed_s(seat.device.profile, SHAPE, MIXED.head, 12.0, threads=1)
+    hops = layer_hops(SHAPE, MIXED.of, [replica], hosts, layout.link.link, setting)
+    fixed_s = step_fixed_s(slot.device.profile, SHAPE, MIXED.head, 12.0, threads=1)
     expected = step_s(hops, fixed_s=fixed_s, micro_batches=m, shares_cores=False)
     # Every row reaches a node that has all experts; routing.rows_reached says 99.9 % of them.
     assert EngineSteps(engine, clock).step_s(12.0, None) == pytest.approx(expected, rel=1e-3)

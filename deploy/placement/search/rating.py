@@ -11,14 +11,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Literal
 
-from deploy.placement import engine_limits
 from deploy.placement.formats import Formats
-from deploy.placement.nodes import MAX_SEATS, Binding, Nodes
+from deploy.placement.search.layouts import EngineLayout, most_copies
+from deploy.placement.search.nodes import MAX_SEQUENCES, Binding, Nodes
+from deploy.placement.search.steady import Point, Shape, high_running, point
+from deploy.placement.search.steps import Clock, Engine, EngineSteps
 from deploy.placement.shapes import ModelShape
-from deploy.placement.steady import Point, Shape, high_running, point
-from deploy.placement.steps import Clock, Engine, EngineSteps
-from deploy.placement.units import Unit, most_copies
 from deploy.placement.workload import Z95, Workload, answer_s, asked_load
 from topspin.plan.settings import MAX_MICRO_BATCHES
 
@@ -47,12 +47,12 @@ class Rating:
     `most_load`: of a rating at a smaller load (at_load), the largest one.
     """
 
-    unit: Unit
+    layout: EngineLayout
     formats: Formats
     binding: Binding
     engine: Engine | None = None
     point: Point | None = None
-    seats: int = 0
+    max_num_seqs: int = 0
     room: tuple[int, ...] = ()
     beyond: float = 0.0
     most_load: float = 0.0
@@ -78,7 +78,7 @@ def max_model_len(workload: Workload, context_length: int) -> int:
 
 
 class Rater:
-    """Rates units of one model under one workload."""
+    """Rates layouts of one model under one workload."""
 
     def __init__(self, model: ModelShape, workload: Workload, *, context_length: int) -> None:
         self.model = model
@@ -88,9 +88,9 @@ class Rater:
         self.nodes = Nodes(self.clock, self.max_model_len, workload.users or math.inf)
         self._steps: dict[tuple[object, ...], EngineSteps] = {}
 
-    def rate(self, unit: Unit, formats: Formats) -> Rating:
-        """Return the unit with the settings that carry most, or answer soonest at the load."""
-        tried = sorted(self.settings(unit, formats), key=self.rank, reverse=True)
+    def rate(self, layout: EngineLayout, formats: Formats) -> Rating:
+        """Return the layout with the settings that carry most, or answer soonest at the load."""
+        tried = sorted(self.settings(layout, formats), key=self.rank, reverse=True)
         best = self.sharpened(tried[0])
         for rating in tried[1:]:
             if rating.point is None or self._is_for_latency:
@@ -116,12 +116,12 @@ class Rater:
         return 0.0 if reaches else rating.beyond
 
     def steps_of(self, engine: Engine) -> EngineSteps:
-        """Return the engine's steps, which settings of the unit last rated have in common."""
+        """Return the engine's steps, which settings of the layout last rated have in common."""
         key = (engine.held, engine.weights, engine.num_local, engine.ends)
         known = self._steps.get(key)
         if (
             known is None
-            or known.engine.unit is not engine.unit
+            or known.engine.layout is not engine.layout
             or known.engine.formats is not engine.formats
         ):
             known = self._steps[key] = EngineSteps(engine, self.clock)
@@ -131,36 +131,36 @@ class Rater:
     def _is_for_latency(self) -> bool:
         return self.workload.objective == "min_latency"
 
-    def settings(self, unit: Unit, formats: Formats) -> Iterator[Rating]:
-        """Yield the unit at its largest load of the grid, with each of the settings."""
-        budgets = _budgets(unit)
-        held = self.nodes.shares(unit, formats, budgets[-1])
+    def settings(self, layout: EngineLayout, formats: Formats) -> Iterator[Rating]:
+        """Yield the layout at its largest load of the grid, with each of the settings."""
+        budgets = _budgets(layout)
+        held = self.nodes.shares(layout, formats, budgets[-1])
         if held is None:
-            yield Rating(unit, formats, self.nodes.experts_misfit(unit, formats))
+            yield Rating(layout, formats, self.nodes.experts_misfit(layout, formats))
             return
-        weights = self.nodes.weights(unit, formats)
-        cuts = self.nodes.cuts(unit, formats, budgets[0])
+        weights = self.nodes.weights(layout, formats)
+        cuts = self.nodes.cuts(layout, formats, budgets[0])
         if not cuts:
-            parts, num_layers = len(unit.chain), self.model.num_layers
+            parts, num_layers = len(layout.chain), self.model.num_layers
             text = f"{parts} devices for {num_layers} layers"
-            yield Rating(unit, formats, Binding("memory", text, parts, num_layers))
+            yield Rating(layout, formats, Binding("memory", text, parts, num_layers))
             return
         start = 0
-        for itemsize in (None, 1) if self._may_have_fp8(unit) else (None,):
+        for itemsize in (None, 1) if self._may_have_fp8(layout) else (None,):
             for tokens in budgets:
-                rooms = [self.nodes.room(unit, formats, held, tokens, itemsize, 0, e) for e in cuts]
-                missing = [room.missing for room in rooms if room.missing is not None]
+                engines = [
+                    Engine(layout, formats, held, weights, 1, tokens, itemsize, 0, ends)
+                    for ends in cuts
+                ]
+                rooms = [self.nodes.room(engine) for engine in engines]
+                missing = [room for room in rooms if isinstance(room, Binding)]
                 if len(missing) == len(cuts):
-                    yield Rating(
-                        unit, formats, min(missing, key=lambda each: each.needs / each.has)
-                    )
+                    least = min(missing, key=lambda each: each.needs / each.has)
+                    yield Rating(layout, formats, least)
                     break
-                for ends, room in zip(cuts, rooms, strict=True):
-                    if room.tokens is None:
-                        continue
-                    plain = Engine(unit, formats, held, weights, 1, tokens, itemsize, 0, ends)
-                    for engine, left in self._with_local(plain, room.tokens):
-                        for m in _micro_batches(unit):
+                for plain, room in zip(engines, rooms, strict=True):
+                    for engine, left in self._with_local(plain, room):
+                        for m in _micro_batches(layout):
                             tried = dataclasses.replace(engine, micro_batches=m)
                             rating = self.at_most(tried, left, start=start)
                             if rating.point is not None:
@@ -168,33 +168,25 @@ class Rater:
                             yield rating
 
     def _with_local(
-        self, plain: Engine, room: tuple[int, ...]
+        self, plain: Engine, room: tuple[int, ...] | Binding
     ) -> Iterator[tuple[Engine, tuple[int, ...]]]:
-        """Yield an engine with each of the numbers of local layers, and its room for keys."""
-        for num_local in self._local_options(plain.unit, plain.formats, room):
-            engine = dataclasses.replace(plain, num_local=num_local)
-            left = self.nodes.room(
-                *(plain.unit, plain.formats, plain.held, plain.batched_tokens, plain.kv_itemsize),
-                num_local,
-                plain.ends,
-            )
-            if left.tokens is not None:
-                yield engine, left.tokens
+        """Yield an engine without local layers, and with all that fit, and the room for keys."""
+        if isinstance(room, Binding):
+            return
+        yield plain, room
+        layout = plain.layout
+        # topspin.plan.stages: nodes whose layers are cut hold no routed experts.
+        if layout.kind == "one_process" or not layout.experts or layout.stages:
+            return
+        most = self.nodes.most_local(layout, plain.formats, room)
+        engine = dataclasses.replace(plain, num_local=most)
+        left = self.nodes.room(engine)
+        if most and not isinstance(left, Binding):
+            yield engine, left
 
-    def _local_options(
-        self, unit: Unit, formats: Formats, room: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Return the numbers of local layers to try: none, and all that fit."""
-        if not engine_limits.LOCAL_LAYERS or unit.layout == "one_process" or not unit.experts:
-            return (0,)
-        if unit.stages:  # topspin.plan.stages: they hold no routed experts
-            return (0,)
-        most = self.nodes.most_local(unit, formats, room)
-        return (0, most) if most else (0,)
-
-    def _may_have_fp8(self, unit: Unit) -> bool:
+    def _may_have_fp8(self, layout: EngineLayout) -> bool:
         return self.workload.fp8_kv_cache and not any(
-            seat.device.is_gpu for seat, _ in unit.attention
+            slot.device.is_gpu for slot, _ in layout.attention
         )
 
     def rank(self, rating: Rating) -> tuple[float, ...]:
@@ -209,7 +201,7 @@ class Rater:
         load, found = rating.load(self.workload), rating.point
         if not self._is_for_latency:
             return (load, -found.tpot_s, -rating.formats.kl)
-        copies = most_copies(rating.unit, self.workload.max_price_per_hour)
+        copies = most_copies(rating.layout, self.workload.max_price_per_hour)
         share = asked_load(self.workload) / max(1, copies)
         if share > load:
             return (0.0, load, -rating.formats.kl)
@@ -268,14 +260,14 @@ class Rater:
         engine = trial.engine
         binding = trial.binding(beyond)
         if found is None:
-            return Rating(engine.unit, engine.formats, binding)
-        seats = self.seats(engine, found)
+            return Rating(engine.layout, engine.formats, binding)
+        slots = self.max_num_seqs(engine, found)
         return Rating(
-            engine.unit, engine.formats, binding, engine, found, seats, trial.room, beyond
+            engine.layout, engine.formats, binding, engine, found, slots, trial.room, beyond
         )
 
     def at_load(self, rating: Rating, load: float) -> Rating:
-        """Return a rated engine at a smaller load (deploy.placement.rating.load_of)."""
+        """Return a rated engine at a smaller load (deploy.placement.search.rating.load_of)."""
         assert rating.engine is not None
         assert rating.point is not None
         most = rating.load(self.workload)
@@ -297,13 +289,13 @@ class Rater:
 
     def point(self, engine: Engine, steps: EngineSteps, running: float) -> Point | None:
         """Return the engine's state with so many running sequences."""
-        shape = Shape(engine.unit.num_attention, engine.batched_tokens)
+        shape = Shape(engine.layout.num_attention, engine.batched_tokens)
         return point(steps, self.workload, shape, running)
 
-    def seats(self, engine: Engine, found: Point) -> int:
+    def max_num_seqs(self, engine: Engine, found: Point) -> int:
         """Return max_num_seqs: what the node with the largest share needs at the p95."""
         need = high_running(self.workload, found) * max(engine.weights)
-        return max(1, min(MAX_SEATS, engine.batched_tokens, -int(-need // 1)))
+        return max(1, min(MAX_SEQUENCES, engine.batched_tokens, -int(-need // 1)))
 
 
 class Trial:
@@ -318,67 +310,56 @@ class Trial:
 
     def point(self, running: float) -> Point | None:
         """Return the engine's state with `running` sequences if all limits and targets hold."""
-        users = self._workload.users
-        least = running if users is not None else _high(running)
-        if self._cache_limit(least) or self._seat_limit(least):
-            return None
         targets = self._workload.targets
         # A token takes at least a step that only decodes.
-        most = running if targets.percentile == "p50" else least
-        if targets.tpot_s is not None and self._steps.step_s(most, None) > targets.tpot_s:
+        if targets.tpot_s is not None and self._steps.step_s(running, None) > targets.tpot_s:
             return None
         found = self._rater.point(self.engine, self._steps, running)
-        if found is None or self._is_late(found):
+        if found is None or self._missed(found):
             return None
-        high = high_running(self._workload, found)
-        return None if self._cache_limit(high) or self._seat_limit(high) else found
+        return None if self._limit(high_running(self._workload, found)) else found
 
     def binding(self, running: float) -> Binding:
         """Return what does not hold with `running` sequences."""
         found = self._rater.point(self.engine, self._steps, running)
         high = _high(running) if found is None else high_running(self._workload, found)
-        limit = self._cache_limit(high) or self._seat_limit(high)
+        limit = self._limit(high)
         if limit is not None:
             return limit
         if found is None:
             return Binding("prefill", "prompts would arrive faster than they are computed", 1, 1)
-        return self._late(found) or Binding("seats", "more was not tried", running, running)
-
-    def _cache_limit(self, high: float) -> Binding | None:
-        for tokens, weight in zip(self.room, self.engine.weights, strict=True):
-            need = high * weight * self._rater.clock.context
-            if need > tokens:
-                text = f"keys of {need:.0f} tokens per node, and there is room for {tokens}"
-                return Binding("memory", text, need, tokens)
-        return None
-
-    def _seat_limit(self, high: float) -> Binding | None:
-        need, most = high * max(self.engine.weights), min(MAX_SEATS, self.engine.batched_tokens)
-        if need <= most:
-            return None
-        text = f"{need:.0f} sequences at once on a node, which advances {most} at most"
-        return Binding("seats", text, need, most)
-
-    def _is_late(self, found: Point) -> bool:
-        targets = self._workload.targets
-        if targets.ttft_s is not None and found.ttft_s > targets.ttft_s:
-            return True
-        return targets.tpot_s is not None and self.high_tpot_s(found) > targets.tpot_s
-
-    def _late(self, found: Point) -> Binding | None:
-        """Return the target that a point misses."""
-        targets = self._workload.targets
-        if targets.tpot_s is not None:
-            tpot_s = self.high_tpot_s(found)
-            if tpot_s > targets.tpot_s:
-                return self._tpot_binding(found, tpot_s, targets.tpot_s)
-        if targets.ttft_s is not None and found.ttft_s > targets.ttft_s:
+        targets, missed = self._workload.targets, self._missed(found)
+        if missed == "tpot":
+            assert targets.tpot_s is not None
+            return self._tpot_binding(found, self.high_tpot_s(found), targets.tpot_s)
+        if missed == "ttft":
+            assert targets.ttft_s is not None
             text = (
                 f"TTFT {milliseconds(found.ttft_s)} > {milliseconds(targets.ttft_s)}: a step with "
                 f"prompts takes {milliseconds(found.mixed_s)}"
             )
             return Binding("ttft", text, found.ttft_s, targets.ttft_s)
-        return None
+        return Binding("sequences", "more was not tried", running, running)
+
+    def _limit(self, high: float) -> Binding | None:
+        """Return what has no room for `high` sequences."""
+        for tokens, weight in zip(self.room, self.engine.weights, strict=True):
+            need = high * weight * self._rater.clock.context
+            if need > tokens:
+                text = f"keys of {need:.0f} tokens per node, and there is room for {tokens}"
+                return Binding("memory", text, need, tokens)
+        need, most = high * max(self.engine.weights), min(MAX_SEQUENCES, self.engine.batched_tokens)
+        if need <= most:
+            return None
+        text = f"{need:.0f} sequences at once on a node, which advances {most} at most"
+        return Binding("sequences", text, need, most)
+
+    def _missed(self, found: Point) -> Literal["tpot", "ttft"] | None:
+        """Return the target that a point misses."""
+        targets = self._workload.targets
+        if targets.tpot_s is not None and self.high_tpot_s(found) > targets.tpot_s:
+            return "tpot"
+        return "ttft" if targets.ttft_s is not None and found.ttft_s > targets.ttft_s else None
 
     def high_tpot_s(self, found: Point) -> float:
         """Return the TPOT at the targets' percentile."""
@@ -407,13 +388,13 @@ def _high(running: float) -> float:
     return running + Z95 * math.sqrt(running)
 
 
-def _budgets(unit: Unit) -> tuple[int, ...]:
-    return GPU_BUDGETS if unit.attention[0][0].device.is_gpu else CPU_BUDGETS
+def _budgets(layout: EngineLayout) -> tuple[int, ...]:
+    return GPU_BUDGETS if layout.attention[0][0].device.is_gpu else CPU_BUDGETS
 
 
-def _micro_batches(unit: Unit) -> range:
+def _micro_batches(layout: EngineLayout) -> range:
     """Return the numbers of micro-batches that are tried: without a link there is one."""
-    if unit.layout == "one_process" or not unit.experts:
+    if layout.kind == "one_process" or not layout.experts:
         return range(1, 2)
     return range(1, MAX_MICRO_BATCHES + 1)
 

@@ -1,0 +1,442 @@
+"""The report of a search: the plan's figures, the front, what lost and why, what would change it.
+
+Owns the words. Every number comes from rated engines; what would change the outcome is found by
+searching again with one thing changed. Called by deploy.placement.command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from deploy.placement.cost import unmeasured
+from deploy.placement.report import EngineReport, FrontPoint, Rejected, Report, WhatIf
+from deploy.placement.search.drafts import Decision
+from deploy.placement.search.fleet import best_fleet
+from deploy.placement.search.layouts import (
+    Host,
+    layouts_of,
+    merged,
+    most_copies,
+    price_of,
+)
+from deploy.placement.search.rating import Rating, milliseconds
+from deploy.placement.search.search import (
+    Inputs,
+    Member,
+    Result,
+    copies_needed,
+    fleet_hosts,
+    search,
+    worth,
+)
+from deploy.placement.workload import answer_s, asked_load
+from deploy.placement.write import local_experts_of
+
+FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+"""By which a thing is changed to see what would change the outcome."""
+SEARCHED_AGAIN = 12
+"""Engines that are searched again for that, beside the best of every kind."""
+MAX_MERGED_LAYOUTS = 400
+"""Engines over two hosts that are rated."""
+BEST_SHOWN = 40
+"""Engines that are asked for their figures at the workload's load."""
+
+
+class Offer(NamedTuple):
+    """As many copies of one engine as carry the load, and their figures at that load."""
+
+    rating: Rating
+    figures: FrontPoint
+
+
+def explain(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -> Report:
+    """Return the report of a search."""
+    found = _Explainer(inputs, result)
+    return Report(
+        objective=inputs.workload.objective,
+        load_unit=found.load_unit,
+        price_per_hour=result.price + sum(each.price for each in drafts),
+        load=found.asked,
+        most_load=result.load,
+        is_exact=result.is_exact,
+        engines=tuple(map(found.engine, result.members)),
+        front=tuple(_front_of([offer.figures for offer in found.offers])),
+        losers=tuple(found.rejected()),
+        answers=tuple(found.answers()),
+        over_two_hosts=tuple(found.over_two_hosts()),
+        flips=tuple(found.what_ifs()),
+        estimates=tuple(_estimates(inputs, result.members)),
+        refusal="" if result.members else found.refusal(),
+        drafts=tuple(
+            f"{member.rating.layout}: {each.text}"
+            for member, each in zip(result.members, drafts, strict=False)
+        ),
+    )
+
+
+class _Explainer:
+    """The answers to questions about one result.
+
+    `best`: of each kind of engine the best one there is, whether it meets the targets or not.
+    """
+
+    def __init__(self, inputs: Inputs, result: Result) -> None:
+        self.inputs, self.result = inputs, result
+        self.workload = inputs.workload
+        self.rater = inputs.rater()
+        self.asked = asked_load(inputs.workload)
+        self.load_unit = "requests/s" if inputs.workload.users is None else "users"
+        self.ranked = sorted(result.ratings, key=self._merit, reverse=True)
+        self.best: dict[str, Rating] = {}
+        for rating in self.ranked:
+            self.best.setdefault(rating.layout.family, rating)
+        self.offers = list(self._offers())
+
+    def _merit(self, rating: Rating) -> tuple[float, float]:
+        """Return load per price, or by how little it fails."""
+        if rating.point is None:
+            return 0.0, -rating.binding.needs / max(rating.binding.has, 1e-9)
+        return worth(rating, self.workload), 0.0
+
+    def _offers(self) -> Iterator[Offer]:
+        """Yield engines that carry the load in copies, the cheapest first.
+
+        The best of every kind, and of the rest the first ones.
+        """
+        sized: list[tuple[float, Rating, int]] = []
+        for rating in self.result.ratings:
+            copies = copies_needed(rating, self.workload, self.workload.max_price_per_hour)
+            if copies:
+                sized.append((price_of(rating.layout, copies), rating, copies))
+        sized.sort(key=lambda each: (each[0], -each[1].load(self.workload) * each[2]))
+        seen: set[str] = set()
+        num_others = 0
+        for price, rating, copies in sized:
+            kind = rating.layout.family
+            if kind in seen and num_others == BEST_SHOWN:
+                continue
+            num_others += kind in seen
+            seen.add(kind)
+            assert rating.point is not None
+            figures = self._figures(self.rater.at_load(rating, self.asked / copies), copies)
+            figures["tokens_per_s"] = copies * rating.point.rate * self.workload.output.average
+            yield Offer(rating, msgspec.convert(figures | {"price_per_hour": price}, FrontPoint))
+
+    def _figures(self, rating: Rating, copies: int) -> dict[str, object]:
+        """Return the fields of Figures."""
+        assert rating.point is not None
+        return {
+            "engine": str(rating.layout),
+            "copies": copies,
+            "precision": str(rating.formats),
+            "ttft_s": rating.point.ttft_s,
+            "tpot_s": rating.point.tpot_s,
+            "tokens_per_s": rating.point.rate * self.workload.output.average,
+            "kl": rating.formats.kl,
+        }
+
+    def engine(self, member: Member) -> EngineReport:
+        """Return the figures and settings of an engine of the fleet."""
+        rating, engine = member.rating, member.rating.engine
+        assert engine is not None
+        fields = self._figures(rating, member.copies) | {
+            "micro_batches": engine.micro_batches,
+            "max_num_seqs": rating.max_num_seqs,
+            "max_num_batched_tokens": engine.batched_tokens,
+            "experts_per_node": engine.held,
+            "layer_ends": engine.ends,
+            "load": rating.load(self.workload),
+            "most_load": rating.most_load,
+            "binding": rating.binding.text,
+        }
+        local = local_experts_of(self.rater, rating)
+        if local is not None:
+            fields |= {
+                "local_layers": len(local.experts.layers),
+                "local_when": local.experts.when,
+                "local_reason": local.reason,
+            }
+        return msgspec.convert(fields, EngineReport)
+
+    def rejected(self) -> Iterator[Rejected]:
+        """Yield for every kind that the fleet does not have why its best engine lost."""
+        taken = {member.rating.layout.family for member in self.result.members}
+        offered: dict[str, Offer] = {}
+        for offer in self.offers:
+            offered.setdefault(offer.rating.layout.family, offer)
+        order = dict.fromkeys(rating.layout.family for rating in self.result.ratings)
+        for kind in order:
+            if kind in taken:
+                continue
+            rating, reason = self.best[kind], self.best[kind].binding.text
+            if kind in offered:
+                rating, reason = offered[kind].rating, self._worse(offered[kind])
+            elif rating.point is not None:
+                most = most_copies(rating.layout, self.workload.max_price_per_hour)
+                carried = f"{most * rating.load(self.workload):.3g} {self.load_unit}"
+                reason = f"carries {carried} of {self.asked:.3g}: {reason}"
+            yield Rejected(kind=kind, engine=str(rating.layout), reason=reason)
+
+    def _worse(self, offer: Offer) -> str:
+        """Return in what an offer is worse than the fleet."""
+        rating, figures = offer.rating, offer.figures
+        if self.workload.objective == "min_latency":
+            best = self.result.members[0].rating.point if self.result.members else None
+            if best is None:
+                return rating.binding.text
+            own_s = answer_s(self.workload, figures.ttft_s, figures.tpot_s)
+            best_s = answer_s(self.workload, best.ttft_s, best.tpot_s)
+            return (
+                f"an answer takes {milliseconds(own_s)} against {milliseconds(best_s)} (TPOT "
+                f"{milliseconds(figures.tpot_s)} against {milliseconds(best.tpot_s)})"
+            )
+        load = rating.load(self.workload)
+        carries = f"an engine carries {load:.3g} {self.load_unit} ({rating.binding.text})"
+        if self.workload.objective == "max_throughput":
+            return f"{carries}, {self._per_price(rating):.3g} per price"
+        prices = f"{figures.price_per_hour:.4g} per hour against {self.result.price:.4g}"
+        return f"{prices}: {carries}"
+
+    def _per_price(self, rating: Rating) -> float:
+        return rating.load(self.workload) / (rating.layout.price_per_hour or 1.0)
+
+    def answers(self) -> Iterator[str]:
+        """Yield whether to disaggregate and whether to quantise, and why."""
+        if self.result.members and self.inputs.model.num_experts:
+            yield self._disaggregation()
+        if self.result.members:
+            yield self._quantisation()
+
+    def _disaggregation(self) -> str:
+        is_apart = self.result.members[0].rating.layout.kind == "apart"
+        verdict = "Disaggregate" if is_apart else "Do not disaggregate"
+
+        def is_other(rating: Rating) -> bool:
+            return (rating.layout.kind == "apart") != is_apart
+
+        others = [each for each in self.offers if is_other(each.rating)]
+        if others:
+            other = min(others, key=lambda each: self._order(each.figures))
+            return f"{verdict}: the best other way, {other.rating.layout}: {self._worse(other)}."
+        best = next(filter(is_other, self.ranked), None)
+        why = "there is none on these hosts"
+        if best is not None:
+            why = f"{best.layout}: {best.binding.text}"
+        none = "nothing else" if is_apart else "no engine with both roles apart"
+        return f"{verdict}: {none} meets the targets ({why})."
+
+    def _order(self, figures: FrontPoint) -> tuple[float, ...]:
+        """Return what is less for a better offer, by the objective."""
+        if self.workload.objective == "min_latency":
+            return (answer_s(self.workload, figures.ttft_s, figures.tpot_s),)
+        if self.workload.objective == "max_throughput":
+            return (-figures.tokens_per_s / (figures.price_per_hour or 1.0),)
+        return (figures.price_per_hour, -figures.tokens_per_s)
+
+    def _quantisation(self) -> str:
+        chosen, max_kl, result = self.result.members[0].rating, self.workload.max_kl, self.result
+        if not max_kl:
+            return "Weights stay as stored: the workload allows no divergence (max_kl)."
+        if self.inputs.sensitivity is None:
+            return (
+                "Weights stay as stored: without --sensitivity nothing says what quantisation "
+                "costs."
+            )
+        idx = next(i for i, each in enumerate(result.ratings) if each.layout is chosen.layout)
+        plain, quantised = result.plain[idx], result.quantised[idx]
+
+        def load(rating: Rating) -> str:
+            return f"{rating.load(self.workload):.3g}"
+
+        if chosen.formats.is_stored:
+            if quantised is None:
+                return "Do not quantise: no format is within max_kl on these devices."
+            return (
+                f"Do not quantise: {quantised.formats} carries {load(quantised)} {self.load_unit} "
+                f"where stored weights carry {load(plain)}."
+            )
+        told = f"carry {load(plain)}" if plain.point else f"fail ({plain.binding.text})"
+        return (
+            f"Quantise ({chosen.formats}; divergence {chosen.formats.kl:.3g} of at most "
+            f"{max_kl:.3g}): it carries {load(result.ratings[idx])} {self.load_unit} per engine, "
+            f"stored weights {told}."
+        )
+
+    def refusal(self) -> str:
+        """Return why no fleet was found: the best there is, and what binds."""
+        if not self.ranked:
+            return "no engine can be made of these hosts: no link joins their devices"
+        workload, unit = self.workload, self.load_unit
+        working = [each for each in self.ranked if each.point is not None]
+        best = (working or self.ranked)[0]
+        binds = f"{best.layout}: {best.binding.text}"
+        if not working:
+            return f"no engine meets the targets; the nearest, {binds}"
+        if workload.max_price_per_hour is not None:
+            unlimited = msgspec.structs.replace(workload, max_price_per_hour=None)
+            dearer = search(dataclasses.replace(self.inputs, workload=unlimited))
+            if dearer.members:
+                return (
+                    f"{self.asked:.4g} {unit} cost {dearer.price:.4g} per hour at least, of which "
+                    f"max_price_per_hour allows {workload.max_price_per_hour:.4g}"
+                )
+        hosts = fleet_hosts(self.inputs.hosts, self.result.ratings, workload)
+        most = best_fleet(hosts, max_price=workload.max_price_per_hour)
+        carried = 0.0 if most is None else most.rate
+        return (
+            f"all hosts together carry {carried:.4g} {unit} within the targets, of "
+            f"{self.asked:.4g}; what binds in the best engine, {binds}"
+        )
+
+    def what_ifs(self) -> Iterator[WhatIf]:
+        """Yield changes of one thing that would change the outcome, by searching again."""
+        kept = [*self.ranked[:SEARCHED_AGAIN], *self.best.values()]
+        kept += [member.rating for member in self.result.members]
+        names = frozenset(str(each.layout) for each in kept)
+        for name, changed in self._knobs(dataclasses.replace(self.inputs, only=names)):
+            low, high, outcome = -1, len(FACTORS), ""
+            while high - low > 1:
+                middle = (low + high) // 2
+                told = self._difference(search(changed(FACTORS[middle])))
+                if told:
+                    high, outcome = middle, told
+                else:
+                    low = middle
+            if high < len(FACTORS):
+                yield WhatIf(change=f"{name} times {FACTORS[high]:g}", outcome=outcome)
+
+    def _knobs(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[float], Inputs]]]:
+        """Yield what may be changed by a factor: what binds first, and the link."""
+        targets, members = self.workload.targets, self.result.members
+        working = [each for each in self.ranked if each.point is not None]
+        sources = [members[0].rating] if members else working or self.ranked
+        limit = sources[0].binding.limit if sources else None
+        if limit == "memory":
+            yield "memory of every device", lambda factor: _with_memory(inputs, factor)
+        if targets.tpot_s is not None and limit in ("tpot", "prefill", "sequences"):
+            yield "tpot_s", lambda factor: _with_target(inputs, "tpot_s", factor)
+        if targets.ttft_s is not None and limit in ("ttft", "prefill"):
+            yield "ttft_s", lambda factor: _with_target(inputs, "ttft_s", factor)
+        if inputs.model.num_experts and members:
+            yield "speed of the links within hosts", lambda factor: _with_links(inputs, factor)
+
+    def _difference(self, after: Result) -> str:
+        """Return what is better or other after a change; empty: nothing."""
+        before, objective = self.result, self.workload.objective
+        if not after.members:
+            return ""
+        layout = after.members[0].rating.layout
+        if not before.members:
+            return f"{after.members[0].copies} x {layout} would do, at {after.price:.4g} per hour"
+        if (before.members[0].rating.layout.kind == "apart") != (layout.kind == "apart"):
+            return f"the answer would be {layout}"
+        if objective == "min_price" and after.price < 0.99 * before.price:
+            prices = f"{after.price:.4g} instead of {before.price:.4g}"
+            return f"the price would be {prices}, with {layout}"
+        if objective == "max_throughput" and after.load > 1.05 * before.load:
+            loads = f"{after.load:.4g} {self.load_unit} instead of {before.load:.4g}"
+            return f"{loads}, with {layout}"
+        old, new = before.members[0].rating.point, after.members[0].rating.point
+        assert old is not None
+        assert new is not None
+        if objective == "min_latency" and new.tpot_s < 0.95 * old.tpot_s:
+            return f"TPOT {milliseconds(new.tpot_s)} instead of {milliseconds(old.tpot_s)}"
+        return ""
+
+    def over_two_hosts(self) -> Iterator[str]:
+        """Yield what engines over two hosts would give: the search keeps each engine on one."""
+        link, hosts, result = self.inputs.between_hosts, self.inputs.hosts, self.result
+        if link is None or not result.members or len(result.ratings) > MAX_MERGED_LAYOUTS:
+            return
+        chosen = result.members[0].rating
+        for idx, first in enumerate(hosts):
+            for second in hosts[idx if first.spec.count > 1 else idx + 1 :]:
+                both = merged(first, second, link)
+                layouts = layouts_of(both, num_experts=self.inputs.model.num_experts).layouts
+                rated = [
+                    self.rater.rate(layout, chosen.formats)
+                    for layout in layouts[:MAX_MERGED_LAYOUTS]
+                    if layout.kind == "apart"
+                ]
+                best = max(rated, key=self._per_price, default=None)
+                if best is not None and best.point is not None:
+                    own, other = self._per_price(best), self._per_price(chosen)
+                    yield (
+                        f"An engine over the hosts {both.spec.name} ({best.layout}) would carry "
+                        f"{best.load(self.workload):.3g} {self.load_unit}, {own:.3g} per price, "
+                        f"{'more' if own > other * 1.01 else 'no more'} than the plan's "
+                        f"{other:.3g}. Such a plan is made by hand (docs/hosts.md)."
+                    )
+
+
+def _front_of(offers: Sequence[FrontPoint]) -> list[FrontPoint]:
+    """Return the offers that no other equals or beats in all of price, times, tokens and kl."""
+
+    def costs(offer: FrontPoint) -> tuple[float, ...]:
+        return (offer.price_per_hour, offer.ttft_s, offer.tpot_s, -offer.tokens_per_s, offer.kl)
+
+    front: dict[tuple[float, ...], FrontPoint] = {}
+    every = {costs(offer) for offer in offers}
+    for offer in offers:
+        own = costs(offer)
+        others = every - {own}
+        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other in others):
+            front.setdefault(own, offer)
+    return list(front.values())
+
+
+def _with_target(inputs: Inputs, name: str, factor: float) -> Inputs:
+    targets = inputs.workload.targets
+    new = msgspec.structs.replace(targets, **{name: getattr(targets, name) * factor})
+    return dataclasses.replace(
+        inputs, workload=msgspec.structs.replace(inputs.workload, targets=new)
+    )
+
+
+def _with_memory(inputs: Inputs, factor: float) -> Inputs:
+    def larger(host: Host) -> Host:
+        sizes = [int(each.memory_bytes * factor) for each in host.devices]
+        return dataclasses.replace(
+            host,
+            devices=tuple(
+                dataclasses.replace(each, memory_bytes=size)
+                for each, size in zip(host.devices, sizes, strict=True)
+            ),
+        )
+
+    return dataclasses.replace(inputs, hosts=tuple(map(larger, inputs.hosts)))
+
+
+def _with_links(inputs: Inputs, factor: float) -> Inputs:
+    def faster(host: Host) -> Host:
+        links = tuple(
+            msgspec.structs.replace(link, alpha_us=link.alpha_us / factor, gbps=link.gbps * factor)
+            for link in host.spec.links
+        )
+        return dataclasses.replace(host, spec=msgspec.structs.replace(host.spec, links=links))
+
+    return dataclasses.replace(inputs, hosts=tuple(map(faster, inputs.hosts)))
+
+
+def _estimates(inputs: Inputs, members: Sequence[Member]) -> list[str]:
+    """Return, by device, what no table of its profile answers for."""
+    found: dict[str, set[str]] = {}
+    for member in members:
+        engine = member.rating.engine
+        assert engine is not None
+        slots = [("attention", slot) for slot, _ in engine.layout.attention]
+        slots += [("stage", slot) for slot in engine.layout.stages]
+        slots += [("expert", slot) for slot, _ in engine.layout.experts]
+        if engine.num_local:
+            slots += [("expert", slot) for slot, _ in engine.layout.attention]
+        for role, slot in slots:
+            profile = slot.device.profile
+            missing = unmeasured(
+                profile, inputs.model, engine.formats.of, role=role, threads=max(1, slot.threads)
+            )
+            found.setdefault(f"{profile.name} ({profile.source})", set()).update(missing)
+    return [f"{name}: {', '.join(sorted(each))}" for name, each in found.items() if each]

@@ -1,0 +1,1 @@
+"""Search for the engines and the fleet of a plan."""
