@@ -4,3 +4,5 @@
 validates, applies the chat template, tokenises and streams; it knows no tensors and no
 scheduling. Any number of gateways may serve one engine.
 """
+
+from __future__ import annotations

@@ -2,3 +2,5 @@
 
 Knows no route and no engine; server.gateway.service and server.gateway.handler use it.
 """
+
+from __future__ import annotations

@@ -1,1 +1,3 @@
 """Health, metrics and traces of a gateway, for operators. Knows no request's content."""
+
+from __future__ import annotations

@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 from topspin.errors import TopspinError
 
 if TYPE_CHECKING:  # an exchange has a record, and what they need knows exchanges
-    from server.gateway.answers.replies.base import Choice
-    from server.gateway.requests.params import RequestParams
+    from server.gateway.generation.choice import Choice
+    from server.gateway.generation.params import RequestParams
 
 # The routes whose POST requests have spans, and the names of what they do.
 OPERATIONS = {

@@ -1,1 +1,3 @@
 """Tests of the HTTP gateway."""
+
+from __future__ import annotations

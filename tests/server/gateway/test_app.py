@@ -152,7 +152,7 @@ def test_health_follows_the_engine() -> None:
 
 
 def test_health_fails_when_the_scheduler_is_lost_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.app.STATS_DEADLINE_S", 0.01)
+    monkeypatch.setattr("server.gateway.operations.probes.STATS_DEADLINE_S", 0.01)
 
     async def test() -> None:
         fake = FakeEngine()

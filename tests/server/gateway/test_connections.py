@@ -11,8 +11,8 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from server.gateway.answers.streaming import EventStream
 from server.gateway.engine_client import ClientGone
+from server.gateway.generation.streaming import EventStream
 from server.gateway.http.body import MAX_BODY_BYTES, Bodies, BodyTimeout, read_body
 from server.gateway.http.exchange import Exchanges
 from tests.server.gateway.calls import head_of, http_request

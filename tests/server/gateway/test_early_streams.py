@@ -11,7 +11,7 @@ import openai
 import pytest
 from starlette.types import Message, Send
 
-from server.gateway.answers.streaming import EventStream
+from server.gateway.generation.streaming import EventStream
 from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY
 from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
 from topspin.messages import RequestFailed, RequestQueued

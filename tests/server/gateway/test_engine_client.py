@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from server.gateway.engine_client import MAX_REPLAYS, Arrival, Call, ClientGone, EngineClient
+from server.gateway.engine_client import MAX_REPLAYS, Call, ClientGone, EngineClient
 from tests.server.gateway.fakes import FakeEngine, output
 from topspin.errors import (
     EngineError,
@@ -30,6 +30,7 @@ from topspin.messages import (
     EngineState,
     Refused,
     RequestFailed,
+    RequestOutput,
     RequestQueued,
     SamplingParams,
     Stop,
@@ -84,15 +85,15 @@ def test_outputs_reach_their_choice_in_order() -> None:
             assert [added.request_id for added in fake.added] == ["a-0", "a-1", "b-0"]
             fake.emit(output("a-1", [5]), output("b-0", [6]), output("a-0", [7]))
             fake.emit(output("a-1", [8, 9], index=1, finish_reason="stop"))
-            arrived: list[Arrival] = []
+            arrived: list[RequestOutput] = []
             while len(arrived) < 3:
                 arrived += await one.next()
-            assert [(item.choice_idx, item.output.token_ids) for item in arrived] == [
-                (1, (5,)),
-                (0, (7,)),
-                (1, (8, 9)),
+            assert [(item.request_id, item.token_ids) for item in arrived] == [
+                ("a-1", (5,)),
+                ("a-0", (7,)),
+                ("a-1", (8, 9)),
             ]
-            assert [item.output.token_ids for item in await other.next()] == [(6,)]
+            assert [item.token_ids for item in await other.next()] == [(6,)]
             assert engine.num_in_flight == 2, "a-1 has finished"
 
     run(test())
@@ -157,7 +158,7 @@ def test_what_hits_the_engine_ends_every_call_once(
             calls = [engine.submit([request(f"{name}-0"), request(f"{name}-1")]) for name in "ab"]
             fake.emit(output("a-0", [1]))
             fake.say(message)
-            assert [item.output.token_ids for item in await calls[0].next()] == [(1,)]
+            assert [item.token_ids for item in await calls[0].next()] == [(1,)]
             for call in calls:
                 assert type(await outcome(call)) is kind
             assert engine.num_in_flight == 0
@@ -263,10 +264,10 @@ def test_stopping_one_choice_leaves_the_others() -> None:
     async def test() -> None:
         async with connected() as (fake, engine, _):
             call = engine.submit([request("a-0"), request("a-1")])
-            call.stop_choice(0)
+            call.stop("a-0")
             assert fake.aborted == ["a-0"]
             fake.emit(output("a-0", [4]), output("a-1", [5]))
-            assert [item.choice_idx for item in await call.next()] == [1]
+            assert [item.request_id for item in await call.next()] == ["a-1"]
 
     run(test())
 
@@ -355,7 +356,7 @@ def test_the_next_scheduler_gets_what_is_left_of_each_request(in_order: bool) ->
             await reader
             assert engine.condition == "recovering"
             late = engine.submit([request("c-0"), request("c-1")])
-            late.stop_choice(1)
+            late.stop("c-1")
             assert len(old.added) == 2
             with pytest.raises(EngineUnavailable, match="waiting for another scheduler"):
                 await engine.stats(1.0)
@@ -383,9 +384,9 @@ def test_the_next_scheduler_gets_what_is_left_of_each_request(in_order: bool) ->
                 new.emit(output("a-0", [7], index=2, finish_reason="length"))
                 new.emit(output("b-0", [8], finish_reason="length"))
                 await new.settle()
-                arrived = [item.output.token_ids for item in await begun.next()]
+                arrived = [item.token_ids for item in await begun.next()]
                 assert arrived == [(), (5, 6), (7,)]
-                assert [item.output.token_ids for item in await waits.next()] == [(8,)]
+                assert [item.token_ids for item in await waits.next()] == [(8,)]
                 assert (await engine.stats(5.0)).num_blocks == 8
 
     run(test())

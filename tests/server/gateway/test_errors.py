@@ -248,7 +248,7 @@ def test_token_ids_that_cannot_fit_are_refused_without_decoding_them(
         assert len(data) < 100, "was decoded"
         return [[1]]
 
-    monkeypatch.setattr("server.gateway.requests.prompts.decode_pieces", pieces)
+    monkeypatch.setattr("server.gateway.dialects.completions.request.decode_pieces", pieces)
     error = error_of(post(PLAIN, {"model": "tiny", "prompt": prompt}), 400)
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert "at least 100 tokens" in error["message"]

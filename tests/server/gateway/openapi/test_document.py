@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from functools import cache
 from typing import Any
@@ -12,17 +11,12 @@ import httpx
 import pytest
 from starlette.routing import Route
 
+from server.gateway.bodies.fields import field_classes
+from server.gateway.dialects.chat.request import ChatBody
+from server.gateway.dialects.completions.request import CompletionBody
 from server.gateway.engine_client import EngineClient
-from server.gateway.openapi.document import STATUSES, document
-from server.gateway.openapi.endpoints import ENDPOINTS, Endpoint
-from server.gateway.requests.schema import ChatBody, CompletionBody, field_classes
+from server.gateway.openapi.document import STATUSES
 from tests.server.gateway.fakes import FakeEngine, gateway, make_app, saying
-
-
-@cache
-def described() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(document())
-    return found
 
 
 def get(path: str) -> httpx.Response:
@@ -31,6 +25,12 @@ def get(path: str) -> httpx.Response:
             return await client.get(path)
 
     return asyncio.run(test())
+
+
+@cache
+def described() -> dict[str, Any]:
+    found: dict[str, Any] = get("/openapi.json").json()
+    return found
 
 
 def refs(value: object) -> set[str]:
@@ -49,13 +49,11 @@ def test_every_route_is_described_and_no_other() -> None:
         path = route.path.replace(":path}", "}")
         if path != "/v1/models/":  # the same as without a slash
             served |= {(method.lower(), path) for method in (route.methods or ()) - {"HEAD"}}
-    assert served == {(each.method, each.path) for each in ENDPOINTS}
     paths = described()["paths"]
     assert served == {(method, path) for path in paths for method in paths[path]}
 
 
-def test_the_document_is_served_and_complete() -> None:
-    assert get("/openapi.json").json() == described()
+def test_the_document_is_complete() -> None:
     assert described()["openapi"].startswith("3.1")
     schemas = described()["components"]["schemas"]
     assert {ref.rpartition("/")[2] for ref in refs(described())} <= set(schemas)
@@ -86,21 +84,26 @@ def test_fields_have_their_limits_and_their_class(kind: type[ChatBody]) -> None:
         assert "without effect" in properties[name]["description"]
 
 
-@pytest.mark.parametrize(
-    "endpoint", [each for each in ENDPOINTS if each.body], ids=lambda each: each.path
-)
-def test_the_examples_work(endpoint: Endpoint) -> None:
+EXAMPLES = {
+    path: methods["post"]["requestBody"]["content"]["application/json"]["example"]
+    for path, methods in described()["paths"].items()
+    if "post" in methods
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_the_examples_work(path: str) -> None:
     async def test() -> None:
         fake = FakeEngine(saying("ok"))
         async with gateway(fake) as client:
             fake.become_ready(max_request_tokens=1000)
             await fake.settle()
-            body = dict(endpoint.example or {})
+            body = dict(EXAMPLES[path])
             if "model" in body:
                 body["model"] = "tiny"
             if "tokens" in body:
                 body["tokens"] = [1, 2]
-            response = await client.post(endpoint.path, json=body)
+            response = await client.post(path, json=body)
             assert response.status_code == 200, response.text
 
     asyncio.run(test())
