@@ -71,6 +71,10 @@ class ControlConnection(Protocol):
         """Release the connection."""
 
 
+# An output, and when it came (time.monotonic).
+Arrived = tuple[RequestOutput, float]
+
+
 class ClientGone(Exception):
     """The HTTP client closed its connection; no answer can be sent."""
 
@@ -79,8 +83,7 @@ class Call:
     """The choices of one HTTP request while the engine works on them.
 
     Ends once: when all choices have finished, by `cancel`, or by an error, which `next`
-    raises after it has returned all earlier outputs. `request_ids` are the choices', in order;
-    `arrived_at_s` tells when the last output came (time.monotonic).
+    raises after it has returned all earlier outputs. `request_ids` are the choices', in order.
     """
 
     def __init__(
@@ -94,12 +97,11 @@ class Call:
         self.grammar_field = grammar_field
         self._close = close
         self._abort = abort
-        self._arrived: list[RequestOutput] = []
+        self._arrived: list[Arrived] = []
         self._wake = asyncio.Event()
         self._error: Exception | None = None
         self._queued: set[str] = set()
         self.request_ids: list[str] = []
-        self.arrived_at_s = 0.0
 
     async def queued(self) -> None:
         """Wait until the scheduler has queued all choices; raises the error that ended the call."""
@@ -111,7 +113,7 @@ class Call:
             self._wake.clear()
             await self._wake.wait()
 
-    async def next(self) -> list[RequestOutput]:
+    async def next(self) -> list[Arrived]:
         """Wait for outputs and return all that have come; raises the error that ended the call."""
         while not self._arrived:
             if self._error is not None:
@@ -124,8 +126,7 @@ class Call:
     def deliver(self, output: RequestOutput, now_s: float) -> None:
         """Hand over an output (called by the reader)."""
         self._queued.add(output.request_id)
-        self._arrived.append(output)
-        self.arrived_at_s = now_s
+        self._arrived.append((output, now_s))
         self._wake.set()
 
     def note_queued(self, request_id: str) -> None:

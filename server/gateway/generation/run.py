@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive
 
-from server.gateway.engine_client import Call, ClientGone
+from server.gateway.engine_client import Arrived, Call, ClientGone
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.streaming import watch_client
 from server.gateway.generation.usage import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -82,14 +82,14 @@ class Run:
         is_gone = isinstance(error, ClientGone) or not isinstance(error, Exception)
         self.close("abort" if is_gone else "error")
 
-    def _grow(self, outputs: Sequence[RequestOutput]) -> Iterator[Choice]:
+    def _grow(self, arrived: Sequence[Arrived]) -> Iterator[Choice]:
         try:
-            for output in outputs:
+            for output, at_s in arrived:
                 for ready in self._scored(output):
                     choice = self._choice_of[ready.request_id]
                     # Tokens behind a stop string are not wanted.
                     if choice.finish_reason is None:
-                        self._add(choice, ready)
+                        self._add(choice, ready, at_s)
                         yield choice
         except Exception as error:
             self._close_after(error)
@@ -112,8 +112,8 @@ class Run:
             prompt.waiting = []
         return ready
 
-    def _add(self, choice: Choice, output: RequestOutput) -> None:
-        num_before, at_s = choice.num_tokens, self._call.arrived_at_s
+    def _add(self, choice: Choice, output: RequestOutput, at_s: float) -> None:
+        num_before = choice.num_tokens
         choice.push(output)
         if not choice.prompt.is_scored:
             raise ProtocolError("tokens came before all log-probabilities of their prompt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
@@ -31,18 +31,6 @@ USER = {"role": "user", "content": "hi"}
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [USER]}
 PLAIN_BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 PROMPT = "user: hi\nassistant: "
-OTHER_MODEL = "the model `other` is not served here"
-
-
-class Bad(NamedTuple):
-    """A request's path and fields, and the error's `param`, `message`, `code` and status."""
-
-    path: str
-    fields: dict[str, object]
-    param: str | None
-    message: str
-    code: str | None = None
-    status: int = 400
 
 
 def post(path: str, body: dict[str, Any], fake: FakeEngine, **options: Any) -> httpx.Response:

