@@ -24,6 +24,7 @@ MAX_STOP_CHARS = 256
 MAX_NAME_CHARS = 256
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
+MAX_REQUEST_ID_CHARS = 128
 MAX_TOOL_NAME_CHARS = 128
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]

@@ -13,6 +13,7 @@ from msgspec import Meta, Raw
 
 from server.gateway.bodies.fields import (
     ABSENT,
+    MAX_REQUEST_ID_CHARS,
     MAX_STOP_STRINGS,
     Count,
     Fields,
@@ -35,7 +36,6 @@ from server.gateway.bodies.sampling_defaults import (
     TopK,
     TopP,
 )
-from server.gateway.http.exchange import MAX_REQUEST_ID_CHARS
 from server.sampling_limits import MAX_BIAS, MAX_PENALTY
 from topspin.plan.retrieval import MAX_TOKENS, MIN_TOKENS
 

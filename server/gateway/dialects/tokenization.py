@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize, vLLM's: their bodies, and their conversion.
 
-Owns their fields and what goes with what; a chat's fields are handed to the chat endpoint's own
+Owns their fields and what goes with what; a chat's fields have the chat endpoint's own types and
 checks, so that a prompt is refused here exactly if it is there. Knows no HTTP.
 """
 
@@ -9,12 +9,26 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import Meta, Raw
 
 from server.gateway.bodies.decoding import decode
-from server.gateway.bodies.fields import Count, Fields, items_of
+from server.gateway.bodies.fields import (
+    ABSENT,
+    NOT_GIVEN,
+    Count,
+    Fields,
+    Refused,
+    RefusedObject,
+    check_fields,
+    items_of,
+)
 from server.gateway.dialects.chat.prompt import chat_prompt
-from server.gateway.dialects.chat.request import decode_chat
+from server.gateway.dialects.chat.request import (
+    ChatBody,
+    TemplateVariables,
+    Tools,
+    checked_messages,
+)
 from server.gateway.dialects.chat.tools import tool_use
 from server.gateway.engine_client import EngineClient
 from server.gateway.generation.served_model import ServedModel
@@ -23,23 +37,7 @@ from topspin.errors import InvalidRequest
 
 MAX_BODY_BYTES = 2**20
 MAX_TOKENS = 2**18
-CHAT_FIELDS = (
-    "messages",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "chat_template_kwargs",
-    "mm_processor_kwargs",
-    "tools",
-)
-
-
-def _like(*types: str) -> Meta:
-    """Describe a Raw field by its JSON types."""
-    return Meta(extra_json_schema={"type": list(types)})
-
-
-_SWITCH = _like("boolean", "null")
+CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 class TokenizeBody(Fields, kw_only=True, frozen=True):
@@ -49,14 +47,13 @@ class TokenizeBody(Fields, kw_only=True, frozen=True):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    # As in ChatBody, which checks them.
-    messages: Annotated[Raw, items_of("ChatMessage")] | UnsetType = UNSET
-    add_generation_prompt: Annotated[Raw, _SWITCH] | UnsetType = UNSET
-    continue_final_message: Annotated[Raw, _SWITCH] | UnsetType = UNSET
-    chat_template: Annotated[Raw, _like("null")] | UnsetType = UNSET
-    chat_template_kwargs: Annotated[Raw, _like("object", "null")] | UnsetType = UNSET
-    mm_processor_kwargs: Annotated[Raw, _like("object", "null")] | UnsetType = UNSET
-    tools: Annotated[Raw, _like("array", "null")] | UnsetType = UNSET
+    messages: Annotated[Raw, items_of("ChatMessage")] = ABSENT
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    tools: Tools | None = None
+    chat_template: Refused = ABSENT
+    mm_processor_kwargs: RefusedObject = ABSENT
 
 
 class DetokenizeBody(Fields, kw_only=True, frozen=True):
@@ -113,11 +110,12 @@ def tokenize(data: bytes, *, model: ServedModel, engine: EngineClient) -> Tokeni
     """
     body, tokenizer = decode(data, TokenizeBody), model.tokenizer
     model.checked_name(body.model)
+    check_fields(body)
     if body.prompt is None:
         tokens = _chat_tokens(body, model)
     else:
-        for name in CHAT_FIELDS:
-            if getattr(body, name) is not UNSET:
+        for name in ("messages", *CHAT_FIELDS):
+            if getattr(body, name) not in (None, NOT_GIVEN):
                 raise InvalidRequest(f"`{name}` does not go with `prompt`", param=name)
         special = body.add_special_tokens is not False
         tokens = tokenizer.encode(body.prompt, add_special_tokens=special)
@@ -127,17 +125,17 @@ def tokenize(data: bytes, *, model: ServedModel, engine: EngineClient) -> Tokeni
 
 
 def _chat_tokens(body: TokenizeBody, model: ServedModel) -> list[int]:
-    if body.messages is UNSET:
+    if body.messages == NOT_GIVEN:
         raise InvalidRequest("one of `prompt` and `messages` is needed", param="prompt")
     template = model.chat_template("give a `prompt`")
-    given = {name: getattr(body, name) for name in CHAT_FIELDS}
-    given["add_special_tokens"] = body.add_special_tokens
-    fields = {name: value for name, value in given.items() if value is not UNSET}
-    chat, messages, _ = decode_chat(msgspec.json.encode(fields))
-    # Tools are only shown here, whether or not calls of them could be read.
-    shown = msgspec.structs.replace(chat, tool_choice="none")
-    tools = tool_use(shown, template=template, formats=model.formats)
-    return chat_prompt(chat, messages, model=model, tools=tools).ids
+    chat = ChatBody(
+        messages=body.messages,
+        add_special_tokens=body.add_special_tokens,
+        tool_choice="none",  # tools are only shown here, whether or not calls could be read
+        **{name: getattr(body, name) for name in CHAT_FIELDS},
+    )
+    tools = tool_use(chat, template=template, formats=model.formats)
+    return chat_prompt(chat, checked_messages(body.messages, {}), model=model, tools=tools).ids
 
 
 def detokenize(data: bytes, *, model: ServedModel) -> Detokenized:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, Protocol
+from typing import Literal
 
+from models.text.tokenizer import IncrementalDetokenizer
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.stop_strings import StopScanner, StopStrings
 from server.gateway.operations.metrics import First
@@ -20,16 +21,6 @@ from server.gateway.parsing.message import Message
 from server.gateway.parsing.parts import Part
 from topspin.errors import EngineUnavailable, ProtocolError
 from topspin.messages import RequestOutput, TokenLogprobs
-
-
-class Detokenizer(Protocol):
-    """The methods used of models.text.tokenizer.IncrementalDetokenizer."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete."""
-
-    def flush(self) -> str:
-        """Return the text held back so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +59,7 @@ class Choice:
         prompt: Prompt,
         is_first: bool,
         options: TextOptions,
-        detokenizer: Detokenizer,
+        detokenizer: IncrementalDetokenizer,
         message: Message | None = None,
     ) -> None:
         self.index = index

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from server.gateway.bodies.fields import SCHEMA_REF, Fields, field_classes
-from server.gateway.http.exchange import HEADER, MAX_REQUEST_ID_CHARS
+from server.gateway.bodies.fields import MAX_REQUEST_ID_CHARS, SCHEMA_REF, Fields, field_classes
+from server.gateway.http.exchange import HEADER
 from server.gateway.openapi.endpoint import Endpoint
 from topspin import __version__
 
@@ -124,18 +124,10 @@ def _response(endpoint: Endpoint, status: int) -> Json:
     content: Json = {media_type: {"schema": {} if answer is None else _ref(answer)}}
     if media_type != JSON:
         content = {media_type: {"schema": {"type": "string"}}}
-    if status == 200 and endpoint.event is not None:
-        content["text/event-stream"] = {
-            # Without a type: some readers take it for the whole stream's, some for each event's.
-            "schema": {
-                "description": "With `stream`: events, each `data: ` and a "
-                f"{endpoint.event.__name__}, the last one `data: [DONE]`",
-            }
-        }
     if status == 200 and endpoint.events:
-        content["text/event-stream"] = {
-            "schema": {"description": f"With `stream`: events, {endpoint.events}"}
-        }
+        # Without a type: some readers take it for the whole stream's, some for each event's.
+        shown = {"description": f"With `stream`: events, {endpoint.events}"}
+        content["text/event-stream"] = {"schema": shown}
     return {"description": STATUSES[status], "headers": headers, "content": content}
 
 
@@ -147,16 +139,8 @@ def _schemas(endpoints: Iterable[Endpoint]) -> dict[str, Json]:
     """Return the schemas of all bodies, answers and events, and of the structs inside them."""
     kinds: dict[type[msgspec.Struct], None] = {}
     for each in endpoints:
-        for kind in (
-            each.body,
-            *each.parts,
-            each.answer,
-            each.event,
-            each.failure,
-            each.error,
-        ):
-            if kind is not None:
-                kinds[kind] = None
+        named = (each.body, *each.parts, each.answer, each.failure, each.error)
+        kinds |= {kind: None for kind in named if kind is not None}
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMA_REF)
     for fields in _subclasses(Fields):
         if fields.__name__ in schemas:

@@ -18,6 +18,8 @@ EXAMPLE_MODEL: Final = "smollm2-moe"
 # Statuses of refusals.
 OF_BODIES: Final = (408, 413, 415, 429)
 OF_GENERATION: Final = (404, *OF_BODIES, 503)
+# Of streams that are made of one type.
+CHUNKS: Final = "each `data: ` and a {}, the last one `data: [DONE]`"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +35,9 @@ class Query:
 class Endpoint:
     """One method of one path.
 
-    `parts` are types that only lists in `body` name which are decoded later.
-    `answer` is the type of a JSON answer, `event` that of a stream's events, or `events` a word on
-    them, `media_type` another answer's. `refusals` are the statuses of failures beside 400 and
+    `parts` are other types that it names: of lists in `body` which are decoded later, of events.
+    `answer` is the type of a JSON answer, `events` a word on those of a stream, `media_type`
+    another answer's. `refusals` are the statuses of failures beside 400 and
     500, which all have; `failure` is the type of the answer with 503 if it is not the usual one,
     `error` that of all failures. `max_bytes` bounds the body.
     """
@@ -47,7 +49,6 @@ class Endpoint:
     parts: tuple[type[msgspec.Struct], ...] = ()
     max_bytes: int = MAX_BODY_BYTES
     answer: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
     events: str = ""
     media_type: str = "application/json"
     refusals: tuple[int, ...] = ()

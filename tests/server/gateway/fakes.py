@@ -353,3 +353,15 @@ async def loopback(
             await serving
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+
+
+@asynccontextmanager
+async def opened(
+    fake: FakeEngine, **options: Any
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Serve as loopback does, and yield the two ends of a connection, which is then closed."""
+    async with loopback(fake, **options) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        yield reader, writer
+        writer.close()
+        await writer.wait_closed()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.gateway.dialects.anthropic.reply import MessageAnswer, MessagesReplies, TokenCount
@@ -14,11 +13,9 @@ from server.gateway.dialects.anthropic.request import (
     decode_messages,
 )
 from server.gateway.dialects.chat.dialect import prepared_chat
-from server.gateway.dialects.chat.prompt import ChatPrompt
 from server.gateway.dialects.chat.request import DecodedChat
-from server.gateway.dialects.dialect import Prepared, ReplyHead
+from server.gateway.dialects.dialect import Prepared
 from server.gateway.errors import AnthropicErrorBody
-from server.gateway.generation.params import RequestParams
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.openapi.endpoint import EXAMPLE_MODEL, OF_GENERATION, Endpoint
 
@@ -73,7 +70,4 @@ class AnthropicDialect:
         return self._prepared(decode_count(data), None)
 
     def _prepared(self, decoded: DecodedChat, max_tokens: int | None) -> Prepared:
-        def replies(_: ChatPrompt, __: RequestParams) -> Callable[[ReplyHead], MessagesReplies]:
-            return MessagesReplies
-
-        return prepared_chat(decoded, self.model, replies, max_tokens=max_tokens)
+        return prepared_chat(decoded, self.model, lambda _: MessagesReplies, max_tokens=max_tokens)

@@ -22,7 +22,7 @@ from server.gateway.generation.params import RequestParams, request_params
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.grammars.structured_outputs import check_end
-from server.gateway.openapi.endpoint import EXAMPLE_MODEL, OF_GENERATION, Endpoint
+from server.gateway.openapi.endpoint import CHUNKS, EXAMPLE_MODEL, OF_GENERATION, Endpoint
 from server.gateway.parsing.message import MessageOptions
 from server.gateway.parsing.reasoning import begins_inside, is_over
 from topspin.errors import InvalidRequest
@@ -32,9 +32,9 @@ CHAT = Endpoint(
     path="/v1/chat/completions",
     summary="Answer a chat",
     body=ChatBody,
-    parts=(ChatMessage,),
+    parts=(ChatMessage, ChatChunk),
     answer=ChatAnswer,
-    event=ChatChunk,
+    events=CHUNKS.format("ChatChunk"),
     refusals=OF_GENERATION,
     example={
         "model": EXAMPLE_MODEL,
@@ -60,7 +60,7 @@ class ChatDialect:
     def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> Prepared:
         """Return the request in a body; see Dialect."""
 
-        def replies(prompt: ChatPrompt, _: RequestParams) -> MakeReplies:
+        def replies(prompt: ChatPrompt) -> MakeReplies:
             return partial(ChatReplies, tokenizer=self.model.tokenizer, places=prompt.map)
 
         return prepared_chat(decode_chat(data), self.model, replies, max_tokens=max_tokens)
@@ -69,7 +69,7 @@ class ChatDialect:
 def prepared_chat(
     decoded: DecodedChat,
     model: ServedModel,
-    replies_to: Callable[[ChatPrompt, RequestParams], MakeReplies],
+    replies_to: Callable[[ChatPrompt], MakeReplies],
     *,
     max_tokens: int | None,
     scores_text: bool = False,
@@ -124,8 +124,8 @@ def prepared_chat(
         and (scores_text or body.include_reasoning is False)
         and (params.text.num_logprobs is not None or params.return_token_ids),
     )
-    replies = replies_to(prompt, params)
-    return Prepared(params, [Prompt(ids=prompt.ids)], "messages", ignored, replies, options)
+    made = [Prompt(ids=prompt.ids)]
+    return Prepared(params, made, "messages", ignored, replies_to(prompt), options)
 
 
 def _params(body: ChatBody, model: ServedModel) -> RequestParams:

@@ -90,6 +90,20 @@ class Tool(Fields, kw_only=True, frozen=True):
     cache_control: Ignored[Object] = None
 
 
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+TemplateVariables = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=MAX_NAME_CHARS)],
+        bool
+        | Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
+        | float
+        | Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+        | None,
+    ],
+    Meta(max_length=MAX_TEMPLATE_KWARGS),
+]
+
+
 class ToolChoiceFunction(Fields, kw_only=True, frozen=True):
     """The name of the function to be called."""
 
@@ -136,22 +150,8 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     reasoning_effort: Name | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: (
-        Annotated[
-            dict[
-                Annotated[str, Meta(max_length=MAX_NAME_CHARS)],
-                bool
-                | Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
-                | float
-                | Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-                | None,
-            ],
-            Meta(max_length=MAX_TEMPLATE_KWARGS),
-        ]
-        | None
-    ) = None
-
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    tools: Tools | None = None
     tool_choice: CallChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -188,13 +188,19 @@ def decode_chat(data: bytes) -> DecodedChat:
     """Return the chat request in `data`; raises InvalidRequest naming the field."""
     body = decode(data, ChatBody)
     ignored = check_fields(body)
-    items = decode(body.messages, MessageList, param="messages")
+    messages = checked_messages(body.messages, ignored)
+    return DecodedChat(body, messages, tuple(ignored))
+
+
+def checked_messages(data: Raw, ignored: dict[str, None]) -> list[ChatMessage]:
+    """Return the messages in `data`, and add the ignored fields that they set to `ignored`."""
+    items = decode(data, MessageList, param="messages")
     messages = decode_each(items, ChatMessage, param="messages")
     for idx, message in enumerate(messages):
         param = f"messages[{idx}]"
         _check_content(message, param=f"{param}.content")
         ignored |= check_fields(message, param=f"{param}.", shown="messages.")
-    return DecodedChat(body, messages, tuple(ignored))
+    return messages
 
 
 def _check_content(message: ChatMessage, *, param: str) -> None:

@@ -19,7 +19,7 @@ from server.gateway.dialects.dialect import Prepared
 from server.gateway.generation.params import request_params
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.served_model import ServedModel
-from server.gateway.openapi.endpoint import EXAMPLE_MODEL, OF_GENERATION, Endpoint
+from server.gateway.openapi.endpoint import CHUNKS, EXAMPLE_MODEL, OF_GENERATION, Endpoint
 
 DEFAULT_MAX_TOKENS = 16
 COMPLETIONS = Endpoint(
@@ -28,7 +28,7 @@ COMPLETIONS = Endpoint(
     summary="Continue a text",
     body=CompletionBody,
     answer=Completion,
-    event=Completion,
+    events=CHUNKS.format("Completion"),
     refusals=OF_GENERATION,
     example={"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "max_tokens": 50},
 )

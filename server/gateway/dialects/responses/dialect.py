@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,9 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.gateway.dialects.chat.dialect import prepared_chat
-from server.gateway.dialects.chat.prompt import ChatPrompt
 from server.gateway.dialects.chat.request import ChatMessage
-from server.gateway.dialects.dialect import Prepared, ReplyHead
+from server.gateway.dialects.dialect import Prepared
 from server.gateway.dialects.responses.reply import (
     ResponseAnswer,
     ResponseDeleted,
@@ -27,7 +25,6 @@ from server.gateway.dialects.responses.request import (
     following,
 )
 from server.gateway.dialects.responses.store import ResponseStore
-from server.gateway.generation.params import RequestParams
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.http.answer import json_response
 from server.gateway.http.exchange import exchange_of
@@ -84,16 +81,18 @@ class ResponsesDialect:
         keep = None
         if request.store is not False:
             keep = partial(store.keep, messages=messages, num_bytes=num_bytes)
-
-        def replies(_: ChatPrompt, __: RequestParams) -> Callable[[ReplyHead], ResponsesReplies]:
-            return partial(
-                ResponsesReplies, tokenizer=self.model.tokenizer, request=request, keep=keep
-            )
-
         if request.instructions:
             messages = [ChatMessage(role="system", content=request.instructions), *messages]
-        chat = chat._replace(messages=messages)
-        return prepared_chat(chat, self.model, replies, max_tokens=max_tokens, scores_text=True)
+        replies = partial(
+            ResponsesReplies, tokenizer=self.model.tokenizer, request=request, keep=keep
+        )
+        return prepared_chat(
+            chat._replace(messages=messages),
+            self.model,
+            lambda _: replies,
+            max_tokens=max_tokens,
+            scores_text=True,
+        )
 
     async def stored(self, request: Request) -> Response:
         """Show a response that is still stored, or forget it."""

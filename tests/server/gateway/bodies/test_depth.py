@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -83,32 +82,28 @@ def body_of(place: str, value: str) -> bytes:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_json_may_be_nested_but_not_without_end(place: str) -> None:
+async def test_json_may_be_nested_but_not_without_end(place: str) -> None:
     path, _, param = PLACES[place]
     template = ChatTemplate({"default": TEMPLATE}, special_tokens={}, source="test")
-
-    async def test() -> None:
-        fake = FakeEngine(saying("ok"))
-        async with gateway(fake, chat_template=template, max_request_tokens=10**6) as client:
-            for depth in (1, MAX_DEPTH - 1, MAX_DEPTH + 1, 333, 495, 981, 3001, 100_001):
-                answer = await client.post(
-                    path,
-                    content=body_of(place, nested(depth)),
-                    headers={"content-type": "application/json"},
-                )
-                shown = (depth, answer.text[:300])
-                if depth < MAX_DEPTH and place != "prompt":
-                    assert answer.status_code == 200, shown
-                elif param is None:
-                    assert answer.status_code in (200, 400, 413), shown
-                else:
-                    assert answer.status_code in (400, 413), shown
-                    error = answer.json()["error"]
-                    if depth < 300 and path != "/v1/messages":
-                        assert error["param"] == param, shown
-                        assert "is nested too deeply" in error["message"], shown
-
-    asyncio.run(test())
+    fake = FakeEngine(saying("ok"))
+    async with gateway(fake, chat_template=template, max_request_tokens=10**6) as client:
+        for depth in (1, MAX_DEPTH - 1, MAX_DEPTH + 1, 333, 495, 981, 3001, 100_001):
+            answer = await client.post(
+                path,
+                content=body_of(place, nested(depth)),
+                headers={"content-type": "application/json"},
+            )
+            shown = (depth, answer.text[:300])
+            if depth < MAX_DEPTH and place != "prompt":
+                assert answer.status_code == 200, shown
+            elif param is None:
+                assert answer.status_code in (200, 400, 413), shown
+            else:
+                assert answer.status_code in (400, 413), shown
+                error = answer.json()["error"]
+                if depth < 300 and path != "/v1/messages":
+                    assert error["param"] == param, shown
+                    assert "is nested too deeply" in error["message"], shown
 
 
 def test_depth_counts_objects_and_lists() -> None:

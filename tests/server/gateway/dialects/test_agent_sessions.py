@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import random
@@ -113,28 +112,24 @@ def responses_turn(num_turns: int, rng: random.Random) -> dict[str, Any]:
     ],
     ids=["messages", "chat", "responses"],
 )
-def test_a_session_hits_the_cache_for_all_that_it_repeats(path: str, turn: Turn) -> None:
+async def test_a_session_hits_the_cache_for_all_that_it_repeats(path: str, turn: Turn) -> None:
     """All but the generation prompt's tokens of a turn are the next one's prefix."""
-
-    async def test() -> None:
-        fake, rng = FakeEngine(saying("ok")), random.Random(5)
-        options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 20_000}
-        async with gateway(fake, **options) as client:
-            for number in range(NUM_TURNS):
-                response = await client.post(path, json=turn(number, rng))
-                assert response.status_code == 200, response.text
-        prompts = [list(unpack_ints(request.prompt)) for request in fake.added]
-        hits = possible = 0
-        for before, prompt in itertools.pairwise(prompts):
-            same = 0
-            while same < min(len(before), len(prompt)) and before[same] == prompt[same]:
-                same += 1
-            hits += same // BLOCK_SIZE * BLOCK_SIZE
-            possible += len(before) // BLOCK_SIZE * BLOCK_SIZE
-        assert possible > 8_000
-        assert hits >= 0.95 * possible
-
-    asyncio.run(test())
+    fake, rng = FakeEngine(saying("ok")), random.Random(5)
+    options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 20_000}
+    async with gateway(fake, **options) as client:
+        for number in range(NUM_TURNS):
+            response = await client.post(path, json=turn(number, rng))
+            assert response.status_code == 200, response.text
+    prompts = [list(unpack_ints(request.prompt)) for request in fake.added]
+    hits = possible = 0
+    for before, prompt in itertools.pairwise(prompts):
+        same = 0
+        while same < min(len(before), len(prompt)) and before[same] == prompt[same]:
+            same += 1
+        hits += same // BLOCK_SIZE * BLOCK_SIZE
+        possible += len(before) // BLOCK_SIZE * BLOCK_SIZE
+    assert possible > 8_000
+    assert hits >= 0.95 * possible
 
 
 @pytest.mark.parametrize("stream", [False, True])

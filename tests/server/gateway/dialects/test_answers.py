@@ -243,59 +243,50 @@ def test_without_top_candidates_the_chosen_token_is_still_told() -> None:
     assert logprobs["top_logprobs"] == [{"a": -0.5}]
 
 
-def test_a_stop_string_ends_text_count_and_the_engines_work() -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with gateway(fake) as client:
-            body = {**PLAIN_BODY, "stop": ["wor", "nothing"]}
-            pending = asyncio.create_task(client.post(PLAIN, json=body))
-            await fake.request_came.wait()
-            # The engine generates more than the stop string and does not finish by itself.
-            fake.emit(output(fake.added[0], ids("hello worlds")))
-            answer = (await pending).json()
-            assert answer["choices"][0]["text"] == "hello "
-            assert answer["choices"][0]["finish_reason"] == "stop"
-            assert answer["usage"]["completion_tokens"] == len(ids("hello wor"))
-            assert fake.aborted == [fake.added[0].request_id]
-
-    asyncio.run(test())
+async def test_a_stop_string_ends_text_count_and_the_engines_work() -> None:
+    fake = FakeEngine()
+    async with gateway(fake) as client:
+        body = {**PLAIN_BODY, "stop": ["wor", "nothing"]}
+        pending = asyncio.create_task(client.post(PLAIN, json=body))
+        await fake.request_came.wait()
+        # The engine generates more than the stop string and does not finish by itself.
+        fake.emit(output(fake.added[0], ids("hello worlds")))
+        answer = (await pending).json()
+        assert answer["choices"][0]["text"] == "hello "
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == len(ids("hello wor"))
+        assert fake.aborted == [fake.added[0].request_id]
 
 
-def test_a_stopped_choice_is_aborted_while_its_sibling_goes_on() -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with gateway(fake) as client:
-            body = {**PLAIN_BODY, "stop": "b", "n": 2}
-            pending = asyncio.create_task(client.post(PLAIN, json=body))
-            await fake.request_came.wait()
-            first, second = fake.added
-            fake.emit(output(first, ids("ab")), output(second, ids("x")))
-            await fake.abort_came.wait()
-            assert fake.aborted == [first.request_id]
-            fake.emit(output(second, ids("y"), index=1, finish_reason="length"))
-            choices = (await pending).json()["choices"]
-            assert [choice["text"] for choice in choices] == ["a", "xy"]
-            assert fake.aborted == [first.request_id]
-
-    asyncio.run(test())
+async def test_a_stopped_choice_is_aborted_while_its_sibling_goes_on() -> None:
+    fake = FakeEngine()
+    async with gateway(fake) as client:
+        body = {**PLAIN_BODY, "stop": "b", "n": 2}
+        pending = asyncio.create_task(client.post(PLAIN, json=body))
+        await fake.request_came.wait()
+        first, second = fake.added
+        fake.emit(output(first, ids("ab")), output(second, ids("x")))
+        await fake.abort_came.wait()
+        assert fake.aborted == [first.request_id]
+        fake.emit(output(second, ids("y"), index=1, finish_reason="length"))
+        choices = (await pending).json()["choices"]
+        assert [choice["text"] for choice in choices] == ["a", "xy"]
+        assert fake.aborted == [first.request_id]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_output_that_cannot_be_shown_fails_and_frees_the_request(stream: bool) -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with gateway(fake) as client:
-            body = {**PLAIN_BODY, "logprobs": 1, "n": 2, "stream": stream}
-            pending = asyncio.create_task(client.post(PLAIN, json=body))
-            await fake.request_came.wait()
-            fake.emit(output(fake.added[0], ids("a")))
-            response = await pending
-            assert response.status_code == (200 if stream else 500)
-            [first, *_] = response.text.removeprefix("data: ").split("\n\n")
-            assert json.loads(first)["error"]["code"] == "protocol_error"
-            assert sorted(fake.aborted) == sorted(added.request_id for added in fake.added)
-
-    asyncio.run(test())
+async def test_an_output_that_cannot_be_shown_fails_and_frees_the_request(stream: bool) -> None:
+    fake = FakeEngine()
+    async with gateway(fake) as client:
+        body = {**PLAIN_BODY, "logprobs": 1, "n": 2, "stream": stream}
+        pending = asyncio.create_task(client.post(PLAIN, json=body))
+        await fake.request_came.wait()
+        fake.emit(output(fake.added[0], ids("a")))
+        response = await pending
+        assert response.status_code == (200 if stream else 500)
+        [first, *_] = response.text.removeprefix("data: ").split("\n\n")
+        assert json.loads(first)["error"]["code"] == "protocol_error"
+        assert sorted(fake.aborted) == sorted(added.request_id for added in fake.added)
 
 
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:
@@ -339,27 +330,24 @@ def test_streamed_whole_and_brute_force_are_one_text(
     asyncio.run(test())
 
 
-def test_a_failure_in_mid_stream_is_an_error_event_then_done() -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with gateway(fake) as client:
-            body = {**CHAT_BODY, "stream": True}
-            pending = asyncio.create_task(client.post(CHAT, json=body))
-            await fake.request_came.wait()
-            fake.emit(output(fake.added[0], ids("hello")))
-            fake.say(PeerLost("closed"))
-            events = events_of(await pending)
-            assert [without_head(event) for event in events] == [
-                chat_choice(0, {"role": "assistant", "content": ""}),
-                chat_choice(0, {"content": "hello"}),
-                {
-                    "error": {
-                        "message": "a node that held the request was lost",
-                        "type": "server_error",
-                        "param": None,
-                        "code": "node_lost",
-                    }
-                },
-            ]
-
-    asyncio.run(test())
+async def test_a_failure_in_mid_stream_is_an_error_event_then_done() -> None:
+    fake = FakeEngine()
+    async with gateway(fake) as client:
+        body = {**CHAT_BODY, "stream": True}
+        pending = asyncio.create_task(client.post(CHAT, json=body))
+        await fake.request_came.wait()
+        fake.emit(output(fake.added[0], ids("hello")))
+        fake.say(PeerLost("closed"))
+        events = events_of(await pending)
+        assert [without_head(event) for event in events] == [
+            chat_choice(0, {"role": "assistant", "content": ""}),
+            chat_choice(0, {"content": "hello"}),
+            {
+                "error": {
+                    "message": "a node that held the request was lost",
+                    "type": "server_error",
+                    "param": None,
+                    "code": "node_lost",
+                }
+            },
+        ]

@@ -136,7 +136,7 @@ def test_defaults_follow_openai() -> None:
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-def test_the_models_defaults_apply_unless_a_request_sets_its_own() -> None:
+async def test_the_models_defaults_apply_unless_a_request_sets_its_own() -> None:
     defaults = SamplingDefaults(
         temperature=0.2, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, max_tokens=30
     )
@@ -147,15 +147,11 @@ def test_the_models_defaults_apply_unless_a_request_sets_its_own() -> None:
         (PLAIN, PLAIN_BODY),
         (PLAIN, {**PLAIN_BODY, "prompt": [1] * 95}),
     ]
-
-    async def test() -> list[SamplingParams]:
-        fake = FakeEngine(saying("a"))
-        async with gateway(fake, defaults=defaults) as client:
-            for path, body in bodies:
-                assert (await client.post(path, json=body)).status_code == 200
-        return [request.sampling for request in fake.added]
-
-    chat, explicit, plain, long = asyncio.run(test())
+    fake = FakeEngine(saying("a"))
+    async with gateway(fake, defaults=defaults) as client:
+        for path, body in bodies:
+            assert (await client.post(path, json=body)).status_code == 200
+    chat, explicit, plain, long = [request.sampling for request in fake.added]
     model = {"temperature": 0.2, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "repetition_penalty": 1.1}
     neutral = {**own, "top_k": 0}
     for sampling, values in ((chat, model), (explicit, neutral), (plain, model)):
@@ -236,16 +232,13 @@ def test_a_prompt_is_truncated_to_its_last_tokens() -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "ids"])
-def test_a_large_body_is_read_in_a_thread_with_the_same_result(form: str) -> None:
-    async def test() -> None:
-        fake = FakeEngine(saying("a"))
-        async with gateway(fake) as client:
-            fake.become_ready(max_request_tokens=100_000)
-            await fake.settle()
-            text = "hello " * 20_000
-            prompt = ids(text) if form == "ids" else text
-            response = await client.post(PLAIN, json={**PLAIN_BODY, "prompt": prompt})
-            assert response.status_code == 200
-            assert prompt_of(fake.added[0]) == text
-
-    asyncio.run(test())
+async def test_a_large_body_is_read_in_a_thread_with_the_same_result(form: str) -> None:
+    fake = FakeEngine(saying("a"))
+    async with gateway(fake) as client:
+        fake.become_ready(max_request_tokens=100_000)
+        await fake.settle()
+        text = "hello " * 20_000
+        prompt = ids(text) if form == "ids" else text
+        response = await client.post(PLAIN, json={**PLAIN_BODY, "prompt": prompt})
+        assert response.status_code == 200
+        assert prompt_of(fake.added[0]) == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,15 @@ from server.gateway.dialects.chat.request import (
 )
 from server.gateway.dialects.completions.request import CompletionBody
 from server.gateway.dialects.responses.request import ResponsesBody
-from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, USER, prompt_of
+from tests.server.gateway.calls import (
+    CHAT,
+    CHAT_BODY,
+    PLAIN,
+    PLAIN_BODY,
+    USER,
+    answer_to,
+    prompt_of,
+)
 from tests.server.gateway.fakes import FakeEngine, gateway, saying
 
 PAGE = Path(__file__).parents[4] / "docs" / "api.md"
@@ -49,13 +56,7 @@ def send(
     if source is not None:
         chat_template = ChatTemplate({"default": source}, special_tokens={}, source="test")
 
-    async def test() -> httpx.Response:
-        async with gateway(fake, chat_template=chat_template) as client:
-            fake.become_ready(max_request_tokens=1000)
-            await fake.settle()
-            return await client.post(path, json=body)
-
-    return asyncio.run(test())
+    return answer_to(path, body, fake=fake, chat_template=chat_template, max_request_tokens=1000)
 
 
 def accepted(path: str, body: dict[str, Any], *, source: str | None = None) -> tuple[str, str]:
@@ -111,21 +112,6 @@ def test_nothing_is_named_when_nothing_is_ignored() -> None:
     assert HEADER not in response.headers
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"store": "yes"}, "store"),
-        ({"metadata": [1]}, "metadata"),
-        ({"spaces_between_special_tokens": 0}, "spaces_between"),
-        ({"stream": True, "stream_options": {"include_obfuscation": 1}}, "stream_options.include_"),
-    ],
-)
-def test_an_ignored_field_has_its_type_checked(fields: dict[str, Any], param: str) -> None:
-    response = send(PLAIN, {**PLAIN_BODY, **fields}, FakeEngine(saying("ok")))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"].startswith(param)
-
-
 def _refused(kind: type[Fields]) -> list[tuple[str, object]]:
     """Return every refused field of `kind` with each accepted value."""
     return [
@@ -138,20 +124,17 @@ def _refused(kind: type[Fields]) -> list[tuple[str, object]]:
 @pytest.mark.parametrize(
     ("path", "body", "kind"), [(PLAIN, PLAIN_BODY, CompletionBody), (CHAT, CHAT_BODY, ChatBody)]
 )
-def test_neutral_values_pass_and_others_are_refused(
+async def test_neutral_values_pass_and_others_are_refused(
     path: str, body: dict[str, Any], kind: type[Fields]
 ) -> None:
-    async def test() -> None:
-        async with gateway(FakeEngine(saying("ok"))) as client:
-            for name, value in _refused(kind):
-                response = await client.post(path, json={**body, name: value})
-                assert response.status_code == 200, (name, value, response.text)
-            for name in field_classes(kind).refused:
-                response = await client.post(path, json={**body, name: "something"})
-                assert response.status_code == 400, name
-                assert response.json()["error"]["param"] == name
-
-    asyncio.run(test())
+    async with gateway(FakeEngine(saying("ok"))) as client:
+        for name, value in _refused(kind):
+            response = await client.post(path, json={**body, name: value})
+            assert response.status_code == 200, (name, value, response.text)
+        for name in field_classes(kind).refused:
+            response = await client.post(path, json={**body, name: "something"})
+            assert response.status_code == 400, name
+            assert response.json()["error"]["param"] == name
 
 
 def test_an_answer_can_be_sent_back() -> None:

@@ -42,126 +42,105 @@ def greeting(request: AddRequest) -> Iterator[RequestOutput]:
     )
 
 
-def test_chat() -> None:
-    async def test() -> None:
-        async with client_of(FakeEngine(greeting)) as client:
-            answer = await client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "hi"}],
-                n=2,
-                logprobs=True,
-                top_logprobs=1,
-                extra_body={"return_token_ids": True, "chat_template_kwargs": {"prefix": "x"}},
-            )
-            assert [choice.message.content for choice in answer.choices] == ["hello ", "hello "]
-            assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
-            scores = answer.choices[0].logprobs
-            assert scores is not None
-            assert scores.content is not None
-            assert [entry.logprob for entry in scores.content] == [-0.25] * 3
-            assert answer.usage is not None
-            assert answer.usage.completion_tokens == 6
-
-    asyncio.run(test())
+async def test_chat() -> None:
+    async with client_of(FakeEngine(greeting)) as client:
+        answer = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hi"}],
+            n=2,
+            logprobs=True,
+            top_logprobs=1,
+            extra_body={"return_token_ids": True, "chat_template_kwargs": {"prefix": "x"}},
+        )
+        assert [choice.message.content for choice in answer.choices] == ["hello ", "hello "]
+        assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+        scores = answer.choices[0].logprobs
+        assert scores is not None
+        assert scores.content is not None
+        assert [entry.logprob for entry in scores.content] == [-0.25] * 3
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 6
 
 
-def test_streamed_chat_with_usage() -> None:
-    async def test() -> None:
-        async with client_of(FakeEngine(greeting)) as client:
-            stream = await client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "hi"}],
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            chunks = [chunk async for chunk in stream]
-            deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
-            assert deltas[0].role == "assistant"
-            assert "".join(delta.content or "" for delta in deltas) == "hello "
-            assert chunks[-2].choices[0].finish_reason == "stop"
-            assert chunks[-1].choices == []
-            assert chunks[-1].usage is not None
-            assert chunks[-1].usage.completion_tokens == 3
-
-    asyncio.run(test())
+async def test_streamed_chat_with_usage() -> None:
+    async with client_of(FakeEngine(greeting)) as client:
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hi"}],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+        assert deltas[0].role == "assistant"
+        assert "".join(delta.content or "" for delta in deltas) == "hello "
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 3
 
 
-def test_completions_streamed_and_whole() -> None:
-    async def test() -> None:
-        async with client_of(FakeEngine(greeting)) as client:
-            answer = await client.completions.create(model="tiny", prompt=["a", "b"], logprobs=1)
-            assert [choice.text for choice in answer.choices] == ["hello ", "hello "]
-            scores = answer.choices[1].logprobs
-            assert scores is not None
-            assert scores.text_offset == [0, 5, 6]
-            stream = await client.completions.create(model="tiny", prompt="a", stream=True)
-            assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello "
-
-    asyncio.run(test())
+async def test_completions_streamed_and_whole() -> None:
+    async with client_of(FakeEngine(greeting)) as client:
+        answer = await client.completions.create(model="tiny", prompt=["a", "b"], logprobs=1)
+        assert [choice.text for choice in answer.choices] == ["hello ", "hello "]
+        scores = answer.choices[1].logprobs
+        assert scores is not None
+        assert scores.text_offset == [0, 5, 6]
+        stream = await client.completions.create(model="tiny", prompt="a", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello "
 
 
-def test_scores_of_a_prompt() -> None:
-    async def test() -> None:
-        async with client_of(FakeEngine(scored("a"))) as client:
-            answer = await client.completions.create(
-                model="tiny",
-                prompt="hi",
-                echo=True,
-                logprobs=1,
-                max_tokens=0,
-                extra_body={"prompt_logprobs": 0},
-            )
-            (choice,) = answer.choices
-            assert choice.text == "hi"
-            score = prompt_score(ids("i")[0], 1, 1)
-            assert choice.logprobs is not None
-            assert choice.logprobs.token_logprobs == [None, score.logprob]
-            assert choice.model_extra is not None
-            entry = {"logprob": score.logprob, "rank": 2, "decoded_token": "i"}
-            assert choice.model_extra["prompt_logprobs"] == [None, {str(ids("i")[0]): entry}]
-
-    asyncio.run(test())
+async def test_scores_of_a_prompt() -> None:
+    async with client_of(FakeEngine(scored("a"))) as client:
+        answer = await client.completions.create(
+            model="tiny",
+            prompt="hi",
+            echo=True,
+            logprobs=1,
+            max_tokens=0,
+            extra_body={"prompt_logprobs": 0},
+        )
+        (choice,) = answer.choices
+        assert choice.text == "hi"
+        score = prompt_score(ids("i")[0], 1, 1)
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [None, score.logprob]
+        assert choice.model_extra is not None
+        entry = {"logprob": score.logprob, "rank": 2, "decoded_token": "i"}
+        assert choice.model_extra["prompt_logprobs"] == [None, {str(ids("i")[0]): entry}]
 
 
-def test_models() -> None:
-    async def test() -> None:
-        async with client_of(FakeEngine()) as client:
-            names = [model.id async for model in client.models.list()]
-            assert names == ["tiny", "org/alias"]
-            assert (await client.models.retrieve("tiny")).owned_by == "topspin"
-
-    asyncio.run(test())
+async def test_models() -> None:
+    async with client_of(FakeEngine()) as client:
+        names = [model.id async for model in client.models.list()]
+        assert names == ["tiny", "org/alias"]
+        assert (await client.models.retrieve("tiny")).owned_by == "topspin"
 
 
-def test_errors_are_typed() -> None:
-    async def test() -> None:
-        async with client_of(FakeEngine(saying("ok"))) as client:
-            with pytest.raises(openai.BadRequestError) as bad:
-                await client.completions.create(model="tiny", prompt="a", temperature=3)
-            assert bad.value.param == "temperature"
-            with pytest.raises(openai.NotFoundError) as missing:
-                await client.completions.create(model="other", prompt="a")
-            assert missing.value.code == "model_not_found"
-
-    asyncio.run(test())
+async def test_errors_are_typed() -> None:
+    async with client_of(FakeEngine(saying("ok"))) as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model="tiny", prompt="a", temperature=3)
+        assert bad.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.completions.create(model="other", prompt="a")
+        assert missing.value.code == "model_not_found"
 
 
-def test_an_engine_lost_in_mid_stream_raises() -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with client_of(fake) as client:
-            opening = asyncio.create_task(
-                client.completions.create(model="tiny", prompt="a", stream=True)
-            )
-            await fake.request_came.wait()
-            fake.emit(output(fake.added[0], ids("hello")))
-            stream = await opening
-            assert (await anext(stream)).choices[0].text == "hello"
-            fake.say(PeerLost("closed"))
-            with pytest.raises(openai.APIError, match="a node that held the request was lost"):
-                await anext(stream)
-            with pytest.raises(openai.InternalServerError) as refused:
-                await client.completions.create(model="tiny", prompt="a")
-            assert refused.value.status_code == 503
-
-    asyncio.run(test())
+async def test_an_engine_lost_in_mid_stream_raises() -> None:
+    fake = FakeEngine()
+    async with client_of(fake) as client:
+        opening = asyncio.create_task(
+            client.completions.create(model="tiny", prompt="a", stream=True)
+        )
+        await fake.request_came.wait()
+        fake.emit(output(fake.added[0], ids("hello")))
+        stream = await opening
+        assert (await anext(stream)).choices[0].text == "hello"
+        fake.say(PeerLost("closed"))
+        with pytest.raises(openai.APIError, match="a node that held the request was lost"):
+            await anext(stream)
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.completions.create(model="tiny", prompt="a")
+        assert refused.value.status_code == 503

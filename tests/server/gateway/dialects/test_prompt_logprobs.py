@@ -293,7 +293,9 @@ def test_other_choices_wait_for_the_scores_that_the_first_brings(stream: bool) -
 
 @pytest.mark.parametrize("num_scores", [0, 2])
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_too_few_or_too_many_scores_fail_the_request(num_scores: int, max_tokens: int) -> None:
+async def test_too_few_or_too_many_scores_fail_the_request(
+    num_scores: int, max_tokens: int
+) -> None:
     def script(request: AddRequest) -> Iterator[RequestOutput]:
         scores = (prompt_score(1, 1, 0),) * num_scores
         made = output(
@@ -301,14 +303,11 @@ def test_too_few_or_too_many_scores_fail_the_request(num_scores: int, max_tokens
         )
         yield made
 
-    async def test() -> None:
-        async with gateway(FakeEngine(script)) as client:
-            body = {**PLAIN_BODY, "prompt_logprobs": 0, "max_tokens": max_tokens}
-            response = await client.post(PLAIN, json=body)
-            assert response.status_code == 500
-            assert response.json()["error"]["code"] == "protocol_error"
-
-    asyncio.run(test())
+    async with gateway(FakeEngine(script)) as client:
+        body = {**PLAIN_BODY, "prompt_logprobs": 0, "max_tokens": max_tokens}
+        response = await client.post(PLAIN, json=body)
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "protocol_error"
 
 
 @pytest.mark.parametrize("form", ["prompt_logprobs", "echo", "stream"])

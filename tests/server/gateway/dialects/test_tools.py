@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -162,43 +161,39 @@ def test_a_call_that_a_stop_string_cuts_is_no_reason_to_call() -> None:
     assert choice["stop_reason"] == "}"
 
 
-def test_a_schema_may_be_nested_but_not_without_end() -> None:
+async def test_a_schema_may_be_nested_but_not_without_end() -> None:
     def nested(depth: int) -> dict[str, Any]:
         schema: dict[str, Any] = {"type": "integer"}
         for _ in range(depth):
             schema = {"type": "object", "properties": {"a": schema}}
         return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
-    async def test() -> None:
-        options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 50_000}
-        async with gateway(FakeEngine(saying("ok")), **options) as client:
-            for depth, status in ((50, 200), (400, 400)):
-                body = {**CHAT_BODY, "tools": [nested(depth)]}
-                response = await client.post(CHAT, json=body)
-                assert response.status_code == status, response.text
-            assert response.json()["error"]["param"] == "tools[0].function.parameters"
-
-    asyncio.run(test())
+    options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 50_000}
+    async with gateway(FakeEngine(saying("ok")), **options) as client:
+        for depth, status in ((50, 200), (400, 400)):
+            body = {**CHAT_BODY, "tools": [nested(depth)]}
+            response = await client.post(CHAT, json=body)
+            assert response.status_code == status, response.text
+        assert response.json()["error"]["param"] == "tools[0].function.parameters"
 
 
-def test_history_that_no_template_could_show_is_refused_and_empty_arguments_are_none() -> None:
-    def called(arguments: str) -> dict[str, Any]:
-        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
-        return {"role": "assistant", "content": "so", "tool_calls": [call]}
+def called(arguments: str) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": "so", "tool_calls": [call]}
 
+
+def test_empty_arguments_are_none() -> None:
     fake = FakeEngine(saying("ok"))
     ask("", fake=fake, messages=[called("")])
     assert '"arguments": {}' in prompt_of(fake.added[0])
 
-    async def test() -> None:
-        fake = FakeEngine(saying("ok"))
-        async with gateway(fake, chat_template=template_of()) as client:
-            body = {**CHAT_BODY, "messages": [called("{}")], "continue_final_message": True}
-            response = await client.post(CHAT, json=body)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "messages[0]"
 
-    asyncio.run(test())
+async def test_calls_without_results_cannot_be_continued() -> None:
+    async with gateway(FakeEngine(saying("ok")), chat_template=template_of()) as client:
+        body = {**CHAT_BODY, "messages": [called("{}")], "continue_final_message": True}
+        response = await client.post(CHAT, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[0]"
 
 
 def test_an_answer_goes_on_within_reasoning_that_the_client_began() -> None:
@@ -208,7 +203,7 @@ def test_an_answer_goes_on_within_reasoning_that_the_client_began() -> None:
     assert (message["reasoning_content"], message["content"]) == (" see", "42")
 
 
-def test_ids_of_calls_have_the_length_that_the_template_takes() -> None:
+async def test_ids_of_calls_have_the_length_that_the_template_takes() -> None:
     source = (
         "{{ tools }}[TOOL_CALLS]name[ARGS]{% for message in messages %}"
         "{% for call in message.tool_calls or [] %}{{ call.id }} {% endfor %}"
@@ -219,18 +214,14 @@ def test_ids_of_calls_have_the_length_that_the_template_takes() -> None:
         call = {"id": call_id, "function": {"name": "add", "arguments": "{}"}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call_id, "content": "3"})
-
-    async def test() -> None:
-        fake = FakeEngine(saying("ok"))
-        async with gateway(fake, chat_template=template_of(source)) as client:
-            body = {"model": "tiny", "messages": messages}
-            assert (await client.post(CHAT, json=body)).status_code == 200
-            shown = (await client.post("/tokenize", json=body)).json()["tokens"]
-        prompt = prompt_of(fake.added[0])
-        assert prompt.endswith("789abcdef 789abcdef0000000c1 0000000c1")
-        assert shown == list(unpack_ints(fake.added[0].prompt))
-
-    asyncio.run(test())
+    fake = FakeEngine(saying("ok"))
+    async with gateway(fake, chat_template=template_of(source)) as client:
+        body = {"model": "tiny", "messages": messages}
+        assert (await client.post(CHAT, json=body)).status_code == 200
+        shown = (await client.post("/tokenize", json=body)).json()["tokens"]
+    prompt = prompt_of(fake.added[0])
+    assert prompt.endswith("789abcdef 789abcdef0000000c1 0000000c1")
+    assert shown == list(unpack_ints(fake.added[0].prompt))
 
 
 @pytest.mark.parametrize("opens", [True, False])
@@ -294,20 +285,17 @@ def test_settings_choose_the_formats() -> None:
         ({"tool_choice": "required", "ignore_eos": True}, SOURCE, {}, "ignore_eos"),
     ],
 )
-def test_a_refused_use_of_tools_is_named(
+async def test_a_refused_use_of_tools_is_named(
     fields: dict[str, Any], source: str, settings: dict[str, Any], param: str
 ) -> None:
-    async def test() -> None:
-        fake, template = FakeEngine(saying("ok")), template_of(source)
-        formats = message_formats(GatewaySection(**settings), template)
-        options: dict[str, Any] = {"chat_template": template, "formats": formats}
-        async with gateway(fake, max_request_tokens=1000, **options) as client:
-            response = await client.post(CHAT, json={**CHAT_BODY, "tools": TOOLS, **fields})
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == param
-        assert fake.added == []
-
-    asyncio.run(test())
+    fake, template = FakeEngine(saying("ok")), template_of(source)
+    formats = message_formats(GatewaySection(**settings), template)
+    options: dict[str, Any] = {"chat_template": template, "formats": formats}
+    async with gateway(fake, max_request_tokens=1000, **options) as client:
+        response = await client.post(CHAT, json={**CHAT_BODY, "tools": TOOLS, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert fake.added == []
 
 
 def test_tools_that_may_not_be_called_are_ignored_by_a_template_without_them() -> None:

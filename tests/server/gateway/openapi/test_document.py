@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from functools import cache
 from typing import Any
 
-import httpx
 import pytest
 from starlette.routing import Route
 
@@ -16,20 +14,13 @@ from server.gateway.dialects.chat.request import ChatBody
 from server.gateway.dialects.completions.request import CompletionBody
 from server.gateway.engine_client import EngineClient
 from server.gateway.openapi.document import STATUSES
+from tests.server.gateway.calls import answer_to
 from tests.server.gateway.fakes import FakeEngine, gateway, make_app, saying
-
-
-def get(path: str) -> httpx.Response:
-    async def test() -> httpx.Response:
-        async with gateway(FakeEngine()) as client:
-            return await client.get(path)
-
-    return asyncio.run(test())
 
 
 @cache
 def described() -> dict[str, Any]:
-    found: dict[str, Any] = get("/openapi.json").json()
+    found: dict[str, Any] = answer_to("/openapi.json").json()
     return found
 
 
@@ -92,26 +83,23 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
-def test_the_examples_work(path: str) -> None:
-    async def test() -> None:
-        fake = FakeEngine(saying("ok"))
-        async with gateway(fake) as client:
-            fake.become_ready(max_request_tokens=1000)
-            await fake.settle()
-            body = dict(EXAMPLES[path])
-            if "model" in body:
-                body["model"] = "tiny"
-            if "tokens" in body:
-                body["tokens"] = [1, 2]
-            response = await client.post(path, json=body)
-            assert response.status_code == 200, response.text
-
-    asyncio.run(test())
+async def test_the_examples_work(path: str) -> None:
+    fake = FakeEngine(saying("ok"))
+    async with gateway(fake) as client:
+        fake.become_ready(max_request_tokens=1000)
+        await fake.settle()
+        body = dict(EXAMPLES[path])
+        if "model" in body:
+            body["model"] = "tiny"
+        if "tokens" in body:
+            body["tokens"] = [1, 2]
+        response = await client.post(path, json=body)
+        assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("path", ["/docs", "/"])
 def test_the_pages_need_nothing_from_elsewhere(path: str) -> None:
-    page = get(path)
+    page = answer_to(path)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert not re.findall(r"(?:https?:)?//[a-z]", page.text)
@@ -120,5 +108,5 @@ def test_the_pages_need_nothing_from_elsewhere(path: str) -> None:
 
 
 def test_the_pages_links_work() -> None:
-    for link in re.findall(r'href="([^"#]+)"', get("/").text):
-        assert get(f"/{link}").status_code == 200
+    for link in re.findall(r'href="([^"#]+)"', answer_to("/").text):
+        assert answer_to(f"/{link}").status_code == 200

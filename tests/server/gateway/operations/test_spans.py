@@ -32,7 +32,7 @@ from tests.server.gateway.fakes import (
     FakeEngine,
     gateway,
     ids,
-    loopback,
+    opened,
     output,
     saying,
     tokenizer,
@@ -257,8 +257,7 @@ async def talk(spans: Spans, *, num_before: int, leaves: bool) -> None:
     """
     fake = FakeEngine()
     fake.queues = num_before > 0
-    async with loopback(fake, spans=spans.sender) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with opened(fake, spans=spans.sender) as (reader, writer):
         writer.write(http_request({"prompt": "hi", "stream": True}))
         await fake.request_came.wait()
         for index in range(num_before):
