@@ -58,7 +58,6 @@ from topspin.errors import TopspinError
 # Of the paths in no route's text: those with a parameter, and those that are not served.
 OTHER_ENDPOINT = "other"
 
-
 Handling = Callable[[Request], Awaitable[Response]]
 
 

@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""The form of request bodies: classes of fields, decoding, and what several APIs share."""

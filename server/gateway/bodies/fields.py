@@ -54,10 +54,10 @@ def neutral(*values: object) -> Meta:
     return Meta(extra={"neutral": values})
 
 
-def items_of(name: str) -> Meta:
-    """Describe a Raw field as a MessageList of the schema `name`."""
-    items = {"$ref": SCHEMA_REF.format(name=name)}
-    return Meta(extra_json_schema={**MESSAGE_LIST_SCHEMA, "items": items})
+def items_of(name: str, *, may_be_null: bool = False) -> Meta:
+    """Describe a Raw field as a MessageList of the schema `name`, or of null."""
+    schema = {**MESSAGE_LIST_SCHEMA, "items": {"$ref": SCHEMA_REF.format(name=name)}}
+    return Meta(extra_json_schema={"anyOf": [schema, {"type": "null"}]} if may_be_null else schema)
 
 
 # A field of one of these types is refused unless null, false, or an empty value.

@@ -1,3 +1,1 @@
-"""From the engine's outputs to an HTTP answer: text, stop strings, JSON and events."""
-
-from __future__ import annotations
+"""The HTTP APIs that the gateway speaks, a room each: the request and its reply together."""

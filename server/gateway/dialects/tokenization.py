@@ -47,7 +47,7 @@ class TokenizeBody(Fields, kw_only=True, frozen=True):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: Annotated[Raw, items_of("ChatMessage")] = ABSENT
+    messages: Annotated[Raw, items_of("ChatMessage", may_be_null=True)] = ABSENT
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None

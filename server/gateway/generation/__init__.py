@@ -1,3 +1,1 @@
-"""From a request's body to a checked call of the engine: fields, defaults, prompts, tokens."""
-
-from __future__ import annotations
+"""A request as the engine runs it: parameters and prompts in, choices that grow."""

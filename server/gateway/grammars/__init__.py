@@ -1,3 +1,1 @@
-"""The encoders of answers, one per API; they share the events that a choice grows by."""
-
-from __future__ import annotations
+"""From the fields that say what an answer must look like to grammars that nodes compile."""

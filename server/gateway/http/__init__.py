@@ -2,5 +2,3 @@
 
 Knows no route and no engine; server.gateway.service and server.gateway.handler use it.
 """
-
-from __future__ import annotations

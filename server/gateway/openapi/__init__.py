@@ -1,3 +1,1 @@
 """The description of the API: what each route takes and answers, as OpenAPI and as a page."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Health, metrics and traces of a gateway, for operators. Knows no request's content."""
-
-from __future__ import annotations

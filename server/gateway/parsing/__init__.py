@@ -1,3 +1,1 @@
 """A model's text as a message: its reasoning, its content and its calls of tools."""
-
-from __future__ import annotations

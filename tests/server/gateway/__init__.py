@@ -1,3 +1,1 @@
 """Tests of the HTTP gateway."""
-
-from __future__ import annotations

@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""Anthropic's API of chats."""

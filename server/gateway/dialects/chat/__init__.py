@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""OpenAI's chats, to which other APIs of chats are translated."""

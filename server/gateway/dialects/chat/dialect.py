@@ -43,7 +43,6 @@ CHAT = Endpoint(
     },
 )
 
-
 MakeReplies = Callable[[ReplyHead], Replies]
 
 

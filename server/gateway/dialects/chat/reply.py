@@ -12,8 +12,8 @@ from msgspec import UNSET, Raw, UnsetType
 
 from models.text.tokenizer import Tokenizer
 from server.gateway.dialects.chat.cache_report import PrefixCacheReport, PromptMap
+from server.gateway.dialects.chunks import ChunkReplies, FinishReason, finite, shown_stop
 from server.gateway.dialects.dialect import ReplyHead
-from server.gateway.dialects.openai import ChunkReplies, FinishReason, finite, shown_stop
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
 from server.gateway.generation.usage import Usage

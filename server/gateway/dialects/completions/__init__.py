@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""OpenAI's completions of texts and token ids."""

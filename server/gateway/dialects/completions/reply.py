@@ -9,8 +9,8 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from models.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from server.gateway.dialects.chunks import ChunkReplies, FinishReason, finite, shown_stop
 from server.gateway.dialects.dialect import ReplyHead
-from server.gateway.dialects.openai import ChunkReplies, FinishReason, finite, shown_stop
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.usage import Usage
 from topspin.messages import TokenLogprobs

@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""OpenAI's newer API of chats, which keeps its answers."""

@@ -17,8 +17,8 @@ from msgspec import UnsetType
 
 from models.text.tokenizer import Tokenizer
 from server.gateway.dialects.chat.reply import chat_logprobs
+from server.gateway.dialects.chunks import COMMENT
 from server.gateway.dialects.dialect import ReplyHead
-from server.gateway.dialects.openai import COMMENT
 from server.gateway.dialects.responses.request import (
     FunctionChoice,
     FunctionTool,
