@@ -2,7 +2,7 @@
 
 Owns the numbers alone, so that the gateway, which refuses by field of the HTTP body, and
 the scheduler, which trusts no gateway, agree. Imports nothing but typing; read by
-server.gateway.requests.schema and server.scheduler.planning.intake.
+server.gateway.bodies.generation and server.scheduler.planning.intake.
 """
 
 from __future__ import annotations

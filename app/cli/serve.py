@@ -23,7 +23,7 @@ from app.launch.gpu_check import check_gpus
 from models.description.config import ModelConfig, load_model_config
 from models.description.facts import facts_of
 from models.sources.hub import resolve_model
-from server.gateway.requests.sampling_defaults import load_sampling_defaults, unapplied_defaults
+from server.gateway.bodies.sampling_defaults import load_sampling_defaults, unapplied_defaults
 from topspin.cores import LayoutChoice
 from topspin.devices import TRITON
 from topspin.errors import ConfigError

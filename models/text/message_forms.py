@@ -1,7 +1,7 @@
 """The forms in which a chat template takes messages: found by rendering a few.
 
 Owns the choice between a text and a list of parts, null and empty contents, and arguments of calls
-as objects or as JSON text. Knows no request; server.gateway.requests.prompts calls it by way of
+as objects or as JSON text. Knows no request; server.gateway.dialects.chat.prompt calls it by way of
 models.text.chat_template. Imports no torch.
 """
 

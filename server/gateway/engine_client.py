@@ -17,7 +17,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -71,23 +71,19 @@ class ControlConnection(Protocol):
         """Release the connection."""
 
 
+# An output, and when it came (time.monotonic).
+Arrived = tuple[RequestOutput, float]
+
+
 class ClientGone(Exception):
     """The HTTP client closed its connection; no answer can be sent."""
-
-
-class Arrival(NamedTuple):
-    """One output, the choice it belongs to, and when it came (time.monotonic)."""
-
-    choice_idx: int
-    output: RequestOutput
-    at_s: float
 
 
 class Call:
     """The choices of one HTTP request while the engine works on them.
 
     Ends once: when all choices have finished, by `cancel`, or by an error, which `next`
-    raises after it has returned all earlier outputs.
+    raises after it has returned all earlier outputs. `request_ids` are the choices', in order.
     """
 
     def __init__(
@@ -101,10 +97,10 @@ class Call:
         self.grammar_field = grammar_field
         self._close = close
         self._abort = abort
-        self._arrived: list[Arrival] = []
+        self._arrived: list[Arrived] = []
         self._wake = asyncio.Event()
         self._error: Exception | None = None
-        self._queued: set[int] = set()
+        self._queued: set[str] = set()
         self.request_ids: list[str] = []
 
     async def queued(self) -> None:
@@ -117,7 +113,7 @@ class Call:
             self._wake.clear()
             await self._wake.wait()
 
-    async def next(self) -> list[Arrival]:
+    async def next(self) -> list[Arrived]:
         """Wait for outputs and return all that have come; raises the error that ended the call."""
         while not self._arrived:
             if self._error is not None:
@@ -127,15 +123,15 @@ class Call:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def deliver(self, arrival: Arrival) -> None:
+    def deliver(self, output: RequestOutput, now_s: float) -> None:
         """Hand over an output (called by the reader)."""
-        self._queued.add(arrival.choice_idx)
-        self._arrived.append(arrival)
+        self._queued.add(output.request_id)
+        self._arrived.append((output, now_s))
         self._wake.set()
 
-    def note_queued(self, choice_idx: int) -> None:
+    def note_queued(self, request_id: str) -> None:
         """Note that a choice is in the scheduler's queue, or was in that of one that is gone."""
-        self._queued.add(choice_idx)
+        self._queued.add(request_id)
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
@@ -145,9 +141,9 @@ class Call:
             self._wake.set()
         self._close(self)
 
-    def stop_choice(self, choice_idx: int) -> None:
+    def stop(self, request_id: str) -> None:
         """Abort one choice in the engine, e.g. because a stop string was found."""
-        self._abort(self.request_ids[choice_idx])
+        self._abort(request_id)
 
     def cancel(self) -> None:
         """End the call because the client has gone; a finished call is left as it is."""
@@ -162,7 +158,6 @@ class _InFlight:
     """
 
     call: Call
-    choice_idx: int
     request: AddRequest
     is_taken: bool
     output: array[int] = field(default_factory=lambda: array("i"))
@@ -237,12 +232,11 @@ class EngineClient:
         if self.is_waiting and self.num_in_flight >= self.max_waiting:
             raise EngineUnavailable(f"{self.num_in_flight} requests wait for another scheduler")
         call = Call(self._release, self._abort, grammar_field=grammar_field)
-        for choice_idx, request in enumerate(requests):
+        for request in requests:
             assert request.request_id not in self._requests, "request ids are unique"
             call.request_ids.append(request.request_id)
-            self._requests[request.request_id] = _InFlight(
-                call, choice_idx, request, is_taken=not self.is_waiting
-            )
+            in_flight = _InFlight(call, request, is_taken=not self.is_waiting)
+            self._requests[request.request_id] = in_flight
         if not self.is_waiting:
             for request in requests:
                 self.connection.send(request)
@@ -333,7 +327,7 @@ class EngineClient:
         elif isinstance(message, RequestQueued):
             for request_id in message.request_ids:
                 if in_flight := self._requests.get(request_id):
-                    in_flight.call.note_queued(in_flight.choice_idx)
+                    in_flight.call.note_queued(request_id)
         elif isinstance(message, RequestFailed):
             # A scheduler that stops fails all requests; the next one gets them.
             if not self.is_waiting:
@@ -366,7 +360,7 @@ class EngineClient:
         in_flight.num_replays = 0
         if output.finish_reason is not None:
             del self._requests[output.request_id]
-        in_flight.call.deliver(Arrival(in_flight.choice_idx, output, now_s))
+        in_flight.call.deliver(output, now_s)
 
     def _abort(self, request_id: str) -> None:
         was_there = self._requests.pop(request_id, None) is not None

@@ -27,13 +27,13 @@ from models.description.config import load_model_config
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
 from server.gateway.app import create_app
+from server.gateway.bodies.sampling_defaults import load_sampling_defaults
 from server.gateway.engine_client import EngineClient
+from server.gateway.generation.served_model import ServedModel
 from server.gateway.http.auth import keys_of
 from server.gateway.http.listener import BACKLOG, HttpServer, bind, check_tls, http_config
 from server.gateway.operations.otlp import SpanSender, span_sender
-from server.gateway.requests.params import ServedModel
-from server.gateway.requests.sampling_defaults import load_sampling_defaults
-from server.gateway.requests.tools import message_formats
+from server.gateway.parsing.formats import message_formats
 from topspin import __version__
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 from topspin.logs import start_logging
@@ -154,6 +154,8 @@ def build_app(
     """Return the application; reads the checkpoint's configuration, tokenizer and template."""
     path = Path(config.plan.model.path)
     model_config = load_model_config(path, config.plan.model.hf_overrides)
+    file = config.gateway.chat_template
+    template = ChatTemplate.find(path) if file is None else ChatTemplate.from_file(path, file)
     model = ServedModel(
         names=config.gateway.served_names,
         root=config.plan.model.path,
@@ -161,16 +163,14 @@ def build_app(
         eos_token_ids=model_config.eos_token_ids,
         created_at_s=int(time.time()),
         defaults=load_sampling_defaults(path, config.gateway.generation_config),
-        retrieval=config.plan.kv_cache.retrieval,
-    )
-    file = config.gateway.chat_template
-    template = ChatTemplate.find(path) if file is None else ChatTemplate.from_file(path, file)
-    return create_app(
-        engine,
-        model=model,
         tokenizer=Tokenizer.from_directory(path),
         template=template,
         formats=message_formats(config.gateway, template),
+        retrieval=config.plan.kv_cache.retrieval,
+    )
+    return create_app(
+        engine,
+        model=model,
         progress_deadline_s=config.plan.link.deadline_s + PROGRESS_MARGIN_S,
         allowed_origins=config.gateway.allowed_origins,
         access_log=config.gateway.access_log,

@@ -13,17 +13,15 @@ import jsonschema
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
+from server.gateway.bodies.decoding import decode
+from server.gateway.bodies.fields import MAX_TOOLS
+from server.gateway.bodies.generation import MAX_STRUCTURED_CHOICES
+from server.gateway.dialects.chat.request import FunctionDefinition, Tool
+from server.gateway.dialects.chat.tool_grammars import constrained, marker_terminal
+from server.gateway.dialects.chat.tools import ToolUse
+from server.gateway.dialects.completions.request import CompletionBody
+from server.gateway.grammars.structured_outputs import grammar_of, json_grammar
 from server.gateway.parsing.call_formats import HERMES
-from server.gateway.requests.grammars import grammar_of, json_grammar
-from server.gateway.requests.schema import (
-    MAX_STRUCTURED_CHOICES,
-    MAX_TOOLS,
-    FunctionDefinition,
-    Tool,
-    decode_completion,
-)
-from server.gateway.requests.tool_grammars import constrained, marker_terminal
-from server.gateway.requests.tools import ToolUse
 from tests.attention_nodes.constrained import Bench, Checkpoint, params
 from tests.attention_nodes.schemas import REFUSED, Schema, all_schemas
 from topspin.errors import InvalidRequest
@@ -132,7 +130,7 @@ def test_blanks_are_bounded(checkpoint: Checkpoint) -> None:
 
 def asked_of(**outputs: Any) -> str:
     body = {"model": "m", "prompt": "p", "structured_outputs": outputs}
-    return grammar_of(decode_completion(json.dumps(body).encode()).body).text
+    return grammar_of(decode(json.dumps(body).encode(), CompletionBody)).text
 
 
 PATTERNS = [

@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 
 from attention_nodes.grammars.processes import CompiledGrammar, Grammars
 from models.text.tokenizer import Tokenizer
-from server.gateway.requests.grammars import json_grammar
+from server.gateway.grammars.structured_outputs import json_grammar
 from tests.checkpoints import EOS_TOKEN_ID
 from tests.engine import Collected, Engine, engine_config
 from tests.faults import OnDemand, faulty_nets

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.gateway.bodies.fields import MAX_REQUEST_ID_CHARS
 from server.gateway.errors import MESSAGES, error_response, truncated
 from server.gateway.operations.otlp import SpanSender
 from server.gateway.operations.spans import GONE_STATUS, OPERATIONS, RequestRecord, request_spans
@@ -23,7 +24,6 @@ from topspin.errors import InvalidRequest
 from topspin.logs import about
 
 HEADER = "X-Request-Id"
-MAX_REQUEST_ID_CHARS = 128
 
 # Asked for every few seconds by machines; their lines would hide the others.
 UNLOGGED_PATHS = frozenset({"/health", "/live", "/metrics"})

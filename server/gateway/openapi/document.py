@@ -1,20 +1,19 @@
 """The OpenAPI 3.1 document, made of the table of routes and of the structs that requests and
 answers are decoded from and encoded to.
 
-Owns the document's form. Knows no route by name and no request; encoded once per process.
+Owns the document's form. Knows no route by name and no request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
 
-from server.gateway.http.exchange import HEADER, MAX_REQUEST_ID_CHARS
-from server.gateway.openapi.endpoints import ENDPOINTS, Endpoint
-from server.gateway.requests.schema import SCHEMA_REF, Fields, field_classes
+from server.gateway.bodies.fields import MAX_REQUEST_ID_CHARS, SCHEMA_REF, Fields, field_classes
+from server.gateway.http.exchange import HEADER
+from server.gateway.openapi.endpoint import Endpoint
 from topspin import __version__
 
 JSON = "application/json"
@@ -36,9 +35,8 @@ RETRY_AFTER = {
 Json = dict[str, Any]
 
 
-@cache
-def document() -> bytes:
-    """Return the document as JSON."""
+def document(endpoints: Collection[Endpoint]) -> bytes:
+    """Return the document of these routes as JSON."""
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -48,23 +46,27 @@ def document() -> bytes:
                 "description": "An OpenAI-compatible server of Mixture-of-Experts models. A field "
                 "that is null counts as not given; an unknown one is refused.",
             },
-            "paths": _paths(),
-            "components": {"schemas": _schemas()},
+            "paths": _paths(endpoints),
+            "components": {"schemas": _schemas(endpoints)},
         }
     )
 
 
-def _paths() -> dict[str, Json]:
+def _paths(endpoints: Iterable[Endpoint]) -> dict[str, Json]:
     paths: dict[str, Json] = {}
-    for endpoint in ENDPOINTS:
-        paths.setdefault(endpoint.path, {})[endpoint.method] = _operation(endpoint)
+    for endpoint in endpoints:
+        paths.setdefault(_path(endpoint), {})[endpoint.method] = _operation(endpoint)
     return paths
+
+
+def _path(endpoint: Endpoint) -> str:
+    return endpoint.path.replace(":path}", "}")
 
 
 def _operation(endpoint: Endpoint) -> Json:
     operation: Json = {
         "summary": endpoint.summary,
-        "operationId": f"{endpoint.method}:{endpoint.path}",
+        "operationId": f"{endpoint.method}:{_path(endpoint)}",
         "parameters": list(_parameters(endpoint)),
         "responses": {
             str(status): _response(endpoint, status)
@@ -82,7 +84,7 @@ def _operation(endpoint: Endpoint) -> Json:
 
 def _parameters(endpoint: Endpoint) -> Iterable[Json]:
     if endpoint.path_text:
-        name = endpoint.path.partition("{")[2].partition("}")[0]
+        name = _path(endpoint).partition("{")[2].partition("}")[0]
         yield {
             "name": name,
             "in": "path",
@@ -122,18 +124,10 @@ def _response(endpoint: Endpoint, status: int) -> Json:
     content: Json = {media_type: {"schema": {} if answer is None else _ref(answer)}}
     if media_type != JSON:
         content = {media_type: {"schema": {"type": "string"}}}
-    if status == 200 and endpoint.event is not None:
-        content["text/event-stream"] = {
-            # Without a type: some readers take it for the whole stream's, some for each event's.
-            "schema": {
-                "description": "With `stream`: events, each `data: ` and a "
-                f"{endpoint.event.__name__}, the last one `data: [DONE]`",
-            }
-        }
     if status == 200 and endpoint.events:
-        content["text/event-stream"] = {
-            "schema": {"description": f"With `stream`: events, {endpoint.events}"}
-        }
+        # Without a type: some readers take it for the whole stream's, some for each event's.
+        shown = {"description": f"With `stream`: events, {endpoint.events}"}
+        content["text/event-stream"] = {"schema": shown}
     return {"description": STATUSES[status], "headers": headers, "content": content}
 
 
@@ -141,20 +135,12 @@ def _ref(kind: type[msgspec.Struct]) -> Json:
     return {"$ref": SCHEMA_REF.format(name=kind.__name__)}
 
 
-def _schemas() -> dict[str, Json]:
+def _schemas(endpoints: Iterable[Endpoint]) -> dict[str, Json]:
     """Return the schemas of all bodies, answers and events, and of the structs inside them."""
     kinds: dict[type[msgspec.Struct], None] = {}
-    for each in ENDPOINTS:
-        for kind in (
-            each.body,
-            *each.parts,
-            each.answer,
-            each.event,
-            each.failure,
-            each.error,
-        ):
-            if kind is not None:
-                kinds[kind] = None
+    for each in endpoints:
+        named = (each.body, *each.parts, each.answer, each.failure, each.error)
+        kinds |= {kind: None for kind in named if kind is not None}
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMA_REF)
     for fields in _subclasses(Fields):
         if fields.__name__ in schemas:

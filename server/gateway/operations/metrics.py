@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -24,7 +25,6 @@ from prometheus_client.registry import Collector
 from topspin.messages import (
     ITERATION_BUCKETS,
     STEP_BUCKETS_S,
-    KvCounts,
     NodeCount,
     Stats,
     StepHistogram,
@@ -69,6 +69,81 @@ _PHASE_TEXTS = {
 }
 
 
+# Of the engine's metrics, those of one number each: the name, a text, and the field of Stats.
+_GAUGES = (
+    ("num_requests_running", "Requests in running batches", "num_running"),
+    ("num_requests_waiting", "Requests waiting to be admitted", "num_waiting"),
+    ("max_queued_requests", "As many may wait; 0 while starting", "max_queued_requests"),
+    ("kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", "kv_cache_usage"),
+    (
+        "kv_spill_memory_usage_perc",
+        "Share of the KV blocks in memory that running sequences need there, beside a spill",
+        "kv_frames_usage",
+    ),
+    ("local_layers", "MoE layers without a hop", "num_local_layers"),
+    ("micro_batches", "Micro-batches of the last step", "num_micro_batches"),
+    ("expert_table_version", "Version of the expert table", "expert_table_version"),
+)
+_COUNTERS = (
+    ("num_preemptions", "Preemptions by recompute", "num_preemptions"),
+    ("num_replays", "Requests replayed after a loss", "num_replays"),
+    ("grammars_compiled", "Grammars compiled", "num_grammars_compiled"),
+    ("grammars_found", "Grammars found compiled", "num_grammars_found"),
+    ("prefix_cache_queries", "Prompt tokens looked up", "prefix_cache_queries"),
+    ("prefix_cache_hits", "Prompt tokens found cached", "prefix_cache_hits"),
+    ("engine_steps", "Engine steps finished", "num_steps"),
+    ("engine_step_seconds", "Time spent in steps", "step_seconds"),
+    ("spec_decode_num_drafts", "Drafts that were verified", "num_drafts"),
+    ("spec_decode_num_draft_tokens", "Tokens of drafts", "num_draft_tokens"),
+    ("spec_decode_root_hits", "Verified tokens that a draft node's tree had", "num_root_hits"),
+    ("spec_decode_root_misses", "Verified tokens that ended such a tree", "num_root_misses"),
+    ("spec_decode_draft_passes", "Passes of draft nodes' models", "num_draft_passes"),
+    (
+        "spec_decode_overlapped_draft_passes",
+        "Of these, passes for which no attention node waited",
+        "num_overlapped_passes",
+    ),
+    ("spec_decode_draft_pass_seconds", "Time of these passes", "draft_pass_seconds"),
+    (
+        "kv_retrieval_selected_rows",
+        "Decoded rows, by layer, that attended to a selection of their keys",
+        "kv.num_selected_rows",
+    ),
+    (
+        "kv_retrieval_coded_segments",
+        "Segments of 1024 keys whose codebooks were learnt",
+        "kv.num_coded_segments",
+    ),
+    ("kv_spill_saved_blocks", "Cache blocks written to the spill's file", "kv.num_saved_blocks"),
+    (
+        "kv_spill_loaded_blocks",
+        "Cache blocks read from the spill's file whole",
+        "kv.num_loaded_blocks",
+    ),
+    (
+        "kv_spill_hot_keys",
+        "Selected keys of spilled blocks, by layer and head, that had a copy in memory",
+        "kv.num_hot_keys",
+    ),
+    (
+        "kv_spill_read_keys",
+        "Selected keys of spilled blocks, by layer and head, that were read from the file",
+        "kv.num_read_keys",
+    ),
+    (
+        "expert_activations",
+        "Experts that a batch had tokens for, summed over batches",
+        "expert_activations",
+    ),
+    (
+        "expert_batches",
+        "Batches with tokens: what one expert node computes at once, in one layer",
+        "expert_batches",
+    ),
+    ("expert_migrations", "Experts read for new tables", "expert_migrations"),
+)
+
+
 class EngineCollector(Collector):
     """The engine's counters in the scheduler's last answer; without one, only engine_up = 0.
 
@@ -83,52 +158,34 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families of one scrape."""
         stats = self.stats
-        yield self._gauge("engine_up", "1 if the scheduler answered this scrape", stats is not None)
+        is_up = stats is not None
+        yield self._number(
+            GaugeMetricFamily, "engine_up", "1 if the scheduler answered this scrape", is_up
+        )
         if stats is None:
             return
-        gauge, counter = self._gauge, self._counter
-        yield gauge("num_requests_running", "Requests in running batches", stats.num_running)
-        yield gauge("num_requests_waiting", "Requests waiting to be admitted", stats.num_waiting)
-        yield gauge(
-            "max_queued_requests", "As many may wait; 0 while starting", stats.max_queued_requests
-        )
+        for kind, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text, field in rows:
+                yield self._number(kind, name, text, attrgetter(field)(stats))
         yield from self._nodes(stats.nodes)
-        yield gauge("kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", stats.kv_cache_usage)
-        yield gauge(
-            "kv_spill_memory_usage_perc",
-            "Share of the KV blocks in memory that running sequences need there, beside a spill",
-            stats.kv_frames_usage,
+        yield self._number(
+            CounterMetricFamily,
+            "spec_decode_num_accepted_tokens",
+            "Tokens of drafts that were accepted",
+            sum(stats.num_accepted_tokens),
         )
-        yield counter("num_preemptions", "Preemptions by recompute", stats.num_preemptions)
-        yield counter("num_replays", "Requests replayed after a loss", stats.num_replays)
-        yield counter("grammars_compiled", "Grammars compiled", stats.num_grammars_compiled)
-        yield counter("grammars_found", "Grammars found compiled", stats.num_grammars_found)
-        yield counter("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries)
-        yield counter("prefix_cache_hits", "Prompt tokens found cached", stats.prefix_cache_hits)
-        yield counter("engine_steps", "Engine steps finished", stats.num_steps)
-        yield counter("engine_step_seconds", "Time spent in steps", stats.step_seconds)
-        yield gauge("local_layers", "MoE layers without a hop", stats.num_local_layers)
-        yield gauge("micro_batches", "Micro-batches of the last step", stats.num_micro_batches)
-        yield from self._drafts(stats)
-        yield from self._kv(stats.kv)
+        yield self._accepted_tokens(stats.num_accepted_tokens)
+        recall = SummaryMetricFamily(
+            "topspin_kv_retrieval_recall",
+            "Of the keys with the greatest products, the share selected; a few rows are looked at",
+            labels=(MODEL_LABEL,),
+        )
+        recall.add_metric((self._model_name,), stats.kv.num_recalls, stats.kv.recall_sum)
+        yield recall
         for phase, histogram in stats.step_phases.items():
             yield self._phase(phase, histogram)
         yield self._iteration_tokens(stats)
         yield from self._expert_tokens(stats.expert_tokens)
-        yield counter(
-            "expert_activations",
-            "Experts that a batch had tokens for, summed over batches",
-            stats.expert_activations,
-        )
-        yield counter(
-            "expert_batches",
-            "Batches with tokens: what one expert node computes at once, in one layer",
-            stats.expert_batches,
-        )
-        yield gauge(
-            "expert_table_version", "Version of the expert table", stats.expert_table_version
-        )
-        yield counter("expert_migrations", "Experts read for new tables", stats.expert_migrations)
         balance = GaugeMetricFamily(
             "topspin_expert_balance",
             "Expert nodes' time for routed pairs, max/mean: lately, and when the last table ended",
@@ -152,90 +209,26 @@ class EngineCollector(Collector):
             planned.add_metric(values, count.planned)
         yield from (present, planned)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"topspin_{name}", text, labels=(MODEL_LABEL,))
+    def _number(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        value: float,
+    ) -> Metric:
+        family = kind(f"topspin_{name}", text, labels=(MODEL_LABEL,))
         family.add_metric((self._model_name,), value)
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"topspin_{name}", text, labels=(MODEL_LABEL,))
-        family.add_metric((self._model_name,), value)
-        return family
-
-    def _kv(self, counts: KvCounts) -> Iterator[Metric]:
-        """Yield the counters of retrieval and of its spill."""
-        counter = self._counter
-        yield counter(
-            "kv_retrieval_selected_rows",
-            "Decoded rows, by layer, that attended to a selection of their keys",
-            counts.num_selected_rows,
-        )
-        yield counter(
-            "kv_retrieval_coded_segments",
-            "Segments of 1024 keys whose codebooks were learnt",
-            counts.num_coded_segments,
-        )
-        recall = SummaryMetricFamily(
-            "topspin_kv_retrieval_recall",
-            "Of the keys with the greatest products, the share selected; a few rows are looked at",
-            labels=(MODEL_LABEL,),
-        )
-        recall.add_metric((self._model_name,), counts.num_recalls, counts.recall_sum)
-        yield recall
-        yield counter(
-            "kv_spill_saved_blocks",
-            "Cache blocks written to the spill's file",
-            counts.num_saved_blocks,
-        )
-        yield counter(
-            "kv_spill_loaded_blocks",
-            "Cache blocks read from the spill's file whole",
-            counts.num_loaded_blocks,
-        )
-        yield counter(
-            "kv_spill_hot_keys",
-            "Selected keys of spilled blocks, by layer and head, that had a copy in memory",
-            counts.num_hot_keys,
-        )
-        yield counter(
-            "kv_spill_read_keys",
-            "Selected keys of spilled blocks, by layer and head, that were read from the file",
-            counts.num_read_keys,
-        )
-
-    def _drafts(self, stats: Stats) -> Iterator[Metric]:
-        """Yield the counters of speculative decoding."""
-        counter, prefix = self._counter, "spec_decode_num"
-        yield counter(f"{prefix}_drafts", "Drafts that were verified", stats.num_drafts)
-        yield counter(f"{prefix}_draft_tokens", "Tokens of drafts", stats.num_draft_tokens)
-        yield counter(
-            f"{prefix}_accepted_tokens",
-            "Tokens of drafts that were accepted",
-            sum(stats.num_accepted_tokens),
-        )
+    def _accepted_tokens(self, counts: Sequence[int]) -> Metric:
         family = CounterMetricFamily(
-            f"topspin_{prefix}_accepted_tokens_per_pos",
+            "topspin_spec_decode_num_accepted_tokens_per_pos",
             "Tokens of drafts that were accepted, by their place in the draft from 0",
             labels=(MODEL_LABEL, "position"),
         )
-        for position, count in enumerate(stats.num_accepted_tokens):
+        for position, count in enumerate(counts):
             family.add_metric((self._model_name, str(position)), count)
-        yield family
-        prefix = "spec_decode"
-        hits, misses = stats.num_root_hits, stats.num_root_misses
-        yield counter(f"{prefix}_root_hits", "Verified tokens that a draft node's tree had", hits)
-        yield counter(f"{prefix}_root_misses", "Verified tokens that ended such a tree", misses)
-        yield counter(
-            f"{prefix}_draft_passes", "Passes of draft nodes' models", stats.num_draft_passes
-        )
-        yield counter(
-            f"{prefix}_overlapped_draft_passes",
-            "Of these, passes for which no attention node waited",
-            stats.num_overlapped_passes,
-        )
-        yield counter(
-            f"{prefix}_draft_pass_seconds", "Time of these passes", stats.draft_pass_seconds
-        )
+        return family
 
     def _iteration_tokens(self, stats: Stats) -> Metric:
         bounds = [*(f"{bound:g}" for bound in ITERATION_BUCKETS), "+Inf"]
@@ -264,7 +257,7 @@ class EngineCollector(Collector):
             family: Metric = CounterMetricFamily("topspin_expert_tokens", text, labels=names)
         else:
             total = sum(count for count, _, _ in each)
-            yield self._counter("expert_tokens", text, total)
+            yield self._number(CounterMetricFamily, "expert_tokens", text, total)
             each = nlargest(TOP_EXPERTS, each)
             each.append((total - sum(count for count, _, _ in each), REST, REST))
             family = GaugeMetricFamily(

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 
+from server.gateway.generation.choice import Choice
+from server.gateway.generation.params import RequestParams
 from topspin.errors import TopspinError
-
-if TYPE_CHECKING:  # an exchange has a record, and what they need knows exchanges
-    from server.gateway.answers.replies.base import Choice
-    from server.gateway.requests.params import RequestParams
 
 # The routes whose POST requests have spans, and the names of what they do.
 OPERATIONS = {

@@ -14,9 +14,10 @@ from typing import Final
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from server.gateway.engine_client import EngineClient
+from server.gateway.http.answer import json_response
+from server.gateway.openapi.endpoint import Endpoint, Query
 from topspin.errors import InvalidRequest, NotFound
 
 # The scheduler gives up on a silent node after 5 s.
@@ -27,17 +28,28 @@ MAX_SECONDS = 60.0
 PROXY_HEADERS: Final = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
 
 
-def trace_route(engine: EngineClient) -> Route:
-    """Return GET /trace?seconds=S."""
+TRACE = Endpoint(
+    method="get",
+    path="/trace",
+    summary="Take the stamps of all nodes, for `topspin trace`, on the server's host only",
+    media_type="application/json",
+    refusals=(404, 503),
+    query=(
+        Query(
+            name="seconds",
+            schema={"type": "number", "exclusiveMinimum": 0, "maximum": 60},
+            text="how many seconds of the past",
+        ),
+    ),
+)
 
-    async def trace(request: Request) -> Response:
-        if not _is_loopback(request) or not PROXY_HEADERS.isdisjoint(request.headers):
-            raise NotFound("traces are shown to clients of the server's own host only")
-        seconds = _seconds(request.query_params.get("seconds"))
-        found = await engine.trace(seconds, TRACE_DEADLINE_S)
-        return Response(msgspec.json.encode(found), media_type="application/json")
 
-    return Route("/trace", trace)
+async def trace(request: Request, *, engine: EngineClient) -> Response:
+    """Answer GET /trace?seconds=S."""
+    if not _is_loopback(request) or not PROXY_HEADERS.isdisjoint(request.headers):
+        raise NotFound("traces are shown to clients of the server's own host only")
+    seconds = _seconds(request.query_params.get("seconds"))
+    return json_response(msgspec.json.encode(await engine.trace(seconds, TRACE_DEADLINE_S)))
 
 
 def _is_loopback(request: Request) -> bool:

@@ -2,7 +2,7 @@
 
 Owns, per format, its markers and the parser of a message. Arguments are passed on as the model
 wrote them, as they come; text that looked like a call and is none becomes content. Pure: knows
-no HTTP; the grammars that force a format are server.gateway.requests.tool_grammars'.
+no HTTP; the grammars that force a format are server.gateway.dialects.chat.tool_grammars'.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -101,11 +102,11 @@ class _Object:
         return num_read
 
 
-class HermesCalls:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
+class _MarkedCalls(ABC):
+    """Text with calls behind a marker; what is of `_behind` (None: blanks) follows a call."""
 
-    begin = "<tool_call>"
-    end = "</tool_call>"
+    begin: str
+    _behind: str | None = None
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._calls = _Calls(new_id)
@@ -116,14 +117,50 @@ class HermesCalls:
         self._is_behind_call = False
 
     def push(self, text: str) -> list[Part]:
+        """Return the parts that `text` completes: content, and calls."""
         parts: list[Part] = []
         self._held += text
         while self._held and self._advance(parts):
             pass
         return parts
 
+    @abstractmethod
     def _advance(self, parts: list[Part]) -> bool:
         """Read what is held up to the next change of state; return whether there was one."""
+
+    @abstractmethod
+    def _begin_call(self) -> None:
+        """Take note of a marker; what is held stood behind it."""
+
+    def _read_text(self, parts: list[Part]) -> bool:
+        if self._is_behind_call:
+            self._held = self._held.lstrip(self._behind)
+            self._is_behind_call = not self._held
+        found = self._held.find(self.begin)
+        end = len(self._held) - num_held(self._held, self.begin) if found < 0 else found
+        # Blanks before a call do not belong to the content.
+        shown = self._held[:end].rstrip()
+        if shown:
+            parts.append(Content(shown))
+        if found < 0:
+            self._held = self._held[len(shown) :]
+            return False
+        self._blanks = self._held[len(shown) : found]
+        self._held = self._held[found + len(self.begin) :]
+        self._begin_call()
+        return True
+
+
+class HermesCalls(_MarkedCalls):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
+
+    begin = "<tool_call>"
+    end = "</tool_call>"
+
+    def _begin_call(self) -> None:
+        self._object = _Object(self._calls)
+
+    def _advance(self, parts: list[Part]) -> bool:
         if self._object is None:
             return self._read_text(parts)
         if not self._object.is_done and not self._object.is_failed:
@@ -155,26 +192,6 @@ class HermesCalls:
         self._object, self._is_behind_call = None, True
         return True
 
-    def _read_text(self, parts: list[Part]) -> bool:
-        if self._is_behind_call:
-            self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
-        found = self._held.find(self.begin)
-        if found < 0:
-            # Blanks before a call do not belong to the content.
-            end = len(self._held) - num_held(self._held, self.begin)
-            shown = self._held[:end].rstrip()
-            self._held = self._held[len(shown) :]
-            if shown:
-                parts.append(Content(shown))
-            return False
-        if before := self._held[:found].rstrip():
-            parts.append(Content(before))
-        self._blanks = self._held[len(before) : found]
-        self._held = self._held[found + len(self.begin) :]
-        self._object = _Object(self._calls)
-        return True
-
     def flush(self) -> list[Part]:
         """Return what was held; a call that ends before its name is known is content."""
         held, self._held = self._held, ""
@@ -185,7 +202,7 @@ class HermesCalls:
         return [Content(self._blanks + self.begin + self._object.raw + held)]
 
 
-class MistralCalls:
+class MistralCalls(_MarkedCalls):
     """`[TOOL_CALLS]` and a list of objects, or `[TOOL_CALLS]name[ARGS]{...}` per call.
 
     Newer Mistral models write the second form, some without `[ARGS]`, and some with `[CALL_ID]` and
@@ -195,26 +212,18 @@ class MistralCalls:
     begin = "[TOOL_CALLS]"
     id_marker = "[CALL_ID]"
     separator = "[ARGS]"
+    _behind = _BLANKS + "}]"
 
     def __init__(self, new_id: Callable[[], str]) -> None:
-        self._calls = _Calls(new_id)
-        self._held = ""
+        super().__init__(new_id)
         self._state: Literal["text", "call", "list", "object", "arguments"] = "text"
-        self._blanks = ""
         self._is_listed = False
-        self._is_behind_call = False
-        self._object: _Object | None = None
         self._arguments = ValueScan()
 
-    def push(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        self._held += text
-        while self._held and self._advance(parts):
-            pass
-        return parts
+    def _begin_call(self) -> None:
+        self._state = "call"
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Read what is held up to the next change of state; return whether there was one."""
         match self._state:
             case "text":
                 return self._read_text(parts)
@@ -226,22 +235,6 @@ class MistralCalls:
                 return self._read_object(parts)
             case "arguments":
                 return self._read_arguments(parts)
-
-    def _read_text(self, parts: list[Part]) -> bool:
-        if self._is_behind_call:
-            self._held = self._held.lstrip(_BLANKS + "}]")
-            self._is_behind_call = not self._held
-        found = self._held.find(self.begin)
-        end = len(self._held) - num_held(self._held, self.begin) if found < 0 else found
-        shown = self._held[:end].rstrip()
-        if shown:
-            parts.append(Content(shown))
-        if found < 0:
-            self._held = self._held[len(shown) :]
-            return False
-        self._blanks = self._held[len(shown) : found]
-        self._held, self._state = self._held[found + len(self.begin) :], "call"
-        return True
 
     def _read_call(self, parts: list[Part]) -> bool:
         """Tell the form by what follows the marker: a list, an object, or a name."""

@@ -1,7 +1,7 @@
 """The parts of a message, as they grow.
 
 Owns the types only. Made by the parsers of this folder, turned into the events of an API by
-server.gateway.answers.
+server.gateway.dialects.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
@@ -15,6 +15,7 @@ from tests.server.gateway.fakes import (
     gateway,
     ids,
     output,
+    saying,
     tokenizer,
 )
 from topspin.messages import (
@@ -26,23 +27,30 @@ from topspin.messages import (
 )
 
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 PLAIN = "/v1/completions"
 USER = {"role": "user", "content": "hi"}
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [USER]}
 PLAIN_BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 PROMPT = "user: hi\nassistant: "
-OTHER_MODEL = "the model `other` is not served here"
 
 
-class Bad(NamedTuple):
-    """A request's path and fields, and the error's `param`, `message`, `code` and status."""
+def answer_to(
+    path: str, body: object = None, *, fake: FakeEngine | None = None, **options: Any
+) -> httpx.Response:
+    """Return the answer to a GET, or to a POST of `body`: JSON, or bytes that are said to be so.
 
-    path: str
-    fields: dict[str, object]
-    param: str | None
-    message: str
-    code: str | None = None
-    status: int = 400
+    `options` are those of gateway.
+    """
+
+    async def test() -> httpx.Response:
+        async with gateway(fake or FakeEngine(saying("ok")), **options) as client:
+            if body is None:
+                return await client.get(path)
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await client.post(path, content=content, headers=JSON)
+
+    return asyncio.run(test())
 
 
 def post(path: str, body: dict[str, Any], fake: FakeEngine, **options: Any) -> httpx.Response:

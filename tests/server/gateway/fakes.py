@@ -23,13 +23,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
 from server.gateway.app import create_app
+from server.gateway.bodies.sampling_defaults import SamplingDefaults
 from server.gateway.engine_client import EngineClient
+from server.gateway.generation.served_model import ServedModel
 from server.gateway.http.auth import ApiKeys
 from server.gateway.http.listener import http_config
 from server.gateway.operations.otlp import SpanSender
-from server.gateway.requests.params import ServedModel
-from server.gateway.requests.sampling_defaults import SamplingDefaults
-from server.gateway.requests.tools import MessageFormats, message_formats
+from server.gateway.parsing.formats import MessageFormats, message_formats
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -212,6 +212,22 @@ class FakeEngine:
         self.say(EngineState(state="ready", max_request_tokens=max_request_tokens))
 
 
+def served_model(**own: Any) -> ServedModel:
+    """Return the tiny model; `own` replaces some of its fields."""
+    facts: dict[str, Any] = {
+        "names": (MODEL_NAME, "org/alias"),
+        "root": "/models/tiny",
+        "vocab_size": tokenizer().vocab_size,
+        "eos_token_ids": (EOS_ID,),
+        "created_at_s": 1_700_000_000,
+        "defaults": SamplingDefaults(),
+        "tokenizer": tokenizer(),
+        "template": template(),
+        "formats": MessageFormats(),
+    }
+    return ServedModel(**facts | own)
+
+
 def make_app(
     engine: EngineClient,
     *,
@@ -230,18 +246,13 @@ def make_app(
     """Return the application over `engine` and the tiny model."""
     return create_app(
         engine,
-        model=ServedModel(
-            names=(MODEL_NAME, "org/alias"),
-            root="/models/tiny",
-            vocab_size=tokenizer().vocab_size,
-            eos_token_ids=(EOS_ID,),
-            created_at_s=1_700_000_000,
+        model=served_model(
             defaults=defaults or SamplingDefaults(),
+            tokenizer=text_tokenizer or tokenizer(),
+            template=chat_template or template(),
+            formats=formats or message_formats(GatewaySection(), chat_template or template()),
             retrieval=retrieval,
         ),
-        tokenizer=text_tokenizer or tokenizer(),
-        template=chat_template or template(),
-        formats=formats or message_formats(GatewaySection(), chat_template or template()),
         progress_deadline_s=progress_deadline_s,
         allowed_origins=allowed_origins,
         access_log=access_log,
@@ -342,3 +353,15 @@ async def loopback(
             await serving
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+
+
+@asynccontextmanager
+async def opened(
+    fake: FakeEngine, **options: Any
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Serve as loopback does, and yield the two ends of a connection, which is then closed."""
+    async with loopback(fake, **options) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        yield reader, writer
+        writer.close()
+        await writer.wait_closed()

@@ -11,75 +11,60 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from server.gateway.answers.streaming import EventStream
 from server.gateway.engine_client import ClientGone
+from server.gateway.generation.streaming import EventStream
 from server.gateway.http.body import MAX_BODY_BYTES, Bodies, BodyTimeout, read_body
 from server.gateway.http.exchange import Exchanges
 from tests.server.gateway.calls import head_of, http_request
-from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, output, saying
+from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, opened, output, saying
 from topspin.errors import Overloaded
 from topspin.messages import FinishReason
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_a_client_that_leaves_frees_its_choices(stream: bool, num_before: int) -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(http_request({"prompt": "hi", "n": 2, "stream": stream}))
+async def test_a_client_that_leaves_frees_its_choices(stream: bool, num_before: int) -> None:
+    fake = FakeEngine()
+    async with loopback(fake) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(http_request({"prompt": "hi", "n": 2, "stream": stream}))
+        await fake.request_came.wait()
+        for index in range(num_before):
+            fake.emit(output(fake.added[0], ids("a"), index=index))
+            if stream:
+                await reader.readuntil(b'"text":"a"')
+        writer.close()
+        await writer.wait_closed()
+        await fake.abort_came.wait()
+        assert sorted(fake.aborted) == sorted(added.request_id for added in fake.added)
+        async with httpx.AsyncClient() as client:
+            metrics = await client.get(f"http://127.0.0.1:{port}/metrics")
+        labels = 'finished_reason="abort",model_name="tiny"'
+        assert f"topspin_request_success_total{{{labels}}} 2.0" in metrics.text
+
+
+async def test_a_stream_comes_event_by_event_over_one_connection() -> None:
+    fake = FakeEngine()
+    async with opened(fake) as (reader, writer):
+        for nth in range(2):
+            fake.request_came.clear()
+            writer.write(http_request({"prompt": "hi", "stream": True}))
             await fake.request_came.wait()
-            for index in range(num_before):
-                fake.emit(output(fake.added[0], ids("a"), index=index))
-                if stream:
-                    await reader.readuntil(b'"text":"a"')
-            writer.close()
-            await writer.wait_closed()
-            await fake.abort_came.wait()
-            assert sorted(fake.aborted) == sorted(added.request_id for added in fake.added)
-            async with httpx.AsyncClient() as client:
-                metrics = await client.get(f"http://127.0.0.1:{port}/metrics")
-            labels = 'finished_reason="abort",model_name="tiny"'
-            assert f"topspin_request_success_total{{{labels}}} 2.0" in metrics.text
-
-    asyncio.run(test())
+            request = fake.added[nth]
+            for index, text in enumerate("abc"):
+                finish: FinishReason | None = "length" if text == "c" else None
+                fake.emit(output(request, ids(text), index=index, finish_reason=finish))
+                # Each token is read before the next one exists.
+                await reader.readuntil(f'"text":"{text}"'.encode())
+            await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert fake.aborted == []
 
 
-def test_a_stream_comes_event_by_event_over_one_connection() -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for nth in range(2):
-                fake.request_came.clear()
-                writer.write(http_request({"prompt": "hi", "stream": True}))
-                await fake.request_came.wait()
-                request = fake.added[nth]
-                for index, text in enumerate("abc"):
-                    finish: FinishReason | None = "length" if text == "c" else None
-                    fake.emit(output(request, ids(text), index=index, finish_reason=finish))
-                    # Each token is read before the next one exists.
-                    await reader.readuntil(f'"text":"{text}"'.encode())
-                await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-            assert fake.aborted == []
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
-
-
-def test_a_body_that_is_too_large_is_answered_and_the_rest_discarded() -> None:
-    async def test() -> None:
-        async with loopback(FakeEngine(saying("ok"))) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            size_bytes = MAX_BODY_BYTES + 1
-            writer.write(head_of(size_bytes) + b" " * size_bytes)
-            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
+async def test_a_body_that_is_too_large_is_answered_and_the_rest_discarded() -> None:
+    async with opened(FakeEngine(saying("ok"))) as (reader, writer):
+        size_bytes = MAX_BODY_BYTES + 1
+        writer.write(head_of(size_bytes) + b" " * size_bytes)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
 
 
 def request_of(messages: list[Message]) -> Request:
@@ -94,37 +79,28 @@ def request_of(messages: list[Message]) -> Request:
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
 
 
-def test_a_body_that_does_not_arrive_is_a_timeout() -> None:
-    async def test() -> None:
-        request = request_of([{"type": "http.request", "body": b"{", "more_body": True}])
-        with pytest.raises(BodyTimeout):
-            await read_body(request, deadline_s=0.01)
-
-    asyncio.run(test())
+async def test_a_body_that_does_not_arrive_is_a_timeout() -> None:
+    request = request_of([{"type": "http.request", "body": b"{", "more_body": True}])
+    with pytest.raises(BodyTimeout):
+        await read_body(request, deadline_s=0.01)
 
 
-def test_a_body_that_comes_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_comes_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is absolute: bytes that come meanwhile do not move it."""
     monkeypatch.setattr("server.gateway.http.body.BODY_DEADLINE_S", 0.2)
     monkeypatch.setattr("server.gateway.http.protocol.HEAD_DEADLINE_S", 0.1)
+    async with opened(FakeEngine()) as (reader, writer):
+        writer.write(head_of(1000))
 
-    async def test() -> None:
-        async with loopback(FakeEngine()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(head_of(1000))
+        async def drip() -> None:
+            while True:
+                writer.write(b" ")
+                await asyncio.sleep(0.01)
 
-            async def drip() -> None:
-                while True:
-                    writer.write(b" ")
-                    await asyncio.sleep(0.01)
-
-            dripping = asyncio.create_task(drip())
-            assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
-            assert b'"request_timeout"' in await reader.read()  # then it is closed
-            dripping.cancel()
-            writer.close()
-
-    asyncio.run(test())
+        dripping = asyncio.create_task(drip())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        assert b'"request_timeout"' in await reader.read()  # then it is closed
+        dripping.cancel()
 
 
 def test_bodies_that_are_held_have_room_together() -> None:
@@ -151,36 +127,30 @@ def test_bodies_that_are_held_have_room_together() -> None:
     asyncio.run(test())
 
 
-def test_a_client_that_leaves_in_its_body_is_gone() -> None:
-    async def test() -> None:
-        with pytest.raises(ClientGone):
-            await read_body(request_of([{"type": "http.disconnect"}]))
-
-    asyncio.run(test())
+async def test_a_client_that_leaves_in_its_body_is_gone() -> None:
+    with pytest.raises(ClientGone):
+        await read_body(request_of([{"type": "http.disconnect"}]))
 
 
-def test_a_client_that_never_reads_loses_its_stream() -> None:
-    async def test() -> None:
-        ended: list[str] = []
+async def test_a_client_that_never_reads_loses_its_stream() -> None:
+    ended: list[str] = []
 
-        async def blocks() -> AsyncGenerator[bytes, None]:
-            try:
-                while True:
-                    yield b"data: {}\n\n"
-            finally:
-                ended.append("blocks")
+    async def blocks() -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                yield b"data: {}\n\n"
+        finally:
+            ended.append("blocks")
 
-        async def receive() -> Message:
-            raise AssertionError
+    async def receive() -> Message:
+        raise AssertionError
 
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
 
-        stream = EventStream(blocks(), close=lambda: ended.append("close"), send_deadline_s=0.01)
-        async with asyncio.timeout(DEADLINE_S):
-            served = Exchanges(stream, access_log=False)
-            await served({"type": "http", "path": "/", "headers": []}, receive, send)
-        assert ended == ["blocks", "close"]
-
-    asyncio.run(test())
+    stream = EventStream(blocks(), close=lambda: ended.append("close"), send_deadline_s=0.01)
+    async with asyncio.timeout(DEADLINE_S):
+        served = Exchanges(stream, access_log=False)
+        await served({"type": "http", "path": "/", "headers": []}, receive, send)
+    assert ended == ["blocks", "close"]

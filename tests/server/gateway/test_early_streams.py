@@ -11,7 +11,7 @@ import openai
 import pytest
 from starlette.types import Message, Send
 
-from server.gateway.answers.streaming import EventStream
+from server.gateway.generation.streaming import EventStream
 from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY
 from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
 from topspin.messages import RequestFailed, RequestQueued
@@ -37,65 +37,56 @@ async def ask(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.Strea
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stream_begins_when_its_request_is_queued(path: str) -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        fake.queues = False
-        async with loopback(fake, keep_alive_s=0.01) as port:
-            reader, writer = await ask(port, path)
-            await fake.request_came.wait()
-            await fake.settle()
-            head = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
-            await fake.settle()
-            assert not head.done()
-            fake.say(RequestQueued(request_ids=(fake.added[0].request_id,)))
-            assert (await head).startswith(b"HTTP/1.1 200 ")
-            # In chunks of their own, again and again, before the first token and after it.
-            beat = PING if path == "/v1/messages" else COMMENT
-            for _ in range(2):
-                await reader.readuntil(beat)
-            fake.emit(output(fake.added[0], ids("a")))
-            await reader.readuntil(b'"a"')
+async def test_a_stream_begins_when_its_request_is_queued(path: str) -> None:
+    fake = FakeEngine()
+    fake.queues = False
+    async with loopback(fake, keep_alive_s=0.01) as port:
+        reader, writer = await ask(port, path)
+        await fake.request_came.wait()
+        await fake.settle()
+        head = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+        await fake.settle()
+        assert not head.done()
+        fake.say(RequestQueued(request_ids=(fake.added[0].request_id,)))
+        assert (await head).startswith(b"HTTP/1.1 200 ")
+        # In chunks of their own, again and again, before the first token and after it.
+        beat = PING if path == "/v1/messages" else COMMENT
+        for _ in range(2):
             await reader.readuntil(beat)
-            fake.emit(output(fake.added[0], ids("b"), index=1, finish_reason="length"))
-            rest = await reader.readuntil(b"0\r\n\r\n")
-            assert b'"b"' in rest
-            assert beat not in rest.partition(b'"b"')[2]
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
+        fake.emit(output(fake.added[0], ids("a")))
+        await reader.readuntil(b'"a"')
+        await reader.readuntil(beat)
+        fake.emit(output(fake.added[0], ids("b"), index=1, finish_reason="length"))
+        rest = await reader.readuntil(b"0\r\n\r\n")
+        assert b'"b"' in rest
+        assert beat not in rest.partition(b'"b"')[2]
+        writer.close()
+        await writer.wait_closed()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_error_after_that_is_an_event(path: str) -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake) as port:
-            reader, writer = await ask(port, path)
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-            lost = {"code": "node_lost", "status": 503, "message": "secret"}
-            fake.say(RequestFailed(request_id=fake.added[0].request_id, **lost))
-            rest = await reader.readuntil(b"0\r\n\r\n")
-            assert b"a node that held the request was lost" in rest
-            assert b": keep-alive" not in rest, "0 is off"
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
+async def test_an_error_after_that_is_an_event(path: str) -> None:
+    fake = FakeEngine()
+    async with loopback(fake) as port:
+        reader, writer = await ask(port, path)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        lost = {"code": "node_lost", "status": 503, "message": "secret"}
+        fake.say(RequestFailed(request_id=fake.added[0].request_id, **lost))
+        rest = await reader.readuntil(b"0\r\n\r\n")
+        assert b"a node that held the request was lost" in rest
+        assert b": keep-alive" not in rest, "0 is off"
+        writer.close()
+        await writer.wait_closed()
 
 
-def test_a_client_that_leaves_before_the_first_token_frees_its_request() -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake, keep_alive_s=0.01) as port:
-            reader, writer = await ask(port, "/v1/chat/completions")
-            await reader.readuntil(COMMENT)
-            writer.close()
-            await fake.abort_came.wait()
-            assert fake.aborted == [fake.added[0].request_id]
-
-    asyncio.run(test())
+async def test_a_client_that_leaves_before_the_first_token_frees_its_request() -> None:
+    fake = FakeEngine()
+    async with loopback(fake, keep_alive_s=0.01) as port:
+        reader, writer = await ask(port, "/v1/chat/completions")
+        await reader.readuntil(COMMENT)
+        writer.close()
+        await fake.abort_came.wait()
+        assert fake.aborted == [fake.added[0].request_id]
 
 
 def test_the_clients_of_openai_and_anthropic_read_on(monkeypatch: pytest.MonkeyPatch) -> None:

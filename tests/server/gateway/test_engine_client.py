@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from server.gateway.engine_client import MAX_REPLAYS, Arrival, Call, ClientGone, EngineClient
+from server.gateway.engine_client import MAX_REPLAYS, Arrived, Call, ClientGone, EngineClient
 from tests.server.gateway.fakes import FakeEngine, output
 from topspin.errors import (
     EngineError,
@@ -36,10 +36,6 @@ from topspin.messages import (
     TokenLogprobs,
     unpack_ints,
 )
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
 
 
 def request(request_id: str) -> AddRequest:
@@ -76,68 +72,59 @@ async def outcome(call: Call) -> TopspinError:
     return caught.value
 
 
-def test_outputs_reach_their_choice_in_order() -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, _):
-            one = engine.submit([request("a-0"), request("a-1")])
-            other = engine.submit([request("b-0")])
-            assert [added.request_id for added in fake.added] == ["a-0", "a-1", "b-0"]
-            fake.emit(output("a-1", [5]), output("b-0", [6]), output("a-0", [7]))
-            fake.emit(output("a-1", [8, 9], index=1, finish_reason="stop"))
-            arrived: list[Arrival] = []
-            while len(arrived) < 3:
-                arrived += await one.next()
-            assert [(item.choice_idx, item.output.token_ids) for item in arrived] == [
-                (1, (5,)),
-                (0, (7,)),
-                (1, (8, 9)),
-            ]
-            assert [item.output.token_ids for item in await other.next()] == [(6,)]
-            assert engine.num_in_flight == 2, "a-1 has finished"
-
-    run(test())
+async def test_outputs_reach_their_choice_in_order() -> None:
+    async with connected() as (fake, engine, _):
+        one = engine.submit([request("a-0"), request("a-1")])
+        other = engine.submit([request("b-0")])
+        assert [added.request_id for added in fake.added] == ["a-0", "a-1", "b-0"]
+        fake.emit(output("a-1", [5]), output("b-0", [6]), output("a-0", [7]))
+        fake.emit(output("a-1", [8, 9], index=1, finish_reason="stop"))
+        arrived: list[Arrived] = []
+        while len(arrived) < 3:
+            arrived += await one.next()
+        assert [(item.request_id, item.token_ids) for item, _ in arrived] == [
+            ("a-1", (5,)),
+            ("a-0", (7,)),
+            ("a-1", (8, 9)),
+        ]
+        assert [item.token_ids for item, _ in await other.next()] == [(6,)]
+        assert engine.num_in_flight == 2, "a-1 has finished"
 
 
-def test_a_call_is_queued_when_all_its_choices_are() -> None:
-    async def test() -> None:
-        async with connected(replay_deadline_s=9.0) as (fake, engine, reader):
-            fake.queues = False
-            call = engine.submit([request("a-0"), request("a-1")])
-            waiting = asyncio.create_task(call.queued())
-            fake.say(RequestQueued(request_ids=("a-0", "unknown")))
-            await fake.settle()
-            assert not waiting.done()
-            # Another scheduler queues both; the first one said so before.
-            fake.say(PeerLost("gone"))
-            await reader
-            again = asyncio.create_task(engine.run())
-            fake.become_ready()
-            fake.say(RequestQueued(request_ids=("a-0",)))
-            await fake.settle()
-            assert not waiting.done()
-            fake.say(RequestQueued(request_ids=("a-1",)))
-            fake.say(RequestQueued(request_ids=("a-1",)))
-            await waiting
-            fake.emit(output("a-1", [5]))
-            assert len(await call.next()) == 1
-            again.cancel()
-            await asyncio.gather(again, return_exceptions=True)
-
-    run(test())
+async def test_a_call_is_queued_when_all_its_choices_are() -> None:
+    async with connected(replay_deadline_s=9.0) as (fake, engine, reader):
+        fake.queues = False
+        call = engine.submit([request("a-0"), request("a-1")])
+        waiting = asyncio.create_task(call.queued())
+        fake.say(RequestQueued(request_ids=("a-0", "unknown")))
+        await fake.settle()
+        assert not waiting.done()
+        # Another scheduler queues both; the first one said so before.
+        fake.say(PeerLost("gone"))
+        await reader
+        again = asyncio.create_task(engine.run())
+        fake.become_ready()
+        fake.say(RequestQueued(request_ids=("a-0",)))
+        await fake.settle()
+        assert not waiting.done()
+        fake.say(RequestQueued(request_ids=("a-1",)))
+        fake.say(RequestQueued(request_ids=("a-1",)))
+        await waiting
+        fake.emit(output("a-1", [5]))
+        assert len(await call.next()) == 1
+        again.cancel()
+        await asyncio.gather(again, return_exceptions=True)
 
 
-def test_a_refusal_comes_before_it_counts_that_others_are_queued() -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, _):
-            fake.queues = False
-            call = engine.submit([request("a-0"), request("a-1")])
-            fake.say(RequestQueued(request_ids=("a-0",)))
-            full = {"code": "rate_limit_exceeded", "status": 429, "message": "full"}
-            fake.say(RequestFailed(request_id="a-1", **full))
-            with pytest.raises(Overloaded, match="full"):
-                await call.queued()
-
-    run(test())
+async def test_a_refusal_comes_before_it_counts_that_others_are_queued() -> None:
+    async with connected() as (fake, engine, _):
+        fake.queues = False
+        call = engine.submit([request("a-0"), request("a-1")])
+        fake.say(RequestQueued(request_ids=("a-0",)))
+        full = {"code": "rate_limit_exceeded", "status": 429, "message": "full"}
+        fake.say(RequestFailed(request_id="a-1", **full))
+        with pytest.raises(Overloaded, match="full"):
+            await call.queued()
 
 
 @pytest.mark.parametrize(
@@ -149,47 +136,38 @@ def test_a_refusal_comes_before_it_counts_that_others_are_queued() -> None:
         (Stop(reason="a message for nodes"), ProtocolError),
     ],
 )
-def test_what_hits_the_engine_ends_every_call_once(
+async def test_what_hits_the_engine_ends_every_call_once(
     message: AnyMessage | Exception, kind: type[TopspinError]
 ) -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, _):
-            calls = [engine.submit([request(f"{name}-0"), request(f"{name}-1")]) for name in "ab"]
-            fake.emit(output("a-0", [1]))
-            fake.say(message)
-            assert [item.output.token_ids for item in await calls[0].next()] == [(1,)]
-            for call in calls:
-                assert type(await outcome(call)) is kind
-            assert engine.num_in_flight == 0
-
-    run(test())
+    async with connected() as (fake, engine, _):
+        calls = [engine.submit([request(f"{name}-0"), request(f"{name}-1")]) for name in "ab"]
+        fake.emit(output("a-0", [1]))
+        fake.say(message)
+        assert [item.token_ids for item, _ in await calls[0].next()] == [(1,)]
+        for call in calls:
+            assert type(await outcome(call)) is kind
+        assert engine.num_in_flight == 0
 
 
-def test_a_lost_scheduler_is_said_to_new_requests_and_gets_no_aborts() -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, reader):
-            call = engine.submit([request("a-0")])
-            fake.say(PeerLost("closed"))
-            await outcome(call)
+async def test_a_lost_scheduler_is_said_to_new_requests_and_gets_no_aborts() -> None:
+    async with connected() as (fake, engine, reader):
+        call = engine.submit([request("a-0")])
+        fake.say(PeerLost("closed"))
+        await outcome(call)
+        await reader
+        assert fake.aborted == []
+        with pytest.raises(EngineUnavailable, match=r"not ready \(failed\)"):
+            engine.submit([request("b-0")])
+        with pytest.raises(EngineUnavailable):
+            await engine.stats(1.0)
+
+
+async def test_a_refused_gateway_says_why_and_ends() -> None:
+    async with connected() as (fake, engine, reader):
+        fake.say(Refused(reason="revision 0.0.9"))
+        with pytest.raises(VersionMismatch, match=r"revision 0\.0\.9"):
             await reader
-            assert fake.aborted == []
-            with pytest.raises(EngineUnavailable, match=r"not ready \(failed\)"):
-                engine.submit([request("b-0")])
-            with pytest.raises(EngineUnavailable):
-                await engine.stats(1.0)
-
-    run(test())
-
-
-def test_a_refused_gateway_says_why_and_ends() -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, reader):
-            fake.say(Refused(reason="revision 0.0.9"))
-            with pytest.raises(VersionMismatch, match=r"revision 0\.0\.9"):
-                await reader
-            assert engine.condition == "failed"
-
-    run(test())
+        assert engine.condition == "failed"
 
 
 @pytest.mark.parametrize(
@@ -206,115 +184,94 @@ def test_a_refused_gateway_says_why_and_ends() -> None:
         ("protocol_error", 500, ProtocolError),
     ],
 )
-def test_a_failed_choice_fails_its_call_and_frees_its_siblings(
+async def test_a_failed_choice_fails_its_call_and_frees_its_siblings(
     code: str, status: int, kind: type[TopspinError]
 ) -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, _):
-            call = engine.submit([request("a-0"), request("a-1")])
-            other = engine.submit([request("b-0")])
-            fake.say(RequestFailed(request_id="a-1", code=code, status=status, message="why"))
-            error = await outcome(call)
-            assert type(error) is kind
-            assert str(error) == "why"
-            assert error.status == status
-            assert fake.aborted == ["a-0"]
-            fake.emit(output("b-0", [3], finish_reason="length"))
-            assert len(await other.next()) == 1
-
-    run(test())
+    async with connected() as (fake, engine, _):
+        call = engine.submit([request("a-0"), request("a-1")])
+        other = engine.submit([request("b-0")])
+        fake.say(RequestFailed(request_id="a-1", code=code, status=status, message="why"))
+        error = await outcome(call)
+        assert type(error) is kind
+        assert str(error) == "why"
+        assert error.status == status
+        assert fake.aborted == ["a-0"]
+        fake.emit(output("b-0", [3], finish_reason="length"))
+        assert len(await other.next()) == 1
 
 
 @pytest.mark.parametrize("index", [0, 1, 3])
-def test_an_output_that_repeats_or_skips_fails_its_request_only(index: int) -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, _):
-            call = engine.submit([request("a-0")])
-            other = engine.submit([request("b-0")])
-            fake.emit(output("a-0", [1, 2]), output("b-0", [1]))
-            fake.emit(output("a-0", [9], index=index))
-            assert len(await call.next()) == 1
-            assert isinstance(await outcome(call), ProtocolError)
-            assert fake.aborted == ["a-0"]
-            fake.emit(output("b-0", [2], index=1))
-            assert len(await other.next()) >= 1
-
-    run(test())
+async def test_an_output_that_repeats_or_skips_fails_its_request_only(index: int) -> None:
+    async with connected() as (fake, engine, _):
+        call = engine.submit([request("a-0")])
+        other = engine.submit([request("b-0")])
+        fake.emit(output("a-0", [1, 2]), output("b-0", [1]))
+        fake.emit(output("a-0", [9], index=index))
+        assert len(await call.next()) == 1
+        assert isinstance(await outcome(call), ProtocolError)
+        assert fake.aborted == ["a-0"]
+        fake.emit(output("b-0", [2], index=1))
+        assert len(await other.next()) >= 1
 
 
-def test_a_cancelled_call_is_aborted_and_late_outputs_are_dropped() -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, _):
-            call = engine.submit([request("a-0"), request("a-1")])
-            fake.emit(output("a-0", [1], finish_reason="length"))
+async def test_a_cancelled_call_is_aborted_and_late_outputs_are_dropped() -> None:
+    async with connected() as (fake, engine, _):
+        call = engine.submit([request("a-0"), request("a-1")])
+        fake.emit(output("a-0", [1], finish_reason="length"))
+        await call.next()
+        call.cancel()
+        call.cancel()
+        assert fake.aborted == ["a-1"], "what has finished needs no abort"
+        fake.emit(output("a-1", [1]))
+        with pytest.raises(ClientGone):
             await call.next()
-            call.cancel()
-            call.cancel()
-            assert fake.aborted == ["a-1"], "what has finished needs no abort"
-            fake.emit(output("a-1", [1]))
-            with pytest.raises(ClientGone):
-                await call.next()
-            assert engine.num_in_flight == 0
-
-    run(test())
+        assert engine.num_in_flight == 0
 
 
-def test_stopping_one_choice_leaves_the_others() -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, _):
-            call = engine.submit([request("a-0"), request("a-1")])
-            call.stop_choice(0)
-            assert fake.aborted == ["a-0"]
-            fake.emit(output("a-0", [4]), output("a-1", [5]))
-            assert [item.choice_idx for item in await call.next()] == [1]
-
-    run(test())
+async def test_stopping_one_choice_leaves_the_others() -> None:
+    async with connected() as (fake, engine, _):
+        call = engine.submit([request("a-0"), request("a-1")])
+        call.stop("a-0")
+        assert fake.aborted == ["a-0"]
+        fake.emit(output("a-0", [4]), output("a-1", [5]))
+        assert [item.request_id for item, _ in await call.next()] == ["a-1"]
 
 
-def test_a_bug_in_reading_leaves_nobody_waiting() -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, reader):
-            call = engine.submit([request("a-0")])
-            fake.say(RuntimeError("a bug"))
-            with pytest.raises(RuntimeError):
-                await reader
-            assert isinstance(await outcome(call), EngineUnavailable)
-            with pytest.raises(EngineUnavailable):
-                engine.submit([request("b-0")])
-
-    run(test())
+async def test_a_bug_in_reading_leaves_nobody_waiting() -> None:
+    async with connected() as (fake, engine, reader):
+        call = engine.submit([request("a-0")])
+        fake.say(RuntimeError("a bug"))
+        with pytest.raises(RuntimeError):
+            await reader
+        assert isinstance(await outcome(call), EngineUnavailable)
+        with pytest.raises(EngineUnavailable):
+            engine.submit([request("b-0")])
 
 
-def test_stats_answer_or_a_deadline() -> None:
-    async def test() -> None:
-        async with connected() as (fake, engine, _):
-            assert (await engine.stats(5.0)).num_blocks == 8
-            fake.answers_stats = False
-            with pytest.raises(EngineUnavailable, match="did not answer within"):
-                await engine.stats(0.01)
-            # An answer that comes too late has no receiver.
-            fake.say(fake.stats)
-            waiting = asyncio.create_task(engine.stats(5.0))
-            await asyncio.sleep(0)
-            fake.say(PeerLost("closed"))
-            with pytest.raises(NodeLost):
-                await waiting
-
-    run(test())
+async def test_stats_answer_or_a_deadline() -> None:
+    async with connected() as (fake, engine, _):
+        assert (await engine.stats(5.0)).num_blocks == 8
+        fake.answers_stats = False
+        with pytest.raises(EngineUnavailable, match="did not answer within"):
+            await engine.stats(0.01)
+        # An answer that comes too late has no receiver.
+        fake.say(fake.stats)
+        waiting = asyncio.create_task(engine.stats(5.0))
+        await asyncio.sleep(0)
+        fake.say(PeerLost("closed"))
+        with pytest.raises(NodeLost):
+            await waiting
 
 
-def test_nothing_is_accepted_before_the_engine_is_ready_or_while_draining() -> None:
-    async def test() -> None:
-        engine = EngineClient(FakeEngine())
-        with pytest.raises(EngineUnavailable, match="not ready"):
-            engine.submit([request("a-0")])
-        async with connected() as (_, ready, _reader):
-            ready.drain()
-            assert ready.condition == "stopping"
-            with pytest.raises(EngineUnavailable, match="shutting down"):
-                ready.submit([request("a-0")])
-
-    run(test())
+async def test_nothing_is_accepted_before_the_engine_is_ready_or_while_draining() -> None:
+    engine = EngineClient(FakeEngine())
+    with pytest.raises(EngineUnavailable, match="not ready"):
+        engine.submit([request("a-0")])
+    async with connected() as (_, ready, _reader):
+        ready.drain()
+        assert ready.condition == "stopping"
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            ready.submit([request("a-0")])
 
 
 # Other schedulers.
@@ -344,128 +301,112 @@ def lose(fake: FakeEngine, calls: list[str], *, in_order: bool) -> None:
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_the_next_scheduler_gets_what_is_left_of_each_request(in_order: bool) -> None:
-    async def test() -> None:
-        async with connected(replay_deadline_s=60.0) as (old, engine, reader):
-            begun, waits = engine.submit([request("a-0")]), engine.submit([request("b-0")])
-            scores = (TokenLogprobs(logprob=-1.0), TokenLogprobs(logprob=-2.0))
-            old.emit(output("a-0", [], prompt_logprobs=scores))
-            old.emit(output("a-0", [5, 6]))
-            lose(old, ["a-0", "b-0"], in_order=in_order)
-            await reader
-            assert engine.condition == "recovering"
-            late = engine.submit([request("c-0"), request("c-1")])
-            late.stop_choice(1)
-            assert len(old.added) == 2
-            with pytest.raises(EngineUnavailable, match="waiting for another scheduler"):
-                await engine.stats(1.0)
-            async with reconnected(engine) as new:
-                new.say(EngineState(state="failed", detail="a node was lost at its start"))
-                new.say(EngineState(state="starting", detail="loading: expert 0"))
-                await new.settle()
-                assert (engine.condition, engine.state.detail) == (
-                    "recovering",
-                    "loading: expert 0",
-                )
-                assert new.added == []
-                new.become_ready()
-                await new.settle()
-                assert [
-                    (each.request_id, each.replayed, list(unpack_ints(each.output)))
-                    for each in new.added
-                ] == [
-                    ("a-0", True, [5, 6]),
-                    ("b-0", True, []),
-                    ("c-0", False, []),
-                ]
-                assert [each.num_scored for each in new.added] == [2, 0, 0]
-                assert new.aborted == []
-                new.emit(output("a-0", [7], index=2, finish_reason="length"))
-                new.emit(output("b-0", [8], finish_reason="length"))
-                await new.settle()
-                arrived = [item.output.token_ids for item in await begun.next()]
-                assert arrived == [(), (5, 6), (7,)]
-                assert [item.output.token_ids for item in await waits.next()] == [(8,)]
-                assert (await engine.stats(5.0)).num_blocks == 8
-
-    run(test())
+async def test_the_next_scheduler_gets_what_is_left_of_each_request(in_order: bool) -> None:
+    async with connected(replay_deadline_s=60.0) as (old, engine, reader):
+        begun, waits = engine.submit([request("a-0")]), engine.submit([request("b-0")])
+        scores = (TokenLogprobs(logprob=-1.0), TokenLogprobs(logprob=-2.0))
+        old.emit(output("a-0", [], prompt_logprobs=scores))
+        old.emit(output("a-0", [5, 6]))
+        lose(old, ["a-0", "b-0"], in_order=in_order)
+        await reader
+        assert engine.condition == "recovering"
+        late = engine.submit([request("c-0"), request("c-1")])
+        late.stop("c-1")
+        assert len(old.added) == 2
+        with pytest.raises(EngineUnavailable, match="waiting for another scheduler"):
+            await engine.stats(1.0)
+        async with reconnected(engine) as new:
+            new.say(EngineState(state="failed", detail="a node was lost at its start"))
+            new.say(EngineState(state="starting", detail="loading: expert 0"))
+            await new.settle()
+            assert (engine.condition, engine.state.detail) == (
+                "recovering",
+                "loading: expert 0",
+            )
+            assert new.added == []
+            new.become_ready()
+            await new.settle()
+            assert [
+                (each.request_id, each.replayed, list(unpack_ints(each.output)))
+                for each in new.added
+            ] == [
+                ("a-0", True, [5, 6]),
+                ("b-0", True, []),
+                ("c-0", False, []),
+            ]
+            assert [each.num_scored for each in new.added] == [2, 0, 0]
+            assert new.aborted == []
+            new.emit(output("a-0", [7], index=2, finish_reason="length"))
+            new.emit(output("b-0", [8], finish_reason="length"))
+            await new.settle()
+            arrived = [item.token_ids for item, _ in await begun.next()]
+            assert arrived == [(), (5, 6), (7,)]
+            assert [item.token_ids for item, _ in await waits.next()] == [(8,)]
+            assert (await engine.stats(5.0)).num_blocks == 8
 
 
-def test_requests_do_not_wait_for_ever() -> None:
-    async def test() -> None:
-        async with connected(replay_deadline_s=0.01) as (fake, engine, reader):
-            call = engine.submit([request("a-0")])
-            fake.say(PeerLost("closed"))
-            await reader
-            error = await outcome(call)
-            assert isinstance(error, NodeLost)
-            assert "no scheduler came back within 0.01 s" in str(error)
-            with pytest.raises(EngineUnavailable, match=r"not ready \(failed\)"):
-                engine.submit([request("b-0")])
-            async with reconnected(engine) as new:
-                new.become_ready()
-                await new.settle()
-                assert new.added == []
-                engine.submit([request("b-0")])
-                assert len(new.added) == 1
-
-    run(test())
-
-
-def test_a_gateway_that_ends_waits_too() -> None:
-    """Its own deadline then ends what is left."""
-
-    async def test() -> None:
-        for drains_first in (True, False):
-            async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
-                engine.submit([request("a-0")])
-                if drains_first:
-                    engine.drain()
-                fake.say(PeerLost("closed"))
-                await reader
-                engine.drain()
-                assert engine.condition == "stopping"
-                async with reconnected(engine) as new:
-                    new.become_ready()
-                    await new.settle()
-                    assert [each.request_id for each in new.added] == ["a-0"]
-
-    run(test())
-
-
-def test_only_so_many_requests_wait() -> None:
-    async def test() -> None:
-        async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
-            engine.max_waiting = 3
-            engine.submit([request("a-0"), request("a-1")])
-            fake.say(PeerLost("closed"))
-            await reader
+async def test_requests_do_not_wait_for_ever() -> None:
+    async with connected(replay_deadline_s=0.01) as (fake, engine, reader):
+        call = engine.submit([request("a-0")])
+        fake.say(PeerLost("closed"))
+        await reader
+        error = await outcome(call)
+        assert isinstance(error, NodeLost)
+        assert "no scheduler came back within 0.01 s" in str(error)
+        with pytest.raises(EngineUnavailable, match=r"not ready \(failed\)"):
             engine.submit([request("b-0")])
-            with pytest.raises(EngineUnavailable, match="3 requests wait for another scheduler"):
-                engine.submit([request("c-0")])
+        async with reconnected(engine) as new:
+            new.become_ready()
+            await new.settle()
+            assert new.added == []
+            engine.submit([request("b-0")])
+            assert len(new.added) == 1
 
-    run(test())
 
-
-def test_a_request_that_ends_one_scheduler_after_the_other_fails() -> None:
-    async def test() -> None:
+async def test_a_gateway_that_ends_waits_too() -> None:
+    """Its own deadline then ends what is left."""
+    for drains_first in (True, False):
         async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
-            call = engine.submit([request("poison-0"), request("poison-1")])
+            engine.submit([request("a-0")])
+            if drains_first:
+                engine.drain()
             fake.say(PeerLost("closed"))
             await reader
-            for index in range(MAX_REPLAYS):
-                async with reconnected(engine) as new:
-                    new.become_ready()
-                    await new.settle()
-                    assert [each.request_id for each in new.added] == ["poison-0", "poison-1"]
-                    new.emit(output("poison-1", [9], index=index))
-                    new.say(PeerLost("closed"))
-                    await new.settle()
-            async with reconnected(engine) as last:
-                last.become_ready()
-                await last.settle()
-                assert len(await call.next()) == MAX_REPLAYS
-                assert isinstance(await outcome(call), NodeLost)
-                assert last.added == []
+            engine.drain()
+            assert engine.condition == "stopping"
+            async with reconnected(engine) as new:
+                new.become_ready()
+                await new.settle()
+                assert [each.request_id for each in new.added] == ["a-0"]
 
-    run(test())
+
+async def test_only_so_many_requests_wait() -> None:
+    async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
+        engine.max_waiting = 3
+        engine.submit([request("a-0"), request("a-1")])
+        fake.say(PeerLost("closed"))
+        await reader
+        engine.submit([request("b-0")])
+        with pytest.raises(EngineUnavailable, match="3 requests wait for another scheduler"):
+            engine.submit([request("c-0")])
+
+
+async def test_a_request_that_ends_one_scheduler_after_the_other_fails() -> None:
+    async with connected(replay_deadline_s=60.0) as (fake, engine, reader):
+        call = engine.submit([request("poison-0"), request("poison-1")])
+        fake.say(PeerLost("closed"))
+        await reader
+        for index in range(MAX_REPLAYS):
+            async with reconnected(engine) as new:
+                new.become_ready()
+                await new.settle()
+                assert [each.request_id for each in new.added] == ["poison-0", "poison-1"]
+                new.emit(output("poison-1", [9], index=index))
+                new.say(PeerLost("closed"))
+                await new.settle()
+        async with reconnected(engine) as last:
+            last.become_ready()
+            await last.settle()
+            assert len(await call.next()) == MAX_REPLAYS
+            assert isinstance(await outcome(call), NodeLost)
+            assert last.added == []

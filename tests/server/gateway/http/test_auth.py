@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
-import functools
 import ssl
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +35,6 @@ OURS, THEIRS = "sk-ours-0123456789", "sk-theirs-0123456789"
 BODY = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Return a test that runs `test` in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
-
-
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
@@ -67,7 +54,6 @@ def keys(file: Path) -> ApiKeys:
     return ApiKeys(None, file)
 
 
-@in_loop
 async def test_every_route_but_those_of_probes_needs_a_key(keys: ApiKeys) -> None:
     fake = FakeEngine()
     app: Any = make_app(EngineClient(fake))
@@ -110,7 +96,6 @@ async def test_every_route_but_those_of_probes_needs_a_key(keys: ApiKeys) -> Non
         [("x-api-key", "k" * 10_000)],
     ],
 )
-@in_loop
 async def test_other_credentials_are_refused(keys: ApiKeys, headers: list[tuple[str, str]]) -> None:
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
     async with gateway(FakeEngine(), keys=keys) as client:
@@ -122,7 +107,6 @@ async def test_other_credentials_are_refused(keys: ApiKeys, headers: list[tuple[
 @pytest.mark.parametrize(
     "headers", [bearer(OURS), {"x-api-key": OURS}, {"authorization": f"bearer  {OURS}"}]
 )
-@in_loop
 async def test_a_valid_key_is_let_in(keys: ApiKeys, headers: dict[str, str]) -> None:
     async with gateway(FakeEngine(), keys=keys) as client:
         assert (await client.get("/v1/models", headers=headers)).status_code == 200
@@ -139,7 +123,6 @@ async def salt_of(keys: ApiKeys | None, key: str | None, **fields: object) -> st
     return request.cache_salt
 
 
-@in_loop
 async def test_tenants_share_no_cached_prefix(keys: ApiKeys) -> None:
     ours = await salt_of(keys, OURS)
     assert ours == await salt_of(keys, "sk-old-0123456789abc")
@@ -151,7 +134,6 @@ async def test_tenants_share_no_cached_prefix(keys: ApiKeys) -> None:
     assert await salt_of(None, None, cache_salt="a") == "a"
 
 
-@in_loop
 async def test_tenants_do_not_see_each_others_responses(keys: ApiKeys) -> None:
     body = {"model": MODEL_NAME, "input": "hi", "max_output_tokens": 2}
     fake = FakeEngine(saying("hello", finish_reason="stop"))
@@ -168,7 +150,6 @@ async def test_tenants_do_not_see_each_others_responses(keys: ApiKeys) -> None:
         assert (await client.get(path, headers=bearer(OURS))).status_code == 200
 
 
-@in_loop
 async def test_browsers_ask_without_a_key_what_they_may_send(keys: ApiKeys) -> None:
     preflight = {
         "Origin": "http://ui.test",
@@ -183,7 +164,6 @@ async def test_browsers_ask_without_a_key_what_they_may_send(keys: ApiKeys) -> N
         assert refused.status_code == 401
 
 
-@in_loop
 async def test_a_preflight_tells_nothing_but_what_may_be_sent(keys: ApiKeys) -> None:
     """Not which paths there are, nor to other pages what is allowed; other OPTIONS need keys."""
     asked = {"Access-Control-Request-Method": "POST"}
@@ -203,7 +183,6 @@ async def test_a_preflight_tells_nothing_but_what_may_be_sent(keys: ApiKeys) -> 
                 assert (await client.options(path, headers=headers)).status_code == 401
 
 
-@in_loop
 async def test_a_changed_file_is_read_again(keys: ApiKeys, file: Path) -> None:
     def replace(text: str) -> None:
         new = file.with_name("new")
@@ -219,7 +198,6 @@ async def test_a_changed_file_is_read_again(keys: ApiKeys, file: Path) -> None:
         assert (await client.get("/v1/models", headers=bearer("sk-new-0123456789"))).is_success
 
 
-@in_loop
 async def test_wrong_keys_do_not_repeat_a_failed_reading(
     keys: ApiKeys, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,7 +229,6 @@ async def test_wrong_keys_do_not_repeat_a_failed_reading(
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "TRACE", "PROPFIND"])
-@in_loop
 async def test_every_method_needs_a_key(keys: ApiKeys, method: str) -> None:
     async with gateway(FakeEngine(), keys=keys) as client:
         for path in ("/v1/models", "/v1/messages", "/metrics", "/nowhere"):
@@ -338,7 +315,6 @@ class Certificate:
         self.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
-@in_loop
 async def test_tls(tmp_path: Path) -> None:
     own = Certificate(tmp_path, "own")
     section = GatewaySection(ssl_certfile=str(own.certificate), ssl_keyfile=str(own.key))

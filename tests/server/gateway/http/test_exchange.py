@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, events_of
-from tests.server.gateway.fakes import FakeEngine, gateway, loopback, saying
+from tests.server.gateway.fakes import FakeEngine, gateway, opened, saying
 from topspin.messages import client_id, engine_id
 
 HEADER = "X-Request-Id"
@@ -55,41 +55,35 @@ def test_a_stream_has_its_id_once() -> None:
     assert {event["id"] for event in events_of(response)} == {"cmpl-s"}
 
 
-def test_without_one_each_request_gets_an_id_of_its_own() -> None:
-    async def test() -> None:
-        fake = FakeEngine(saying("ok"))
-        async with gateway(fake) as client:
-            responses = [await client.post(PLAIN, json=PLAIN_BODY) for _ in range(2)]
-        made = [response.headers[HEADER] for response in responses]
-        assert all(map(MADE.fullmatch, made))
-        assert made[0] != made[1]
-        assert [client_id(added.request_id) for added in fake.added] == made
-
-    asyncio.run(test())
+async def test_without_one_each_request_gets_an_id_of_its_own() -> None:
+    fake = FakeEngine(saying("ok"))
+    async with gateway(fake) as client:
+        responses = [await client.post(PLAIN, json=PLAIN_BODY) for _ in range(2)]
+    made = [response.headers[HEADER] for response in responses]
+    assert all(map(MADE.fullmatch, made))
+    assert made[0] != made[1]
+    assert [client_id(added.request_id) for added in fake.added] == made
 
 
-def test_clients_may_use_the_same_id_at_the_same_time() -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with gateway(fake) as client:
-            headers = {HEADER: "same"}
-            calls = [
-                asyncio.create_task(client.post(PLAIN, json=PLAIN_BODY, headers=headers))
-                for _ in range(2)
-            ]
-            while len(fake.added) < 2:
-                await fake.request_came.wait()
-                await asyncio.sleep(0)
-            first, second = fake.added
-            assert first.request_id != second.request_id
-            for added, text in ((second, "b"), (first, "a")):
-                for each in saying(text)(added):
-                    fake.emit(each)
-            answers = [(await each).json() for each in calls]
-        assert [answer["choices"][0]["text"] for answer in answers] == ["a", "b"]
-        assert {answer["id"] for answer in answers} == {"cmpl-same"}
-
-    asyncio.run(test())
+async def test_clients_may_use_the_same_id_at_the_same_time() -> None:
+    fake = FakeEngine()
+    async with gateway(fake) as client:
+        headers = {HEADER: "same"}
+        calls = [
+            asyncio.create_task(client.post(PLAIN, json=PLAIN_BODY, headers=headers))
+            for _ in range(2)
+        ]
+        while len(fake.added) < 2:
+            await fake.request_came.wait()
+            await asyncio.sleep(0)
+        first, second = fake.added
+        assert first.request_id != second.request_id
+        for added, text in ((second, "b"), (first, "a")):
+            for each in saying(text)(added):
+                fake.emit(each)
+        answers = [(await each).json() for each in calls]
+    assert [answer["choices"][0]["text"] for answer in answers] == ["a", "b"]
+    assert {answer["id"] for answer in answers} == {"cmpl-same"}
 
 
 def test_an_id_in_the_engine_names_the_clients() -> None:
@@ -115,29 +109,24 @@ def test_an_id_that_logs_could_not_show_is_refused_by_name(given: str) -> None:
     assert (body.status_code, body.json()["error"]["param"]) == (400, "request_id")
 
 
-def test_errors_have_the_id_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_have_the_id_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("server.gateway.http.body.check_media_type", broken)
-
-    async def test() -> None:
-        async with gateway(FakeEngine()) as client:
-            for method, path, status in (
-                ("GET", "/v1/nothing", 404),
-                ("GET", CHAT, 405),
-                ("POST", CHAT, 500),
-            ):
-                response = await client.request(method, path, headers={HEADER: "e"})
-                assert (response.status_code, response.headers[HEADER]) == (status, "e")
-
-    asyncio.run(test())
+    async with gateway(FakeEngine()) as client:
+        for method, path, status in (
+            ("GET", "/v1/nothing", 404),
+            ("GET", CHAT, 405),
+            ("POST", CHAT, 500),
+        ):
+            response = await client.request(method, path, headers={HEADER: "e"})
+            assert (response.status_code, response.headers[HEADER]) == (status, "e")
 
 
 def test_bytes_that_are_no_request_are_answered_with_an_id() -> None:
     async def test() -> bytes:
-        async with loopback(FakeEngine()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with opened(FakeEngine()) as (reader, writer):
             writer.write(b"no request\r\n\r\n")
             answer = await reader.read()
             writer.close()

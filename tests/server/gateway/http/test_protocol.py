@@ -18,7 +18,7 @@ from server.gateway.http.body import MAX_BODY_BYTES
 from server.gateway.http.protocol import READ_AHEAD_BYTES, HttpProtocol
 from server.gateway.http.request_reader import MAX_HEADER_BYTES
 from tests.server.gateway.calls import head_of, http_request
-from tests.server.gateway.fakes import FakeEngine, ids, loopback, output, saying
+from tests.server.gateway.fakes import FakeEngine, ids, loopback, opened, output, saying
 
 
 @contextmanager
@@ -28,20 +28,14 @@ def no_traces_of_bugs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_headers_are_capped() -> None:
-    async def test() -> None:
-        async with loopback(FakeEngine()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            # The headers never end: only the cap can cause an answer.
-            writer.write(b"GET /version HTTP/1.1\r\nX-Long: " + b"x" * (MAX_HEADER_BYTES + 1))
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 431 ")
-            assert b"server: " not in answer.lower()
-            assert error_in(answer)["code"] == "headers_too_large"
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
+async def test_headers_are_capped() -> None:
+    async with opened(FakeEngine()) as (reader, writer):
+        # The headers never end: only the cap can cause an answer.
+        writer.write(b"GET /version HTTP/1.1\r\nX-Long: " + b"x" * (MAX_HEADER_BYTES + 1))
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b"server: " not in answer.lower()
+        assert error_in(answer)["code"] == "headers_too_large"
 
 
 def error_in(answer: bytes) -> dict[str, Any]:
@@ -65,14 +59,11 @@ def error_in(answer: bytes) -> dict[str, Any]:
 )
 def test_what_is_no_http_is_answered_in_json(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        async with loopback(FakeEngine()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with opened(FakeEngine()) as (reader, writer):
             writer.write(sent)
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 400 ")
             assert error_in(answer)["code"] == "invalid_http"
-            writer.close()
-            await writer.wait_closed()
 
     with no_traces_of_bugs(caplog):
         asyncio.run(test())
@@ -80,13 +71,10 @@ def test_what_is_no_http_is_answered_in_json(sent: bytes, caplog: pytest.LogCapt
 
 def test_a_body_that_breaks_off_its_chunks_is_answered(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        async with loopback(FakeEngine()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with opened(FakeEngine()) as (reader, writer):
             head = head_of(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
             writer.write(head + b"5\r\nhello\r\nno size\r\n")
             assert error_in(await reader.read())["code"] == "invalid_http"
-            writer.close()
-            await writer.wait_closed()
 
     with no_traces_of_bugs(caplog):
         asyncio.run(test())
@@ -94,70 +82,49 @@ def test_a_body_that_breaks_off_its_chunks_is_answered(caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("sent", [b"", b"GET /ver"])
 @pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_a_connection_without_a_whole_request_ends(
+async def test_a_connection_without_a_whole_request_ends(
     sent: bytes, before: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.gateway.http.listener.KEEP_ALIVE_S", 0.05)
     monkeypatch.setattr("server.gateway.http.protocol.HEAD_DEADLINE_S", 0.05)
-
-    async def test() -> None:
-        async with loopback(FakeEngine()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(before)
-            if before:
-                await reader.readuntil(b"}")
-            for byte in sent:  # slowly, which must not restart the deadline
-                writer.write(bytes([byte]))
-                await writer.drain()
-            answer = await reader.read()
-            if sent:
-                assert answer.startswith(b"HTTP/1.1 408 ")
-                assert error_in(answer)["code"] == "request_timeout"
-            else:
-                assert answer == b""
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
+    async with opened(FakeEngine()) as (reader, writer):
+        writer.write(before)
+        if before:
+            await reader.readuntil(b"}")
+        for byte in sent:  # slowly, which must not restart the deadline
+            writer.write(bytes([byte]))
+            await writer.drain()
+        answer = await reader.read()
+        if sent:
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert error_in(answer)["code"] == "request_timeout"
+        else:
+            assert answer == b""
 
 
-def test_a_refused_body_that_never_ends_is_not_read_for_ever(
+async def test_a_refused_body_that_never_ends_is_not_read_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.gateway.http.protocol.DISCARD_DEADLINE_S", 0.05)
-
-    async def test() -> None:
-        async with loopback(FakeEngine()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(head_of(MAX_BODY_BYTES + 1))
-            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
-            await reader.readuntil(b"}}")
-            writer.write(b" ")
-            assert await reader.read() == b""
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
+    async with opened(FakeEngine()) as (reader, writer):
+        writer.write(head_of(MAX_BODY_BYTES + 1))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        await reader.readuntil(b"}}")
+        writer.write(b" ")
+        assert await reader.read() == b""
 
 
-def test_a_connection_lives_on_after_a_refused_body(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_lives_on_after_a_refused_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.gateway.http.protocol.DISCARD_DEADLINE_S", 0.05)
-
-    async def test() -> None:
-        async with loopback(FakeEngine()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(head_of(10).replace(b"application/json", b"text/plain"))
-            await reader.readuntil(b"}}")
-            writer.write(b" " * 5)
-            await writer.drain()
-            writer.write(b" " * 5)
-            await asyncio.sleep(0.1)  # the deadline passes and no longer counts
-            writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
+    async with opened(FakeEngine()) as (reader, writer):
+        writer.write(head_of(10).replace(b"application/json", b"text/plain"))
+        await reader.readuntil(b"}}")
+        writer.write(b" " * 5)
+        await writer.drain()
+        writer.write(b" " * 5)
+        await asyncio.sleep(0.1)  # the deadline passes and no longer counts
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -178,8 +145,7 @@ def test_a_client_that_has_closed_its_side_gets_its_answer(
                 probed_the_closed.set()
 
         monkeypatch.setattr(HttpProtocol, "_probe", watched)
-        async with loopback(fake) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with opened(fake) as (reader, writer):
             writer.write(http_request({"prompt": "hi", "stream": stream}))
             writer.write_eof()
             await fake.request_came.wait()
@@ -200,33 +166,21 @@ def test_a_client_that_has_closed_its_side_gets_its_answer(
         asyncio.run(test())
 
 
-def test_pipelined_requests_of_a_half_closed_client_are_answered() -> None:
-    async def test() -> None:
-        async with loopback(FakeEngine()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
-            writer.write_eof()
-            assert (await reader.read()).count(b"HTTP/1.1 200 ") == 2
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
+async def test_pipelined_requests_of_a_half_closed_client_are_answered() -> None:
+    async with opened(FakeEngine()) as (reader, writer):
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        writer.write_eof()
+        assert (await reader.read()).count(b"HTTP/1.1 200 ") == 2
 
 
-def test_an_old_client_that_closes_its_side_has_gone() -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(http_request({"prompt": "hi"}, version="1.0"))
-            await fake.request_came.wait()
-            writer.write_eof()
-            await fake.abort_came.wait()
-            assert await reader.read() == b""
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(test())
+async def test_an_old_client_that_closes_its_side_has_gone() -> None:
+    fake = FakeEngine()
+    async with opened(fake) as (reader, writer):
+        writer.write(http_request({"prompt": "hi"}, version="1.0"))
+        await fake.request_came.wait()
+        writer.write_eof()
+        await fake.abort_came.wait()
+        assert await reader.read() == b""
 
 
 async def exchange(port: int, sent: bytes) -> bytes:
@@ -293,24 +247,19 @@ def test_an_upgrade_is_ignored_and_not_logged(caplog: pytest.LogCaptureFixture) 
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
-def test_requests_that_come_together_are_answered_one_after_the_other() -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            body = b'5\r\n{"mod\r\n' + b"%x\r\n" % len(REST) + REST + b"\r\n0\r\nX-Late: a\r\n\r\n"
-            writer.write((CHUNKS + body) * 2 + VERSION + LAST)
-            for nth in range(2):
-                await fake.request_came.wait()
-                fake.request_came.clear()
-                assert len(fake.added) == nth + 1  # the next one waits
-                fake.emit(output(fake.added[nth], ids("a"), finish_reason="length"))
-            answer = await reader.read()
-            assert answer.count(b"HTTP/1.1 200 ") == 4
-            assert answer.count(b'"text":"a"') == 2
-            writer.close()
-
-    asyncio.run(test())
+async def test_requests_that_come_together_are_answered_one_after_the_other() -> None:
+    fake = FakeEngine()
+    async with opened(fake) as (reader, writer):
+        body = b'5\r\n{"mod\r\n' + b"%x\r\n" % len(REST) + REST + b"\r\n0\r\nX-Late: a\r\n\r\n"
+        writer.write((CHUNKS + body) * 2 + VERSION + LAST)
+        for nth in range(2):
+            await fake.request_came.wait()
+            fake.request_came.clear()
+            assert len(fake.added) == nth + 1  # the next one waits
+            fake.emit(output(fake.added[nth], ids("a"), finish_reason="length"))
+        answer = await reader.read()
+        assert answer.count(b"HTTP/1.1 200 ") == 4
+        assert answer.count(b'"text":"a"') == 2
 
 
 REST = b'el": "tiny", "prompt": "hi"}'
@@ -349,42 +298,33 @@ def test_who_sends_all_before_reading_learns_why_it_was_refused(
     asyncio.run(test())
 
 
-def test_the_rest_of_refused_chunks_is_not_parsed() -> None:
+async def test_the_rest_of_refused_chunks_is_not_parsed() -> None:
     """What would be the next request is a part of the body."""
     keys = ApiKeys("sk-ours-0123456789", None)
-
-    async def test() -> None:
-        async with loopback(FakeEngine(), keys=keys) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(CHUNKS)
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 401 ")
-            assert b"\r\nconnection: close\r\n" in head
-            writer.write(b"0\r\n\r\n" + VERSION)
-            assert b"HTTP/1.1" not in await reader.read()
-            writer.close()
-
-    asyncio.run(test())
+    async with opened(FakeEngine(), keys=keys) as (reader, writer):
+        writer.write(CHUNKS)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 401 ")
+        assert b"\r\nconnection: close\r\n" in head
+        writer.write(b"0\r\n\r\n" + VERSION)
+        assert b"HTTP/1.1" not in await reader.read()
 
 
-def test_a_client_that_waits_to_send_its_body_is_told_to_or_refused() -> None:
-    async def test() -> None:
-        async with loopback(FakeEngine(saying("ok"))) as port:
-            request = http_request({"prompt": "hi"})
-            end = request.index(b"\r\n\r\n")
-            head, body = request[:end] + b"\r\nExpect: 100-continue\r\n\r\n", request[end + 4 :]
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(head)
-            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            writer.write(body)
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-            writer.close()
-            # It may now send the body or not, so nothing can follow.
-            refused = await exchange(port, head.replace(b"application/json", b"text/plain"))
-            assert refused.startswith(b"HTTP/1.1 415 ")
-            assert b"\r\nconnection: close\r\n" in refused
-
-    asyncio.run(test())
+async def test_a_client_that_waits_to_send_its_body_is_told_to_or_refused() -> None:
+    async with loopback(FakeEngine(saying("ok"))) as port:
+        request = http_request({"prompt": "hi"})
+        end = request.index(b"\r\n\r\n")
+        head, body = request[:end] + b"\r\nExpect: 100-continue\r\n\r\n", request[end + 4 :]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        # It may now send the body or not, so nothing can follow.
+        refused = await exchange(port, head.replace(b"application/json", b"text/plain"))
+        assert refused.startswith(b"HTTP/1.1 415 ")
+        assert b"\r\nconnection: close\r\n" in refused
 
 
 @pytest.mark.parametrize("stream", [False, True])

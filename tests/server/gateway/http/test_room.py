@@ -49,58 +49,50 @@ def test_who_has_waited_longest_makes_room() -> None:
     assert fifth.num_closed == 0
 
 
-def test_silent_connections_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_connections_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do they end a request that is in progress."""
     monkeypatch.setattr(room, "MAX_CONNECTIONS", 4)
-
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake) as port:
-            busy, busy_writer = await asyncio.open_connection("127.0.0.1", port)
-            busy_writer.write(http_request({"prompt": "hi"}))
-            await fake.request_came.wait()
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
-            for _, writer in silent[-3:]:
-                writer.write(b"GET /ver")
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(VERSION)
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-            for other, _ in silent[:17]:
-                with contextlib.suppress(ConnectionResetError):
-                    assert await other.read() == b""
-            fake.emit(output(fake.added[0], ids("a"), finish_reason="length"))
-            assert (await busy.readline()).startswith(b"HTTP/1.1 200 ")
-            for _, each in (*silent, (reader, writer), (busy, busy_writer)):
-                each.close()
-
-    asyncio.run(test())
+    fake = FakeEngine()
+    async with loopback(fake) as port:
+        busy, busy_writer = await asyncio.open_connection("127.0.0.1", port)
+        busy_writer.write(http_request({"prompt": "hi"}))
+        await fake.request_came.wait()
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for _, writer in silent[-3:]:
+            writer.write(b"GET /ver")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(VERSION)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        for other, _ in silent[:17]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await other.read() == b""
+        fake.emit(output(fake.added[0], ids("a"), finish_reason="length"))
+        assert (await busy.readline()).startswith(b"HTTP/1.1 200 ")
+        for _, each in (*silent, (reader, writer), (busy, busy_writer)):
+            each.close()
 
 
-def test_too_many_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "MAX_CONNECTIONS", 1)
-
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(http_request({"prompt": "hi"}))
-            await fake.request_came.wait()
-            refused, other = await asyncio.open_connection("127.0.0.1", port)
-            answer = await refused.read()
-            assert answer.startswith(b"HTTP/1.1 429 ")
-            assert b"\r\nretry-after: 1\r\n" in answer
-            assert error_in(answer)["code"] == "rate_limit_exceeded"
-            fake.emit(output(fake.added[0], ids("a"), finish_reason="length"))
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-            other.close()
-            writer.close()
-            await writer.wait_closed()
-            last, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(VERSION)
-            assert (await last.readline()).startswith(b"HTTP/1.1 200 ")
-            writer.close()
-
-    asyncio.run(test())
+    fake = FakeEngine()
+    async with loopback(fake) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(http_request({"prompt": "hi"}))
+        await fake.request_came.wait()
+        refused, other = await asyncio.open_connection("127.0.0.1", port)
+        answer = await refused.read()
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"\r\nretry-after: 1\r\n" in answer
+        assert error_in(answer)["code"] == "rate_limit_exceeded"
+        fake.emit(output(fake.added[0], ids("a"), finish_reason="length"))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        other.close()
+        writer.close()
+        await writer.wait_closed()
+        last, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(VERSION)
+        assert (await last.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
 
 
 def test_there_are_descriptors_for_all_places(monkeypatch: pytest.MonkeyPatch) -> None:

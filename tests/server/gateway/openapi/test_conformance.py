@@ -17,9 +17,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from server.gateway.openapi.endpoints import ENDPOINTS
 from tests.server.gateway.calls import scored
 from tests.server.gateway.fakes import FakeEngine, loopback
+from tests.server.gateway.openapi.test_document import described
 from topspin.messages import AddRequest, RequestOutput
 
 CHECKS = (
@@ -29,7 +29,12 @@ CHECKS = (
     response_schema_conformance,
 )
 # A trace is the engine's, which is not here.
-OPERATIONS = [(each.method, each.path) for each in ENDPOINTS if each.path != "/trace"]
+OPERATIONS = [
+    (method, path)
+    for path, methods in described()["paths"].items()
+    for method in methods
+    if path != "/trace"
+]
 
 
 def script(request: AddRequest) -> Iterator[RequestOutput]:

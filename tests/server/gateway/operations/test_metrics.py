@@ -27,15 +27,12 @@ def timed(request: AddRequest) -> Iterator[RequestOutput]:
     yield output(request, ids("bc"), index=1, finish_reason="length")
 
 
-def test_requests_are_counted_by_phase_and_length() -> None:
-    async def test() -> dict[tuple[str, str], float]:
-        fake = FakeEngine(timed)
-        async with gateway(fake) as client:
-            body = {"model": "tiny", "prompt": [1, 2, 3, 4], "n": 2, "max_tokens": 7}
-            assert (await client.post(PLAIN, json=body)).status_code == 200
-            return samples((await client.get("/metrics")).text)
-
-    found = asyncio.run(test())
+async def test_requests_are_counted_by_phase_and_length() -> None:
+    fake = FakeEngine(timed)
+    async with gateway(fake) as client:
+        body = {"model": "tiny", "prompt": [1, 2, 3, 4], "n": 2, "max_tokens": 7}
+        assert (await client.post(PLAIN, json=body)).status_code == 200
+        found = samples((await client.get("/metrics")).text)
 
     def of(name: str) -> tuple[float, float]:
         return found[f"topspin_{name}_count", ""], found[f"topspin_{name}_sum", ""]
@@ -53,47 +50,41 @@ def test_requests_are_counted_by_phase_and_length() -> None:
     assert of("request_params_n") == (1, 2)
 
 
-def test_one_token_has_no_time_per_token_and_an_abort_no_phases() -> None:
-    async def test() -> dict[tuple[str, str], float]:
-        fake = FakeEngine(lambda request: [output(request, ids("a"), finish_reason="length")])
-        async with gateway(fake) as client:
-            await client.post(PLAIN, json={"model": "tiny", "prompt": "a"})
-            fake.script = None
-            fake.request_came.clear()
-            pending = asyncio.create_task(client.post(PLAIN, json={"model": "tiny", "prompt": "a"}))
-            await fake.request_came.wait()
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-            return samples((await client.get("/metrics")).text)
-
-    found = asyncio.run(test())
+async def test_one_token_has_no_time_per_token_and_an_abort_no_phases() -> None:
+    fake = FakeEngine(lambda request: [output(request, ids("a"), finish_reason="length")])
+    async with gateway(fake) as client:
+        await client.post(PLAIN, json={"model": "tiny", "prompt": "a"})
+        fake.script = None
+        fake.request_came.clear()
+        pending = asyncio.create_task(client.post(PLAIN, json={"model": "tiny", "prompt": "a"}))
+        await fake.request_came.wait()
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+        found = samples((await client.get("/metrics")).text)
     assert found["topspin_request_time_per_output_token_seconds_count", ""] == 0
     assert found["topspin_request_inference_time_seconds_count", ""] == 1
     assert found["topspin_request_success_total", "finished_reason=abort"] == 1
 
 
-def test_answers_are_counted_by_route_and_status() -> None:
-    async def test() -> dict[tuple[str, str], float]:
-        fake = FakeEngine(lambda request: [output(request, ids("a"), finish_reason="length")])
-        body = {"model": "tiny", "prompt": "a"}
-        async with gateway(fake) as client:
-            await client.post(PLAIN, json=body)
-            await client.post(PLAIN, json={**body, "stream": True})
-            await client.post(PLAIN, json={**body, "n": 0})
-            for path in ("/made-up/1", "/made-up/2", "/v1/models/tiny"):
-                await client.get(path)
-            fake.script = None
-            fake.request_came.clear()
-            pending = asyncio.create_task(client.post(PLAIN, json=body))
-            await fake.request_came.wait()
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-            fake.say(PeerLost("closed"))
-            await fake.settle()
-            await client.post(PLAIN, json=body)
-            return samples((await client.get("/metrics")).text)
-
-    found = asyncio.run(test())
+async def test_answers_are_counted_by_route_and_status() -> None:
+    fake = FakeEngine(lambda request: [output(request, ids("a"), finish_reason="length")])
+    body = {"model": "tiny", "prompt": "a"}
+    async with gateway(fake) as client:
+        await client.post(PLAIN, json=body)
+        await client.post(PLAIN, json={**body, "stream": True})
+        await client.post(PLAIN, json={**body, "n": 0})
+        for path in ("/made-up/1", "/made-up/2", "/v1/models/tiny"):
+            await client.get(path)
+        fake.script = None
+        fake.request_came.clear()
+        pending = asyncio.create_task(client.post(PLAIN, json=body))
+        await fake.request_came.wait()
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+        fake.say(PeerLost("closed"))
+        await fake.settle()
+        await client.post(PLAIN, json=body)
+        found = samples((await client.get("/metrics")).text)
     name = "topspin_http_responses_total"
     assert {labels: count for (each, labels), count in found.items() if each == name} == {
         f"code=200,endpoint={PLAIN}": 2,

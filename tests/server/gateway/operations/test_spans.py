@@ -20,10 +20,9 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
 from models.text.tokenizer import IncrementalDetokenizer
-from server.gateway.answers.generation import ChoiceText, TextOptions
-from server.gateway.answers.prompts import Prompt
-from server.gateway.answers.replies.base import Choice
-from server.gateway.answers.replies.completions import CompletionReplies
+from server.gateway.dialects.completions.reply import CompletionReplies
+from server.gateway.generation.choice import Choice, TextOptions
+from server.gateway.generation.prompts import Prompt
 from server.gateway.http.auth import ApiKeys
 from server.gateway.operations.metrics import First
 from server.gateway.operations.otlp import SpanSender
@@ -33,7 +32,7 @@ from tests.server.gateway.fakes import (
     FakeEngine,
     gateway,
     ids,
-    loopback,
+    opened,
     output,
     saying,
     tokenizer,
@@ -159,10 +158,10 @@ def phases_of(first: First | None, *, last_at_s: float | None) -> list[tuple[str
         index=0,
         prompt=Prompt(ids=[1]),
         is_first=True,
-        text=ChoiceText(TextOptions(), detokenizer),
-        first=first,
-        last_output_at_s=last_at_s,
+        options=TextOptions(),
+        detokenizer=detokenizer,
     )
+    choice.first, choice.last_output_at_s = first, last_at_s
     record = RequestRecord(PLAIN, 10.0, choices=[choice])
     found = request_spans(record, request_id="r", status=200, ended_s=20.0)
     assert (found.root.start_s, found.root.end_s) == (10.0, 20.0)
@@ -258,8 +257,7 @@ async def talk(spans: Spans, *, num_before: int, leaves: bool) -> None:
     """
     fake = FakeEngine()
     fake.queues = num_before > 0
-    async with loopback(fake, spans=spans.sender) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with opened(fake, spans=spans.sender) as (reader, writer):
         writer.write(http_request({"prompt": "hi", "stream": True}))
         await fake.request_came.wait()
         for index in range(num_before):

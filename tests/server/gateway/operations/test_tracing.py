@@ -35,32 +35,26 @@ def run(test: Any) -> None:
     asyncio.run(test)
 
 
-def test_the_stamps_come_as_json() -> None:
-    async def body() -> None:
-        fake = TracedEngine()
-        async with gateway(fake) as client:
-            answer = await client.get("/trace?seconds=1.5")
-            await client.get("/trace")
-        assert answer.status_code == 200
-        trace = msgspec.json.decode(answer.content, type=Trace)
-        assert trace.nodes == (NODE,)
-        assert trace.missing == ("attention 0",)
-        assert fake.seconds == [1.5, 2.0]
-
-    run(body())
+async def test_the_stamps_come_as_json() -> None:
+    fake = TracedEngine()
+    async with gateway(fake) as client:
+        answer = await client.get("/trace?seconds=1.5")
+        await client.get("/trace")
+    assert answer.status_code == 200
+    trace = msgspec.json.decode(answer.content, type=Trace)
+    assert trace.nodes == (NODE,)
+    assert trace.missing == ("attention 0",)
+    assert fake.seconds == [1.5, 2.0]
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "61", "x", ""])
-def test_a_wrong_length_is_refused(seconds: str) -> None:
-    async def body() -> None:
-        fake = TracedEngine()
-        async with gateway(fake) as client:
-            answer = await client.get("/trace", params={"seconds": seconds})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "seconds"
-        assert fake.seconds == []
-
-    run(body())
+async def test_a_wrong_length_is_refused(seconds: str) -> None:
+    fake = TracedEngine()
+    async with gateway(fake) as client:
+        answer = await client.get("/trace", params={"seconds": seconds})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "seconds"
+    assert fake.seconds == []
 
 
 @pytest.mark.parametrize(
@@ -68,34 +62,27 @@ def test_a_wrong_length_is_refused(seconds: str) -> None:
     [("127.0.0.1", 200), ("127.9.9.9", 200), ("::1", 200), ("::ffff:127.0.0.1", 200)]
     + [(host, 404) for host in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", "unix")],
 )
-def test_only_this_hosts_clients_are_answered(host: str, status: int) -> None:
-    async def body() -> None:
-        fake = TracedEngine()
-        engine = EngineClient(fake)
-        reader = asyncio.create_task(engine.run())
-        transport = httpx.ASGITransport(make_app(engine), client=(host, 1234))
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            assert (await client.get("/trace")).status_code == status
-        assert len(fake.seconds) == (status == 200)
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
-
-    run(body())
+async def test_only_this_hosts_clients_are_answered(host: str, status: int) -> None:
+    fake = TracedEngine()
+    engine = EngineClient(fake)
+    reader = asyncio.create_task(engine.run())
+    transport = httpx.ASGITransport(make_app(engine), client=(host, 1234))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        assert (await client.get("/trace")).status_code == status
+    assert len(fake.seconds) == (status == 200)
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"])
-def test_who_comes_through_a_proxy_is_not_answered(
+async def test_who_comes_through_a_proxy_is_not_answered(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it says of the client: the client may have said that."""
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
-
-    async def body() -> None:
-        fake = TracedEngine()
-        async with loopback(fake) as port, httpx.AsyncClient() as client:
-            url = f"http://127.0.0.1:{port}/trace"
-            for given, status in ({}, 200), ({name: "127.0.0.1"}, 404):
-                assert (await client.get(url, headers=given)).status_code == status
-        assert len(fake.seconds) == 1
-
-    run(body())
+    fake = TracedEngine()
+    async with loopback(fake) as port, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{port}/trace"
+        for given, status in ({}, 200), ({name: "127.0.0.1"}, 404):
+            assert (await client.get(url, headers=given)).status_code == status
+    assert len(fake.seconds) == 1

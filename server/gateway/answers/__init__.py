@@ -1,1 +1,0 @@
-"""From the engine's outputs to an HTTP answer: text, stop strings, JSON and events."""

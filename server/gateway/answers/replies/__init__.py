@@ -1,1 +1,0 @@
-"""The encoders of answers, one per API; they share the events that a choice grows by."""

@@ -1,0 +1,1 @@
+"""OpenAI's chats, to which other APIs of chats are translated."""

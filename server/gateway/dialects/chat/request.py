@@ -1,0 +1,217 @@
+"""The body of POST /v1/chat/completions: its fields, its messages, and their checks.
+
+Knows no tokenizer and no model. Other APIs of chats are translated to this body.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from msgspec import Meta, Raw
+
+from server.gateway.bodies.decoding import decode, decode_each
+from server.gateway.bodies.fields import (
+    ABSENT,
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
+    Count,
+    Fields,
+    Ignored,
+    MessageList,
+    Name,
+    NumLogprobs,
+    Object,
+    Refused,
+    RefusedList,
+    RefusedObject,
+    RefusedSwitch,
+    ToolName,
+    check_fields,
+    items_of,
+    neutral,
+)
+from server.gateway.bodies.generation import GenerationBody
+from server.gateway.errors import truncated
+from server.sampling_limits import MAX_COUNT
+from topspin.errors import InvalidRequest
+
+MAX_TEMPLATE_KWARGS = 32
+
+
+class ContentPart(Fields, kw_only=True, frozen=True):
+    """One part of a message's content. Only text is served; other types are refused by name."""
+
+    type: str
+    text: str | None = None
+    cache_control: Ignored[Object] = None
+    annotations: Ignored[list[Raw]] = None
+    image_url: Refused = ABSENT
+    video_url: Refused = ABSENT
+    input_audio: Refused = ABSENT
+    file: Refused = ABSENT
+    refusal: Refused = ABSENT
+
+
+class ToolFunction(Fields, kw_only=True, frozen=True):
+    """The function that a tool call names; `arguments` is JSON text, as in the API."""
+
+    name: Name
+    arguments: str
+    parsed_arguments: Ignored[Any] = None  # openai's client adds it
+
+
+class ToolCall(Fields, kw_only=True, frozen=True):
+    """A tool call in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: ToolFunction
+    index: Ignored[int] = None
+    provider_specific_fields: Ignored[Object] = None
+
+
+class FunctionDefinition(Fields, kw_only=True, frozen=True):
+    """A function that the model may call; `parameters` is a JSON schema.
+
+    `strict`: its arguments are made to follow the schema.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields, kw_only=True, frozen=True):
+    """A tool of a request; only functions are served."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+    cache_control: Ignored[Object] = None
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+TemplateVariables = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=MAX_NAME_CHARS)],
+        bool
+        | Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
+        | float
+        | Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+        | None,
+    ],
+    Meta(max_length=MAX_TEMPLATE_KWARGS),
+]
+
+
+class ToolChoiceFunction(Fields, kw_only=True, frozen=True):
+    """The name of the function to be called."""
+
+    name: str
+
+
+class NamedToolChoice(Fields, kw_only=True, frozen=True):
+    """A choice of one function, which is then called."""
+
+    type: Literal["function"] = "function"
+    function: ToolChoiceFunction
+
+
+CallChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class ChatMessage(Fields, kw_only=True, frozen=True):
+    """One message, in any form in which clients send an earlier answer back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: Name | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: Ignored[list[Raw]] = None
+    cache_control: Ignored[Object] = None
+    provider_specific_fields: Ignored[Object] = None
+    parsed: Ignored[Any] = None  # openai's client adds it
+    audio: Refused = ABSENT
+    function_call: Refused = ABSENT
+    refusal: Refused = ABSENT
+
+
+class ChatBody(GenerationBody, kw_only=True, frozen=True):
+    """POST /v1/chat/completions, and what other APIs of chats are translated to."""
+
+    # May be long: decode_chat decodes it message by message.
+    messages: Annotated[Raw, items_of("ChatMessage")]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    reasoning_effort: Name | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    tools: Tools | None = None
+    tool_choice: CallChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    report_prefix_cache: bool | None = None
+
+    # OpenAI's; a prediction only speeds up an answer.
+    prediction: Ignored[Object] = None
+    prompt_cache_options: Ignored[Object] = None
+    verbosity: Ignored[str] = None
+    audio: Refused = ABSENT
+    function_call: Annotated[Raw, neutral("none", "auto")] = ABSENT
+    functions: RefusedList = ABSENT
+    modalities: Annotated[Raw, neutral(["text"])] = ABSENT
+    moderation: Refused = ABSENT
+    web_search_options: Refused = ABSENT
+    # vLLM's
+    chat_template: Refused = ABSENT
+    documents: RefusedList = ABSENT
+    echo: RefusedSwitch = ABSENT
+    media_io_kwargs: RefusedObject = ABSENT
+    mm_processor_kwargs: RefusedObject = ABSENT
+    return_prompt_text: RefusedSwitch = ABSENT
+
+
+class DecodedChat(NamedTuple):
+    """A chat's body, its messages, and the ignored fields of both (`messages.cache_control`)."""
+
+    body: ChatBody
+    messages: list[ChatMessage]
+    ignored: tuple[str, ...]
+
+
+def decode_chat(data: bytes) -> DecodedChat:
+    """Return the chat request in `data`; raises InvalidRequest naming the field."""
+    body = decode(data, ChatBody)
+    ignored = check_fields(body)
+    messages = checked_messages(body.messages, ignored)
+    return DecodedChat(body, messages, tuple(ignored))
+
+
+def checked_messages(data: Raw, ignored: dict[str, None]) -> list[ChatMessage]:
+    """Return the messages in `data`, and add the ignored fields that they set to `ignored`."""
+    items = decode(data, MessageList, param="messages")
+    messages = decode_each(items, ChatMessage, param="messages")
+    for idx, message in enumerate(messages):
+        param = f"messages[{idx}]"
+        _check_content(message, param=f"{param}.content")
+        ignored |= check_fields(message, param=f"{param}.", shown="messages.")
+    return messages
+
+
+def _check_content(message: ChatMessage, *, param: str) -> None:
+    content = message.content
+    if content is None and message.role not in ("assistant", "tool"):
+        raise InvalidRequest(f"missing required field `{param}`", param=param)
+    for idx, part in enumerate(content if isinstance(content, list) else ()):
+        if part.type != "text":
+            raise InvalidRequest(
+                f"content of type `{truncated(part.type, 64)}` is not supported, only `text`",
+                param=f"{param}[{idx}].type",
+            )
+        if part.text is None:
+            raise InvalidRequest("a text part needs `text`", param=f"{param}[{idx}].text")

@@ -1,0 +1,1 @@
+"""OpenAI's newer API of chats, which keeps its answers."""

@@ -1,0 +1,355 @@
+"""POST /v1/responses, OpenAI's newer API, as a chat.
+
+Owns the request's fields and their translation to those of a chat; the classes of fields are those
+of server.gateway.bodies.fields. Knows no tokenizer and no model; the conversation of an earlier
+response comes from server.gateway.dialects.responses.store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta, Raw
+
+from server.gateway.bodies.decoding import decode, decode_each
+from server.gateway.bodies.fields import (
+    ABSENT,
+    MAX_TOOLS,
+    MESSAGE_LIST_SCHEMA,
+    NOT_GIVEN,
+    SCHEMA_REF,
+    Fields,
+    Ignored,
+    MessageList,
+    Name,
+    NumLogprobs,
+    Object,
+    Priority,
+    Refused,
+    RefusedSwitch,
+    ToolName,
+    check_fields,
+    neutral,
+)
+from server.gateway.bodies.generation import KvRetrieval, ResponseFormat
+from server.gateway.bodies.sampling_defaults import MinP, PositiveCount, Temperature, TopK, TopP
+from server.gateway.dialects.chat.request import (
+    CallChoice,
+    ChatBody,
+    ChatMessage,
+    DecodedChat,
+    FunctionDefinition,
+    NamedToolChoice,
+    Tool,
+    ToolCall,
+    ToolChoiceFunction,
+    ToolFunction,
+)
+from topspin.errors import InvalidRequest
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class TextPart(Fields, kw_only=True, frozen=True):
+    """A part of a message's content. Only text is served; other types are refused by name."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: Ignored[list[Raw]] = None
+    logprobs: Ignored[list[Raw]] = None
+    prompt_cache_breakpoint: Ignored[Object] = None
+
+
+class MessageItem(Fields, kw_only=True, frozen=True, tag="message"):
+    """A message."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+    phase: Ignored[str] = None
+
+
+class CallItem(Fields, kw_only=True, frozen=True, tag="function_call"):
+    """A tool call of an earlier response."""
+
+    call_id: str
+    name: Name
+    arguments: str
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+    namespace: Ignored[str] = None
+
+
+class CallOutputItem(Fields, kw_only=True, frozen=True, tag="function_call_output"):
+    """The result of a call."""
+
+    call_id: str
+    output: str | list[TextPart]
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+
+
+class ReasoningItem(Fields, kw_only=True, frozen=True, tag="reasoning"):
+    """Reasoning of an earlier response; its summary is left out."""
+
+    content: list[TextPart] | None = None
+    summary: Ignored[list[Raw]] = None
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+    encrypted_content: Ignored[str] = None
+
+
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+
+
+class FunctionTool(Fields, kw_only=True, frozen=True):
+    """A function that the model may call. Tools that a server would run are refused by type."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Ignored[bool] = None
+
+
+class FunctionChoice(Fields, kw_only=True, frozen=True):
+    """A choice of one function, which is then called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Fields, kw_only=True, frozen=True):
+    """What the answer's text follows."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    schema: dict[str, Any] | None = None
+    description: Ignored[str] = None
+    strict: bool | None = None
+
+
+class TextConfig(Fields, kw_only=True, frozen=True):
+    """How the answer's text is written."""
+
+    format: TextFormat | None = None
+    verbosity: Ignored[str] = None
+
+
+class Reasoning(Fields, kw_only=True, frozen=True):
+    """How much the model reasons."""
+
+    effort: Name | None = None
+    summary: Ignored[str] = None
+    generate_summary: Ignored[str] = None
+    context: Ignored[str] = None
+
+
+class ResponseStreamOptions(Fields, kw_only=True, frozen=True):
+    """Options of a stream; none has an effect."""
+
+    include_obfuscation: Ignored[bool] = None
+
+
+ITEMS = (MessageItem, CallItem, CallOutputItem, ReasoningItem)
+INPUT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            **MESSAGE_LIST_SCHEMA,
+            "items": {"anyOf": [{"$ref": SCHEMA_REF.format(name=each.__name__)} for each in ITEMS]},
+        },
+    ]
+}
+
+
+class ResponsesBody(Fields, kw_only=True, frozen=True):
+    """POST /v1/responses; the fields from `top_k` on are vLLM's and Topspin's."""
+
+    model: str | None = None
+    input: Annotated[Raw, Meta(extra_json_schema=INPUT_SCHEMA)]  # may be long: decoded by items
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: PositiveCount | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_logprobs: NumLogprobs | None = None
+    include: list[str] | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    cache_salt: Name | None = None
+    kv_retrieval: KvRetrieval | None = None
+    priority: Priority | None = None
+
+    client_metadata: Ignored[Object] = None
+    context_management: Ignored[list[Raw]] = None
+    max_tool_calls: Ignored[int] = None
+    prompt_cache_key: Ignored[str] = None
+    prompt_cache_options: Ignored[Object] = None
+    prompt_cache_retention: Ignored[str] = None
+    safety_identifier: Ignored[str] = None
+    service_tier: Ignored[str] = None
+    stream_options: ResponseStreamOptions | None = None
+    user: Ignored[str] = None
+    background: RefusedSwitch = ABSENT
+    conversation: Refused = ABSENT
+    moderation: Refused = ABSENT
+    prompt: Refused = ABSENT
+    truncation: Annotated[Raw, neutral("disabled")] = ABSENT
+
+
+class DecodedResponse(NamedTuple):
+    """A request: its own fields, and the chat that it is without the instructions.
+
+    The chat's messages follow on those of the previous response.
+    """
+
+    body: ResponsesBody
+    chat: DecodedChat
+
+
+def decode_response(data: bytes) -> DecodedResponse:
+    """Return the request in `data`; raises InvalidRequest naming the field."""
+    body = decode(data, ResponsesBody)
+    ignored = check_fields(body)
+    if bytes(body.input)[:1] == b'"':
+        items: list[Item] = [MessageItem(role="user", content=decode(body.input, str))]
+    else:
+        items = _items(body.input)
+    for idx, item in enumerate(items):
+        ignored |= check_fields(item, param=f"input[{idx}].", shown="input.")
+    messages = _messages(items)
+    return DecodedResponse(body, DecodedChat(_chat(body), messages, tuple(ignored)))
+
+
+def _items(data: Raw) -> list[Item]:
+    """Return the items; one without `type` is a message, as OpenAI has it."""
+    given = decode_each(decode(data, MessageList, param="input"), dict[str, Raw], param="input")
+    typed = [
+        Raw(msgspec.json.encode(each if "type" in each else {"type": "message", **each}))
+        for each in given
+    ]
+    return decode_each(typed, Item, param="input")  # type: ignore[arg-type]
+
+
+def _messages(items: Sequence[Item]) -> list[ChatMessage]:
+    """Return the items as messages: reasoning, text and calls that follow each other are one."""
+    messages: list[ChatMessage] = []
+    for item in items:
+        match item:
+            case MessageItem():
+                text = _text(item.content)
+                message = ChatMessage(role=item.role, content=text)
+            case CallItem():
+                function = ToolFunction(name=item.name, arguments=item.arguments)
+                call = ToolCall(id=item.call_id, function=function)
+                message = ChatMessage(role="assistant", tool_calls=[call])
+            case CallOutputItem():
+                text = _text(item.output)
+                message = ChatMessage(role="tool", tool_call_id=item.call_id, content=text)
+            case ReasoningItem():
+                text = _text(item.content or [])
+                message = ChatMessage(role="assistant", reasoning_content=text or None)
+        if messages and message.role == messages[-1].role == "assistant":
+            messages[-1] = joined(messages[-1], message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def following(
+    previous: Sequence[ChatMessage], messages: Sequence[ChatMessage]
+) -> list[ChatMessage]:
+    """Return the conversation of an earlier response, and what follows on it."""
+    if previous and messages and previous[-1].role == messages[0].role == "assistant":
+        return [*previous[:-1], joined(previous[-1], messages[0]), *messages[1:]]
+    return [*previous, *messages]
+
+
+def joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
+    """Return two parts of one assistant's message as one."""
+    contents = [each.content for each in (first, second) if isinstance(each.content, str)]
+    thoughts = [each.reasoning_content for each in (first, second) if each.reasoning_content]
+    return ChatMessage(
+        role="assistant",
+        content="".join(contents) if contents else None,
+        reasoning_content="".join(thoughts) or None,
+        tool_calls=[*(first.tool_calls or ()), *(second.tool_calls or ())] or None,
+    )
+
+
+def _text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _chat(body: ResponsesBody) -> ChatBody:
+    text = body.text or TextConfig()
+    reasoning = body.reasoning or Reasoning()
+    shows_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not shows_logprobs:
+        raise InvalidRequest(
+            f'`top_logprobs` needs "{LOGPROBS}" in `include`', param="top_logprobs"
+        )
+    return ChatBody(
+        model=body.model,
+        messages=NOT_GIVEN,
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        stream=body.stream,
+        logprobs=shows_logprobs,
+        top_logprobs=body.top_logprobs if shows_logprobs else None,
+        cache_salt=body.cache_salt,
+        kv_retrieval=body.kv_retrieval,
+        priority=body.priority,
+        reasoning_effort=reasoning.effort,
+        tools=[_tool(tool) for tool in body.tools] if body.tools else None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format(text.format),
+    )
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    return Tool(
+        function=FunctionDefinition(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+        )
+    )
+
+
+def _tool_choice(
+    choice: Literal["none", "auto", "required"] | FunctionChoice | None,
+) -> CallChoice | None:
+    if isinstance(choice, FunctionChoice):
+        return NamedToolChoice(function=ToolChoiceFunction(name=choice.name))
+    return choice
+
+
+def _response_format(given: TextFormat | None) -> ResponseFormat | None:
+    if given is None:
+        return None
+    if given.type != "json_schema":
+        return ResponseFormat(type=given.type)
+    if given.schema is None:
+        raise InvalidRequest("`text.format` needs a `schema`", param="text.format.schema")
+    return ResponseFormat.of_schema(given.schema, name=given.name or "output")

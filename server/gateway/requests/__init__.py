@@ -1,1 +1,0 @@
-"""From a request's body to a checked call of the engine: fields, defaults, prompts, tokens."""

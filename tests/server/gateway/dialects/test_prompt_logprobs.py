@@ -1,0 +1,367 @@
+"""Prompts in answers: prompt_logprobs, echo, and requests that generate nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import processors
+
+from models.text.tokenizer import Tokenizer
+from server.gateway.handler import INLINE_LOGPROBS
+from tests.server.gateway.calls import (
+    CHAT,
+    CHAT_BODY,
+    PLAIN,
+    PLAIN_BODY,
+    PROMPT,
+    chat_choice,
+    events_of,
+    post,
+    prompt_score,
+    scored,
+    usage,
+    without_head,
+)
+from tests.server.gateway.fakes import (
+    MAX_REQUEST_TOKENS,
+    FakeEngine,
+    backend,
+    gateway,
+    ids,
+    output,
+    tokenizer,
+)
+from topspin.messages import AddRequest, RequestOutput
+
+
+def text_of(token_id: int) -> str:
+    return tokenizer().token_text(token_id)
+
+
+def name_of(token_id: int) -> str:
+    """Return how OpenAI writes a token in a completion: a part of a character by its bytes."""
+    data = tokenizer().token_bytes(token_id)
+    if data.decode(errors="ignore").encode() == data:
+        return data.decode()
+    return "bytes:" + repr(data)[2:-1]
+
+
+def vllm_entry(token_id: int, position: int, num_top: int) -> dict[str, Any]:
+    """Return the entry of one token as vLLM writes it."""
+    score = prompt_score(token_id, position, num_top)
+    found = {token_id: (score.logprob, score.rank)}
+    for rank, idx in enumerate(score.top_ids):
+        found[idx] = (score.top_logprobs[rank], rank + 1)
+    return {
+        str(idx): {"logprob": logprob, "rank": rank, "decoded_token": text_of(idx)}
+        for idx, (logprob, rank) in found.items()
+    }
+
+
+def vllm_form(token_ids: list[int], num_top: int) -> list[Any]:
+    entries = [vllm_entry(idx, at, num_top) for at, idx in enumerate(token_ids)]
+    return [None, *entries[1:]]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 2, 5])
+def test_prompt_logprobs_have_vllms_form(num_top: int) -> None:
+    body = {**PLAIN_BODY, "prompt": ["hello z\u00e9", "h"], "n": 2, "prompt_logprobs": num_top}
+    answer = post(PLAIN, body, FakeEngine(scored("ab"))).json()
+    expected = [vllm_form(ids(prompt), num_top) for prompt in ("hello z\u00e9", "h")]
+    found = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert found == [expected[0], expected[0], expected[1], expected[1]]
+    assert [choice["text"] for choice in answer["choices"]] == ["ab"] * 4
+    chat = post(CHAT, {**CHAT_BODY, "prompt_logprobs": num_top}, FakeEngine(scored("ab"))).json()
+    assert chat["prompt_logprobs"] == vllm_form(ids(PROMPT), num_top)
+    assert chat["choices"][0]["message"]["content"] == "ab"
+
+
+def test_an_answer_without_prompt_logprobs_does_not_name_them() -> None:
+    answer = post(PLAIN, {**PLAIN_BODY, "logprobs": 1}, FakeEngine(scored("a"))).json()
+    assert "prompt_logprobs" not in answer["choices"][0]
+    chat = post(CHAT, CHAT_BODY, FakeEngine(scored("a"))).json()
+    assert "prompt_logprobs" not in chat
+
+
+def echoed_logprobs(prompt: str, completion: str, num_top: int) -> dict[str, Any]:
+    """Return `logprobs` of the prompt and of scored(completion), as OpenAI writes them."""
+    tokens = [name_of(idx) for idx in ids(prompt) + ids(completion)]
+    data = [tokenizer().token_bytes(idx) for idx in ids(prompt) + ids(completion)]
+    scores = [prompt_score(idx, at, num_top) for at, idx in enumerate(ids(prompt))][1:]
+    tops: list[Any] = [None]
+    for token, score in zip(tokens[1:], scores, strict=False):
+        best = zip(map(name_of, score.top_ids), score.top_logprobs, strict=True)
+        tops.append(dict(best) | {token: score.logprob})
+    generated = tokens[len(tops) :]
+    tops += [dict([(token, -0.5), ("z", -9999.0)][: max(num_top, 1)]) for token in generated]
+    return {
+        "text_offset": [
+            len(b"".join(data[:idx]).decode(errors="ignore")) for idx in range(len(data))
+        ],
+        "token_logprobs": [None, *(score.logprob for score in scores), *[-0.5] * len(generated)],
+        "tokens": tokens,
+        "top_logprobs": tops,
+    }
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_echoed_logprobs_streamed_and_whole(num_top: int, max_tokens: int) -> None:
+    body = {"model": "tiny", "echo": True, "logprobs": num_top, "max_tokens": max_tokens, "n": 2}
+    body["prompt"] = [ids("hello wo"), ids("h\u00e9")]
+    completion = "hello a" if max_tokens else ""
+    whole = post(PLAIN, body, FakeEngine(scored("hello a"))).json()
+    assert [choice["logprobs"] for choice in whole["choices"]] == [
+        echoed_logprobs(prompt, completion, num_top)
+        for prompt in ("hello wo", "hello wo", "h\u00e9", "h\u00e9")
+    ]
+    assert [choice["text"] for choice in whole["choices"]] == [
+        *["hello wo" + completion] * 2,
+        *["h\u00e9" + completion] * 2,
+    ]
+    assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
+    num_prompt_tokens = len(ids("hello wo") + ids("h\u00e9"))
+    assert whole["usage"] == usage(num_prompt_tokens, 4 * len(ids(completion)))
+
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    events = events_of(post(PLAIN, body, FakeEngine(scored("hello a"))))
+    assert events[-1]["usage"] == whole["usage"]
+    for index, choice in enumerate(whole["choices"]):
+        parts = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == index]
+        assert parts[0]["text"].startswith("h\u00e9" if index > 1 else "hello wo")
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for name, expected in choice["logprobs"].items():
+            shown = [part["logprobs"][name] for part in parts if part["logprobs"] is not None]
+            assert [value for values in shown for value in values] == expected
+        assert [part["finish_reason"] for part in parts][-1] == "length"
+    assert whole["choices"][0] == whole["choices"][1] | {"index": 0}
+
+
+def test_both_forms_may_be_asked_for_with_their_own_number() -> None:
+    body = {**PLAIN_BODY, "echo": True, "logprobs": 3, "prompt_logprobs": 1}
+    choice = post(PLAIN, body, FakeEngine(scored("a"))).json()["choices"][0]
+    assert choice["prompt_logprobs"] == vllm_form(ids("hi"), 1)
+    assert choice["logprobs"] == echoed_logprobs("hi", "a", 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_alone_needs_no_scores(stream: bool) -> None:
+    fake = FakeEngine(scored("ab"))
+    body = {**PLAIN_BODY, "echo": True, "stream": stream, "return_token_ids": True}
+    response = post(PLAIN, body, fake)
+    if stream:
+        choices = [event["choices"][0] for event in events_of(response)]
+        assert [choice["text"] for choice in choices] == ["hia", "b", ""]
+        assert [choice.get("token_ids") for choice in choices] == [ids("a"), ids("b"), None]
+    else:
+        assert response.json()["choices"][0]["text"] == "hiab"
+        assert response.json()["choices"][0]["token_ids"] == ids("ab")
+    assert fake.added[0].sampling.prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # A text comes back as it was given, tokens as their text.
+        ({"prompt": "<|im_start|>a", "add_special_tokens": False}, "<|im_start|>a!"),
+        ({"prompt": ids("<|im_start|>a")}, "<|im_start|>a!"),
+        ({"prompt": "hello wo", "truncate_prompt_tokens": 2}, " wo!"),
+        # A character that the prompt begins and the completion ends, and one that nothing ends.
+        ({"prompt": ids("a\u00e9")[:-1]}, "a\ufffd!"),
+        ({"prompt": ids("a\u00e9")[:-1], "max_tokens": 0}, "a\ufffd"),
+        ({"prompt": "a", "max_tokens": 0}, "a"),
+        # A stop string is searched for in the completion only.
+        ({"prompt": "stop", "stop": "stop"}, "stop!"),
+    ],
+)
+def test_the_echoed_text(fields: dict[str, Any], expected: str) -> None:
+    body = {"model": "tiny", "echo": True, **fields}
+    assert post(PLAIN, body, FakeEngine(scored("!"))).json()["choices"][0]["text"] == expected
+
+
+def test_a_character_begun_by_the_echoed_prompt_is_ended_by_the_completion() -> None:
+    def script(request: AddRequest) -> Iterator[RequestOutput]:
+        yield output(request, ids("\u00e9!")[1:], finish_reason="length")
+
+    body = {"model": "tiny", "prompt": ids("a\u00e9")[:-1]}
+    for echo, text in ((True, "a\u00e9!"), (False, "\u00e9!")):
+        answer = post(PLAIN, {**body, "echo": echo}, FakeEngine(script)).json()
+        assert answer["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_may_generate_nothing(name: str) -> None:
+    body = {**CHAT_BODY, name: 0, "prompt_logprobs": 0}
+    fake = FakeEngine(scored("a"))
+    answer = post(CHAT, body, fake).json()
+    assert answer["choices"][0]["message"]["content"] == ""
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == usage(len(ids(PROMPT)), 0)
+    assert len(answer["prompt_logprobs"]) == len(ids(PROMPT))
+    assert fake.added[0].sampling.max_tokens == 0
+    body = {**CHAT_BODY, name: 0, "stream": True}
+    events = events_of(post(CHAT, body, FakeEngine(scored("a"))))
+    assert [without_head(event) for event in events] == [
+        chat_choice(0, {"role": "assistant", "content": ""}),
+        chat_choice(0, {}, "length"),
+    ]
+
+
+@pytest.mark.parametrize("prompt", ["hi", ids("a\u00e9")[:-1]])
+def test_a_completion_may_be_empty(prompt: str | list[int]) -> None:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 0, "logprobs": 1}
+    choice = post(PLAIN, body, FakeEngine(scored("a"))).json()["choices"][0]
+    assert choice["text"] == ""
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"]["tokens"] == []
+    body |= {"stream": True, "return_token_ids": True}
+    events = events_of(post(PLAIN, body, FakeEngine(scored("a"))))
+    assert [event["choices"][0]["text"] for event in events] == ["", ""]
+    num_tokens = len(prompt)
+    assert len(events[0]["choices"][0]["prompt_token_ids"]) == num_tokens
+
+
+def test_a_prompt_without_output_may_fill_the_context() -> None:
+    prompt: list[int] | str
+    for prompt in ([1] * MAX_REQUEST_TOKENS, "z" * MAX_REQUEST_TOKENS):
+        body = {**PLAIN_BODY, "prompt": prompt, "max_tokens": 0}
+        answer = post(PLAIN, body, FakeEngine(scored("a"))).json()
+        assert answer["usage"] == usage(MAX_REQUEST_TOKENS, 0)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_lm_evaluation_harness_reads_the_scores(max_tokens: int) -> None:
+    """By the rule of its parse_logprobs, which drops the one token that it has generated."""
+    prompts = [ids("hello z"), ids("hellozz")]
+    context_sizes = [1, 2]
+    body = {"model": "tiny", "prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0}
+    answer = post(PLAIN, {**body, "max_tokens": max_tokens}, FakeEngine(scored("a"))).json()
+    found = []
+    for choice, size in zip(
+        sorted(answer["choices"], key=itemgetter("index")), context_sizes, strict=True
+    ):
+        scores = choice["logprobs"]
+        end = len(scores["token_logprobs"]) - max_tokens
+        logprobs = scores["token_logprobs"][size:end]
+        tops = scores["top_logprobs"][size:end]
+        is_greedy = all(own == max(top.values()) for own, top in zip(logprobs, tops, strict=True))
+        found.append((sum(logprobs), is_greedy))
+    expected = [
+        sum(prompt_score(idx, at, 1).logprob for at, idx in enumerate(prompt) if at >= size)
+        for prompt, size in zip(prompts, context_sizes, strict=True)
+    ]
+    assert found == [(expected[0], False), (expected[1], True)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_choices_wait_for_the_scores_that_the_first_brings(stream: bool) -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with gateway(fake) as client:
+            body = {**PLAIN_BODY, "echo": True, "logprobs": 0, "n": 2, "stream": stream}
+            pending = asyncio.create_task(client.post(PLAIN, json=body))
+            await fake.request_came.wait()
+            first, second = fake.added
+            entry = prompt_score(ids("i")[0], 1, 0)
+            fake.emit(output(second, ids("x"), logprobs=(entry,)))
+            fake.emit(output(second, ids("y"), index=1, logprobs=(entry,), finish_reason="length"))
+            await fake.settle()
+            assert not pending.done()
+            fake.emit(output(first, [], prompt_logprobs=(entry,)))
+            fake.emit(output(first, ids("a"), logprobs=(entry,), finish_reason="length"))
+            response = await pending
+            if not stream:
+                texts = [choice["text"] for choice in response.json()["choices"]]
+                assert texts == ["hia", "hixy"]
+                return
+            choices = [event["choices"][0] for event in events_of(response)]
+            assert [(choice["index"], choice["text"]) for choice in choices] == [
+                (1, "hix"),
+                (1, "y"),
+                (1, ""),
+                (0, "hia"),
+                (0, ""),
+            ]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("num_scores", [0, 2])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_too_few_or_too_many_scores_fail_the_request(
+    num_scores: int, max_tokens: int
+) -> None:
+    def script(request: AddRequest) -> Iterator[RequestOutput]:
+        scores = (prompt_score(1, 1, 0),) * num_scores
+        made = output(
+            request, ids("a")[:max_tokens], prompt_logprobs=scores, finish_reason="length"
+        )
+        yield made
+
+    async with gateway(FakeEngine(script)) as client:
+        body = {**PLAIN_BODY, "prompt_logprobs": 0, "max_tokens": max_tokens}
+        response = await client.post(PLAIN, json=body)
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "protocol_error"
+
+
+@pytest.mark.parametrize("form", ["prompt_logprobs", "echo", "stream"])
+def test_a_long_prompts_scores_are_encoded_in_a_thread_with_the_same_result(form: str) -> None:
+    prompt = "hello wo" * 250
+
+    async def test() -> Any:
+        fake = FakeEngine(scored("a"))
+        async with gateway(fake) as client:
+            fake.become_ready(max_request_tokens=2000)
+            await fake.settle()
+            body = {**PLAIN_BODY, "prompt": prompt}
+            assert len(ids(prompt)) * 3 > INLINE_LOGPROBS
+            if form == "prompt_logprobs":
+                response = await client.post(PLAIN, json={**body, "prompt_logprobs": 2})
+                return response.json()["choices"][0]["prompt_logprobs"]
+            body |= {"echo": True, "logprobs": 2, "stream": form == "stream"}
+            response = await client.post(PLAIN, json=body)
+            answer = events_of(response)[0] if form == "stream" else response.json()
+            return answer["choices"][0]["logprobs"]
+
+    expected: Any = echoed_logprobs(prompt, "a", 2)
+    if form == "prompt_logprobs":
+        expected = vllm_form(ids(prompt), 2)
+    assert asyncio.run(test()) == expected
+
+
+def test_parts_of_characters_keep_their_values_and_their_place() -> None:
+    prompt, completion = "\u65e5\u672c \U0001f600", "a\u00e9 \U0001f469b"
+    body = {**PLAIN_BODY, "prompt": prompt, "echo": True, "logprobs": 5}
+    whole = post(PLAIN, body, FakeEngine(scored(completion))).json()["choices"][0]
+    assert whole["logprobs"] == echoed_logprobs(prompt, completion, 5)
+    assert min(map(len, whole["logprobs"]["top_logprobs"][1 : len(ids(prompt))])) >= 5
+    assert whole["logprobs"]["text_offset"][-1] == len(whole["text"]) - 1
+    assert whole["logprobs"]["tokens"][0] == "bytes:\\xe6"
+    streamed = events_of(post(PLAIN, {**body, "stream": True}, FakeEngine(scored(completion))))
+    shown = [event["choices"][0]["logprobs"] for event in streamed[:-1]]
+    assert [each for part in shown for each in part["text_offset"]] == (
+        whole["logprobs"]["text_offset"]
+    )
+
+
+def test_offsets_do_not_count_what_the_text_does_not_show() -> None:
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    bos = "<|im_start|>"
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))]
+    )
+    adding = Tokenizer(made, special_tokens={}, source="test")
+    body = {**PLAIN_BODY, "echo": True, "logprobs": 0}
+    for prompt, wanted in (("hi", [0, 0, 1, 2]), (f"{bos}hi", [0, 0, 12, 13, 14])):
+        given = {**body, "prompt": prompt}
+        fake = FakeEngine(scored("a<|im_end|>"))
+        choice = post(PLAIN, given, fake, text_tokenizer=adding).json()["choices"][0]
+        assert choice["text"] == f"{prompt}a"
+        offsets = choice["logprobs"]["text_offset"]
+        assert offsets == [*wanted, len(choice["text"])]

@@ -1,0 +1,138 @@
+"""Answers that follow a grammar behind reasoning, or with it off, do not reason again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from models.text.chat_template import ChatTemplate
+from tests.server.gateway.calls import CHAT, USER, post
+from tests.server.gateway.dialects.test_tool_grammars import allows
+from tests.server.gateway.fakes import FakeEngine, saying
+
+# As Qwen3's, a hybrid model's: what is off is closed in the prompt.
+QWEN3 = (
+    "{{ tools | tojson if tools }}{% set reads = ['tool', 'tool_calls', '<tool_call>'] %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+# As DeepSeek-V3.1's: only the end is written, and behind a tool's result nothing.
+DEEPSEEK = (
+    "{{ tools | tojson if tools }}{% set reads = ['tool', 'tool_calls', '<tool_call>'] %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<assistant>"
+    "{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
+FUNCTION = {
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+}
+TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
+STRICT = {"tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}]}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOL = {"role": "tool", "content": "3"}
+
+
+def grammar(
+    source: str = QWEN3, *, path: str = CHAT, messages: Any = (USER,), **fields: Any
+) -> str:
+    """Return the grammar with which the engine is asked to answer."""
+    fake = FakeEngine(saying("yes", finish_reason="stop"))
+    template = ChatTemplate({"default": source}, special_tokens={}, source="test")
+    given = {"input": "hi"} if path == "/v1/responses" else {"messages": list(messages)}
+    body = {"model": "tiny", "max_tokens": 9, **given, **fields}
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    post(path, body, fake, chat_template=template, max_request_tokens=1000)
+    return fake.added[0].sampling.grammar
+
+
+def continuing(text: str, **more: str) -> dict[str, Any]:
+    return {
+        "messages": [USER, {"role": "assistant", "content": text, **more}],
+        "continue_final_message": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [(CHOICE, "yes"), ({**TOOLS, "tool_choice": "required"}, CALL), (STRICT, f"So: {CALL}")],
+    ids=["choice", "required", "strict"],
+)
+@pytest.mark.parametrize(
+    "off",
+    [
+        OFF,
+        {"reasoning_effort": "none"},
+        {**OFF, "messages": [USER, {"role": "assistant", "content": "x"}, TOOL]},
+        {**OFF, "add_generation_prompt": False},
+        continuing("<think>hm</think>So "),
+        continuing("So "),
+        continuing("", reasoning_content="hm"),
+    ],
+    ids=["variable", "effort", "result", "no prompt", "block", "begun", "reasoning"],
+)
+def test_an_answer_behind_reasoning_does_not_reason_again(
+    fields: dict[str, Any], answer: str, off: dict[str, Any]
+) -> None:
+    made = grammar(**fields, **off)
+    assert allows(made, answer)
+    assert not allows(made, f"<think>\nhm\n</think>\n\n{answer}")
+    assert not allows(made, f"\n<think>hm</think>{answer}")
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "begins"),
+    [
+        (QWEN3, {}, "<think>"),
+        (QWEN3, {"chat_template_kwargs": {"enable_thinking": True}}, "<think>"),
+        # Marks in earlier messages are not this answer's.
+        (QWEN3, {"messages": [{"role": "user", "content": "is </think> a tag?"}]}, "<think>"),
+        (
+            QWEN3,
+            {"messages": [{"role": "assistant", "content": "", "reasoning": "hm"}, TOOL]},
+            "<think>",
+        ),
+        (DEEPSEEK, {"chat_template_kwargs": {"thinking": True}}, ""),
+        (QWEN3, continuing("<think>so"), ""),
+    ],
+)
+def test_an_answer_may_reason_where_it_is_not_told_otherwise(
+    source: str, fields: dict[str, Any], begins: str
+) -> None:
+    made = grammar(source, **CHOICE, **fields)
+    assert allows(made, f"{begins}\nhm\n</think>\n\nyes")
+    assert allows(made, "yes") == bool(begins)
+
+
+@pytest.mark.parametrize("messages", [[USER], [USER, TOOL]])
+def test_a_template_may_close_what_it_does_not_open(messages: list[dict[str, str]]) -> None:
+    made = grammar(DEEPSEEK, messages=messages, chat_template_kwargs={"thinking": False}, **CHOICE)
+    assert allows(made, "no")
+    assert not allows(made, "<think>hm</think>no")
+
+
+def test_so_it_is_in_every_api() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    named = {"type": "json_schema", "name": "x", "schema": schema}
+    asked = [
+        ("/v1/responses", {"text": {"format": named}, "reasoning": {"effort": "none"}}),
+        (
+            "/v1/messages",
+            {
+                "output_config": {"format": {"type": "json_schema", "schema": schema}},
+                "thinking": {"type": "disabled"},
+            },
+        ),
+    ]
+    for path, fields in asked:
+        made = grammar(path=path, **fields)
+        assert allows(made, '{"a": 1}'), path
+        assert not allows(made, '<think>hm</think>{"a": 1}'), path

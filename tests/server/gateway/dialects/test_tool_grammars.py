@@ -1,0 +1,173 @@
+"""Grammars of tool calls: texts that they allow are read as the calls asked for, others not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from server.gateway.dialects.chat.request import FunctionDefinition, Tool
+from server.gateway.dialects.chat.tool_grammars import constrained, marker_terminal
+from server.gateway.dialects.chat.tools import ToolUse
+from server.gateway.grammars.structured_outputs import json_grammar
+from server.gateway.parsing.call_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_LIST, CallFormat
+from server.gateway.parsing.message import Message, MessageOptions
+from tests.server.gateway.fakes import backend
+
+SPECIAL = "<|im_start|>"
+
+
+def tool(name: str, *, strict: bool | None = None, **extra: Any) -> Tool:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        **extra,
+    }
+    return Tool(function=FunctionDefinition(name=name, parameters=schema, strict=strict))
+
+
+ADD, SUB = tool("add"), tool("sub")
+WRITTEN = {
+    HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    MISTRAL: '[TOOL_CALLS]add[ARGS]{"a": 1}',
+    MISTRAL_LIST: '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
+    LLAMA3: '{"name": "add", "parameters": {"a": 1}}',
+}
+TWO = {
+    HERMES: WRITTEN[HERMES] + "\n" + WRITTEN[HERMES],
+    MISTRAL: WRITTEN[MISTRAL] * 2,
+    MISTRAL_LIST: (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, '
+        '{"name": "add", "arguments": {"a": 1}}]'
+    ),
+    LLAMA3: WRITTEN[LLAMA3] + "; " + WRITTEN[LLAMA3],
+}
+FORMATS = pytest.mark.parametrize("calls", list(WRITTEN), ids=lambda each: each.name)
+
+
+def grammar_of(calls: CallFormat, use: ToolUse, text: str = "", **reasoning: bool) -> str:
+    tokens = backend()
+    special = frozenset(tokens.encode(SPECIAL, add_special_tokens=False).ids)
+    given = {"reasons": False, "is_inside_reasoning": False, **reasoning}
+    return constrained(
+        text, use, calls=calls, terminal=marker_terminal(tokens.token_to_id, special), **given
+    )
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Return whether the grammar allows `text` as a whole answer."""
+    tokenizer = LLTokenizer(backend().to_str(), eos_token=0)
+    matcher = LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+@FORMATS
+def test_a_required_call_is_all_that_is_allowed(calls: CallFormat) -> None:
+    grammar = grammar_of(calls, ToolUse(tools=(ADD, SUB), called=(ADD, SUB), may_call=True))
+    assert allows(grammar, WRITTEN[calls])
+    assert allows(grammar, WRITTEN[calls].replace("add", "sub"))
+    assert allows(grammar, TWO[calls])
+    for wrong in (
+        "hello",
+        "hello " + WRITTEN[calls],
+        WRITTEN[calls].replace("add", "mul"),
+        WRITTEN[calls].replace("1", '"x"'),
+        WRITTEN[calls].replace('"a"', '"b"'),
+    ):
+        assert not allows(grammar, wrong)
+    message = Message(MessageOptions(calls=calls, tool_names={"add"}))
+    message.push(TWO[calls], is_last=True)
+    assert [(call.name, call.arguments) for call in message.calls] == [("add", '{"a": 1}')] * 2
+    assert message.content == ""
+
+
+def test_a_forced_call_may_have_an_id_where_its_format_has_one() -> None:
+    grammar = grammar_of(MISTRAL, ToolUse(tools=(ADD,), called=(ADD,), may_call=True))
+    assert allows(grammar, '[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}')
+    assert not allows(grammar, '[TOOL_CALLS]add[CALL_ID]"[ARGS]{"a": 1}')
+
+
+@FORMATS
+def test_a_named_call_is_one_of_that_function(calls: CallFormat) -> None:
+    use = ToolUse(tools=(ADD, SUB), called=(ADD,), is_named=True, may_call=True, only_one=True)
+    grammar = grammar_of(calls, use)
+    assert allows(grammar, WRITTEN[calls])
+    assert not allows(grammar, WRITTEN[calls].replace("add", "sub"))
+    assert not allows(grammar, TWO[calls])
+
+
+@FORMATS
+def test_where_the_model_decides_only_strict_tools_are_constrained(calls: CallFormat) -> None:
+    assert grammar_of(calls, ToolUse(tools=(ADD,), may_call=True)) == ""
+    use = ToolUse(tools=(tool("add", strict=True),), may_call=True)
+    grammar = grammar_of(calls, use)
+    assert allows(grammar, "hello")
+    assert allows(grammar, WRITTEN[calls])
+    if calls is not LLAMA3:
+        assert allows(grammar, "So: " + WRITTEN[calls])
+    wrong = WRITTEN[calls].replace("1", '"x"')
+    assert not allows(grammar, wrong)
+    assert grammar_of(calls, ToolUse(tools=use.tools)) == ""
+
+
+@FORMATS
+def test_an_answer_with_a_schema_is_that_or_a_call(calls: CallFormat) -> None:
+    text = json_grammar({"type": "array", "items": {"type": "integer"}}, param="x")
+    grammar = grammar_of(calls, ToolUse(tools=(ADD,), may_call=True), text)
+    assert allows(grammar, "[1,2]")
+    assert allows(grammar, WRITTEN[calls])
+    assert not allows(grammar, "hello")
+    forced = grammar_of(calls, ToolUse(tools=(ADD,), called=(ADD,), may_call=True), text)
+    assert not allows(forced, "[1,2]")
+    assert grammar_of(calls, ToolUse(), text) == text
+
+
+@pytest.mark.parametrize("inner", ["start: /[0-9]+/", ""], ids=["text", "call"])
+def test_reasoning_comes_before_what_is_constrained(inner: str) -> None:
+    use = ToolUse() if inner else ToolUse(tools=(ADD,), called=(ADD,), may_call=True)
+    answer = "42" if inner else WRITTEN[HERMES]
+    opened = grammar_of(HERMES, use, inner, reasons=True, is_inside_reasoning=True)
+    assert allows(opened, f"so {{\n so</think>\n\n{answer}")
+    assert not allows(opened, answer)
+    assert not allows(opened, f"so</think>{answer} and more")
+    free = grammar_of(HERMES, use, inner, reasons=True)
+    assert allows(free, answer)
+    assert allows(free, f"<think>\nso</think>{answer}")
+    assert not allows(free, f"so {answer}")
+
+
+def test_arguments_that_the_schema_does_not_name_are_not_written_unless_it_allows_them() -> None:
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": inner}}
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": {"x": 1}MORE}}\n</tool_call>'
+    for extra, more, allowed in (
+        ({}, "", True),
+        ({}, ', "b": 1', False),
+        ({"additionalProperties": True}, ', "b": 1', True),
+    ):
+        made = Tool(function=FunctionDefinition(name="f", parameters={**schema, **extra}))
+        grammar = grammar_of(HERMES, ToolUse(tools=(made,), called=(made,), may_call=True))
+        assert allows(grammar, written.replace("MORE", more)) is allowed
+        assert not allows(grammar, written.replace("1}MORE", '1, "y": 2}'))
+
+
+def test_markers_that_are_special_tokens_are_named_by_id() -> None:
+    special = backend().token_to_id(SPECIAL)
+    terminal = marker_terminal(backend().token_to_id, frozenset([special]))
+    assert terminal(SPECIAL) == f"<[{special}]>"
+    assert terminal('a"b') == json.dumps('a"b')
+
+
+def test_a_strict_schema_that_no_grammar_has_is_refused_and_another_is_served() -> None:
+    odd = {"properties": {"a": {"type": "integer"}}, "unevaluatedProperties": {"type": "string"}}
+    lenient = ToolUse(tools=(tool("add", **odd),), called=(tool("add", **odd),), may_call=True)
+    assert allows(grammar_of(HERMES, lenient), WRITTEN[HERMES])
+    strict = tool("add", strict=True, **odd)
+    grammar = grammar_of(HERMES, ToolUse(tools=(strict,), called=(strict,), may_call=True))
+    assert "unevaluatedProperties" in LLMatcher.validate_grammar(grammar)
