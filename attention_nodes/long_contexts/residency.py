@@ -5,7 +5,7 @@ selected keys of each sequence of which some are in the file. Before a step it m
 all that the step writes or attends to whole is in memory, and puts frames in the place of blocks.
 Sequences whose keys cannot be written or read are reported, and compute with an unused frame;
 nothing else is disturbed. Knows no codes.
-Called by long_contexts.py.
+Called by contexts.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from attention_nodes.long_contexts.frames import NO_FRAME, FrameTable, Moves
 from attention_nodes.long_contexts.spill_store import SpillStore
-from attention_nodes.step.frames import NO_FRAME, FrameTable, Moves
 from attention_nodes.step.kv_cache import KvCache
 from attention_nodes.step.sequences import IntArray, SequenceTable
 from attention_nodes.step.step_inputs import Slices

@@ -1,7 +1,7 @@
 """Turns a planned micro-batch into the indices that its layers need, on the host.
 
 Owns the index arithmetic: token ids, positions, cache slots, attention's metadata, rows to
-sample and to score; and the tensors of these for a node on the CPU (device_inputs.py: for a
+sample and to score; and the tensors of these for a node on the CPU (device/inputs.py: for a
 GPU). Knows no weights and runs no kernel.
 """
 

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from attention_nodes.device_executor import _nothing
+from attention_nodes.device.executor import _nothing
 from attention_nodes.long_contexts.learning import Job, Learning
 from attention_nodes.long_contexts.retrieval import KeyIndex
 from attention_nodes.step import kv_cache

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_nodes.executor import run_layers
 from attention_nodes.step import kv_cache
 from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.executor import run_layers
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import Limits, SequenceTable
 from attention_nodes.step.step_inputs import host_inputs, slice_up

@@ -30,10 +30,10 @@ def test_the_first_step_after_idleness_has_no_gap() -> None:
     counters = Counters()
     counters.observe(TIMINGS, after_idle=True)
     counters.observe(TIMINGS, after_idle=False)
-    assert sum(counters.phases["scheduler_gap"].counts) == 1
-    assert counters.phases["scheduler_gap"].sum_s == TIMINGS.gap_s
-    assert sum(counters.phases["attention"].counts) == 2
-    assert sum(counters.phases["link"].counts) == 0  # it is not known
+    assert sum(counters.step_phases["scheduler_gap"].counts) == 1
+    assert counters.step_phases["scheduler_gap"].sum_s == TIMINGS.gap_s
+    assert sum(counters.step_phases["attention"].counts) == 2
+    assert sum(counters.step_phases["link"].counts) == 0  # it is not known
 
 
 def test_metrics_show_every_phase_as_a_histogram() -> None:
@@ -45,15 +45,8 @@ def test_metrics_show_every_phase_as_a_histogram() -> None:
         num_running=0,
         kv_cache_usage=0.0,
         num_blocks=1,
-        prefix_cache_queries=0,
-        prefix_cache_hits=0,
-        num_preemptions=0,
-        num_steps=1,
-        prompt_tokens=0,
-        generation_tokens=0,
-        step_seconds=0.1,
-        step_phases=counters.step_phases(),
         num_micro_batches=3,
+        **counters.for_stats(),
     )
     text = GatewayMetrics("tiny").render(stats).decode()
     assert 'topspin_micro_batches{model_name="tiny"} 3.0' in text
