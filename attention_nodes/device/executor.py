@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from attention_nodes.step.executor import Ran, Receipt, run_layers
 from attention_nodes.step.rally import Companions
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import Limits
-from attention_nodes.step.step_inputs import Slices, StepInputs
+from attention_nodes.step.step_inputs import NO_SLICES, Slices, StepInputs
 from kernels.recordings import Recordings
 from kernels.runtime import Runtime
 from m2n_comm.net import AttentionNet
@@ -182,7 +181,7 @@ class DeviceExecutor:
                 _log.info("recording decode steps: %d of %d sizes", done, len(keys))
             check()
             for _ in range(2):
-                placed = self._inputs.place([_nothing()] * m, bucket)
+                placed = self._inputs.place([NO_SLICES] * m, bucket)
                 self._replay(Placed(placed, bucket, 0), net)
         self._runtime.synchronize()
 
@@ -192,24 +191,3 @@ def _sizes(decoder: Decoder, config: NodeConfig) -> tuple[int, ...]:
     if not config.execution.recordings or decoder.ops.name != TRITON:
         return ()
     return row_buckets(config.attention.max_num_seqs)
-
-
-def _nothing() -> Slices:
-    """Return a micro-batch without slices."""
-    none = np.zeros(0, dtype=np.int64)
-    return Slices(
-        rows=none,
-        certain=none,
-        counts=none,
-        tokens=none,
-        row_of_token=none,
-        positions=none,
-        prompt_lens=none,
-        kv_slots=none,
-        query_start=np.zeros(1, dtype=np.int32),
-        context_lens=np.zeros(0, dtype=np.int32),
-        block_tables=np.zeros((0, 0), dtype=np.int32),
-        sample_rows=none,
-        sampled=none,
-        seq_ids=none,
-    )

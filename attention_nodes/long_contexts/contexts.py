@@ -8,7 +8,7 @@ rows are with experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -81,8 +81,8 @@ class Contexts:
     def overwrite(self, blocks: IntArray) -> None:
         """Learn that the content of these blocks changes with the next step."""
 
-    def end(self, rows: IntArray) -> None:
-        """Forget the sequences in `rows` of the table."""
+    def end(self, seq_ids: Iterable[int]) -> None:
+        """Forget these sequences, which the table still has."""
 
     def prepare(
         self, micro_batches: list[Slices], *, may_wait: bool, trace: Stamps, beat: Beat
@@ -142,8 +142,8 @@ class LongContexts(Contexts):
     def overwrite(self, blocks: IntArray) -> None:
         self._index.overwrite(blocks.tolist())
 
-    def end(self, rows: IntArray) -> None:
-        self._index.end(rows)
+    def end(self, seq_ids: Iterable[int]) -> None:
+        self._index.end(self._rows(seq_ids))
 
     def prepare(
         self, micro_batches: list[Slices], *, may_wait: bool, trace: Stamps, beat: Beat
@@ -186,8 +186,8 @@ class LongContexts(Contexts):
         kept = np.setdiff1d(rows, self._rows(prepared.errors))
         return self._index.learning(kept.tolist(), num_waits) or nothing_to_do
 
-    def _rows(self, failed: Mapping[int, str]) -> IntArray:
-        return self._table.rows_of(np.array(list(failed), dtype=np.int64))
+    def _rows(self, seq_ids: Iterable[int]) -> IntArray:
+        return self._table.rows_of(np.array(list(seq_ids), dtype=np.int64))
 
     def follow(self, prepared: Prepared) -> Followed:
         """Note what a step has committed: no codes of those that fail, which others may share."""
@@ -218,9 +218,9 @@ class SpilledContexts(LongContexts):
         super().overwrite(blocks)
         self._residency.overwrite(blocks)
 
-    def end(self, rows: IntArray) -> None:
-        super().end(rows)
-        self._residency.end(rows)
+    def end(self, seq_ids: Iterable[int]) -> None:
+        super().end(seq_ids)
+        self._residency.end(self._rows(seq_ids))
 
     def _place(
         self, micro_batches: list[Slices], beat: Beat

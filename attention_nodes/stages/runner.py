@@ -8,7 +8,6 @@ sampling and no sockets. Called by worker.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from attention_nodes.step.decoder import Layers
 from attention_nodes.step.executor import flights_of
 from attention_nodes.step.plan_chain import PlanChain
 from attention_nodes.step.rally import Companions, Flight, Passage, rally
-from attention_nodes.step.recorded_steps import key_of, recorded_steps
+from attention_nodes.step.recorded_steps import recorded_steps
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import Limits, SequenceTable
 from attention_nodes.step.slow_decoder import SlowLayers
@@ -75,10 +74,8 @@ class StageRunner:
         self._residual = torch.empty(max_tokens, model.hidden_size, dtype=self._dtype)
         self._combined = torch.empty(max_tokens, model.hidden_size)
         self._runtime = runtime
-        self._steps = (
-            recorded_steps(layers, runtime, self._rotary, vocab_size=0)
-            if config.execution.recordings
-            else None
+        self._steps = recorded_steps(
+            layers, runtime, self._rotary, vocab_size=0, recordings=config.execution.recordings
         )
         self._no_net = NoNet(frozenset(range(len(model.moe_layers))))
         self.trace = ring_of(config)
@@ -123,23 +120,21 @@ class StageRunner:
         net.trace = trace
         net.begin(plan.ticket)
         link.begin(plan.ticket)
-        key = key_of(micro_batches) if self._steps is not None and net.is_graph_safe else None
-        inputs = None
-        if self._steps is not None and key is not None:
-            inputs = self._steps.take(key, micro_batches)
-        if inputs is None:
-            inputs = host_inputs(micro_batches, self._rotary)
+        placed = self._steps.place(
+            micro_batches,
+            lambda: host_inputs(micro_batches, self._rotary),
+            may_record=net.is_graph_safe,
+        )
         trace.stamp(Kind.STEP_BEGAN)
-        passage = _Between(link, net, self._runtime)
-        recorded = Companions(trace=trace, passage=passage)
-        if self._steps is None or key is None:
-            self._run_layers(inputs, net, replace(recorded, beat=beat))
-            return
         beat()
+        companions = Companions(
+            trace,
+            beat if placed.key is None else no_beat,
+            passage=_Between(link, net, self._runtime),
+        )
         self._steps.run(
-            key,
-            inputs,
-            lambda inputs, logits: self._run_layers(inputs, net, recorded),
+            placed,
+            lambda inputs, logits: self._run_layers(inputs, net, companions),
             (net, net.epoch, link),
         )
 
@@ -150,8 +145,7 @@ class StageRunner:
 
     def forget(self) -> None:
         """Drop all recordings: their net and link are not used again."""
-        if self._steps is not None:
-            self._steps.clear()
+        self._steps.clear()
 
 
 class _Between(Passage):

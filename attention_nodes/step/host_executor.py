@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,20 +17,13 @@ from attention_nodes.sampling.scores import score
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.executor import Ran, Receipt, run_layers
 from attention_nodes.step.rally import Companions, nothing_to_do
-from attention_nodes.step.recorded_steps import Key, key_of, recorded_steps
+from attention_nodes.step.recorded_steps import Placed, recorded_steps
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.step_inputs import Slices, StepInputs, host_inputs
 from kernels.runtime import Event, Runtime, host_event
 from m2n_comm.net import AttentionNet
 from topspin.processes.progress import no_beat
 from topspin.trace import Kind, Ring, read_stamps
-
-
-class Placed(NamedTuple):
-    """A step's tensors; `key` None: it is not recorded."""
-
-    inputs: StepInputs
-    key: Key | None
 
 
 class HostExecutor:
@@ -53,10 +45,12 @@ class HostExecutor:
         self._rotary = rotary
         self._stream = runtime.current_stream()
         self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
-        self._steps = (
-            recorded_steps(decoder, runtime, rotary, vocab_size=decoder.config.vocab_size)
-            if recordings
-            else None
+        self._steps = recorded_steps(
+            decoder,
+            runtime,
+            rotary,
+            vocab_size=decoder.config.vocab_size,
+            recordings=recordings,
         )
         # Its only stamp is when the layers of the last recorded step ended.
         self._clock = Ring(1)
@@ -74,30 +68,22 @@ class HostExecutor:
         """Do nothing: steps are recorded as they come, in milliseconds."""
 
     def forget(self) -> None:
-        if self._steps is not None:
-            self._steps.clear()
+        self._steps.clear()
 
     def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
         return host_inputs(micro_batches, self._rotary)
 
     def place(self, micro_batches: Sequence[Slices], net: AttentionNet) -> Placed:
-        key = self._key(micro_batches, net)
-        if key is not None and self._steps is not None:
-            inputs = self._steps.take(key, micro_batches)
-            if inputs is not None:
-                return Placed(inputs, key)
-        return Placed(host_inputs(micro_batches, self._rotary), key)
-
-    def _key(self, micro_batches: Sequence[Slices], net: AttentionNet) -> Key | None:
-        if self._steps is None or not net.is_graph_safe:
-            return None
-        if self._decoder.watch is not None or any(each.scored for each in micro_batches):
-            return None
-        return key_of(micro_batches)
+        is_plain = self._decoder.watch is None and not any(each.scored for each in micro_batches)
+        return self._steps.place(
+            micro_batches,
+            lambda: host_inputs(micro_batches, self._rotary),
+            may_record=is_plain and net.is_graph_safe,
+        )
 
     def run(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
         if placed.key is not None:
-            return self._replay(placed.inputs, placed.key, net, companions)
+            return self._replay(placed, net, companions)
         inputs = placed.inputs
         residual = run_layers(self._decoder, net, inputs, self._combined, companions)
         rallied = self._stream.record(timed=True)
@@ -105,9 +91,7 @@ class HostExecutor:
         logits = self._decoder.logits(residual.index_select(0, inputs.sample_rows))
         return Ran(logits, rallied, score(self._decoder.logits, residual, inputs.to_score))
 
-    def _replay(
-        self, inputs: StepInputs, key: Key, net: AttentionNet, companions: Companions
-    ) -> Ran:
+    def _replay(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
         recorded = replace(companions, beat=no_beat, meanwhile=nothing_to_do)
 
         def body(inputs: StepInputs, logits: Tensor) -> None:
@@ -117,8 +101,7 @@ class HostExecutor:
             self._decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
 
         companions.beat()
-        assert self._steps is not None
-        logits = self._steps.run(key, inputs, body, (net, net.epoch, companions.passage))
+        logits = self._steps.run(placed, body, (net, net.epoch, companions.passage))
         (rallied,) = read_stamps(self._clock.dump())
         return Ran(logits, host_event(rallied.t_ns), [])
 

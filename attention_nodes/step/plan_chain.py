@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
-import numpy as np
-
 from attention_nodes.long_contexts.contexts import Contexts, Prepared
 from attention_nodes.step.drafts import draft_requests, end_texts, take_drafts
 from attention_nodes.step.sequences import SequenceTable, unpack
@@ -66,7 +64,7 @@ class PlanChain:
             finished = self._table.seq_ids + finished
         if self._drafter is not None:
             end_texts(self._drafter, finished, self._table)
-        self._contexts.end(self._table.rows_of(np.array(finished, dtype=np.int64)))
+        self._contexts.end(finished)
         for seq_id in finished:
             self._table.forget(seq_id)
             self._ended(seq_id)

@@ -41,7 +41,7 @@ class Counters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     step_seconds: float = 0.0
-    step_phases: dict[str, Histogram] = field(
+    phases: dict[str, Histogram] = field(
         default_factory=lambda: {phase: Histogram() for phase in PHASES}
     )
     num_replays: int = 0
@@ -67,7 +67,7 @@ class Counters:
 
     def observe(self, timings: StepTimings, *, after_idle: bool) -> None:
         """Count one attention node's step; the gap before it only unless `after_idle`."""
-        phases = self.step_phases
+        phases = self.phases
         phases["prepare"].observe(timings.prepare_s)
         if timings.draft_s:
             phases["draft"].observe(timings.draft_s)
@@ -80,14 +80,20 @@ class Counters:
         if not after_idle:
             phases["scheduler_gap"].observe(timings.gap_s)
 
+    def step_phases(self) -> dict[str, StepHistogram]:
+        """Return all phases for a message."""
+        return {
+            phase: StepHistogram(counts=tuple(each.counts), sum_s=each.sum_s)
+            for phase, each in self.phases.items()
+        }
+
     def for_stats(self) -> dict[str, Any]:
         """Return all of them for a Stats message, by its fields' names."""
+        shown = {each.name: getattr(self, each.name) for each in fields(self)}
+        del shown["phases"]
         return {
-            **{each.name: getattr(self, each.name) for each in fields(self)},
-            "step_phases": {
-                phase: StepHistogram(counts=tuple(each.counts), sum_s=each.sum_s)
-                for phase, each in self.step_phases.items()
-            },
+            **shown,
+            "step_phases": self.step_phases(),
             "num_accepted_tokens": tuple(self.num_accepted_tokens),
             "iteration_tokens": tuple(self.iteration_tokens),
         }

@@ -16,7 +16,6 @@ from topspin.messages import (
     EngineState,
     Goodbye,
     Hello,
-    Outputs,
     Ready,
     Refused,
     Stats,
@@ -67,8 +66,7 @@ def test_a_lost_draft_node_is_missed_and_may_come_back() -> None:
     world.say("gateway", StatsQuery(query_id=1))
     assert world.service.run() == 0
     assert world.states() == ["starting", "ready", "stopping"]
-    outputs = [o for m in world.channel.to(GATEWAY, Outputs) for o in m.outputs]
-    assert sum(len(each.token_ids) for each in outputs) == 4
+    assert len(world.tokens()) == 4
     without, stats = world.channel.to(GATEWAY, Stats)
     drafts = [next(n for n in each.nodes if n.role == "draft") for each in (without, stats)]
     assert [(each.planned, each.present) for each in drafts] == [(1, 0), (1, 1)]
@@ -116,8 +114,7 @@ def test_what_ends_a_draft_node_ends_the_start_and_is_survived_afterwards(
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
     world.answer(6)
     assert world.service.run() == 0
-    outputs = [o for m in world.channel.to(GATEWAY, Outputs) for o in m.outputs]
-    assert outputs[-1].finish_reason == "length"
+    assert world.outputs()[-1].finish_reason == "length"
     assert f"{reason}; decoding goes on without its drafts" in caplog.text
 
 

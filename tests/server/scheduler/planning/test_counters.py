@@ -30,10 +30,10 @@ def test_the_first_step_after_idleness_has_no_gap() -> None:
     counters = Counters()
     counters.observe(TIMINGS, after_idle=True)
     counters.observe(TIMINGS, after_idle=False)
-    assert sum(counters.step_phases["scheduler_gap"].counts) == 1
-    assert counters.step_phases["scheduler_gap"].sum_s == TIMINGS.gap_s
-    assert sum(counters.step_phases["attention"].counts) == 2
-    assert sum(counters.step_phases["link"].counts) == 0  # it is not known
+    assert sum(counters.phases["scheduler_gap"].counts) == 1
+    assert counters.phases["scheduler_gap"].sum_s == TIMINGS.gap_s
+    assert sum(counters.phases["attention"].counts) == 2
+    assert sum(counters.phases["link"].counts) == 0  # it is not known
 
 
 def test_metrics_show_every_phase_as_a_histogram() -> None:
