@@ -1,4 +1,4 @@
-"""Where the rows of each sequence lie in a draft model's cache.
+"""The places of the rows of each sequence in a draft model's cache.
 
 Owns the blocks of each sequence, and in them `[verified prefix][live tree]`: the rows of tokens
 that are certain, then those of a token tree, ancestors first. A re-rooted tree's survivors move

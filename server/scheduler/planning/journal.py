@@ -1,4 +1,4 @@
-"""What happens to single requests in the engine, for the logs.
+"""Entries for the logs on what happens to single requests in the engine.
 
 Owns the entries' names and fields. Knows no logging: the policy calls the `Note` it was given,
 server.scheduler.command makes one that logs.
