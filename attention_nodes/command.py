@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from attention_nodes.stages.relay import Relay
 from attention_nodes.step.model_runner import ModelRunner
-from attention_nodes.step.relay import Relay
 from attention_nodes.worker import AttentionWorker, MakeDrafter, text_drafter
 from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation

@@ -15,19 +15,19 @@ import torch
 
 from attention_nodes.grammars.processes import Grammars
 from attention_nodes.local_experts import LocalExperts
-from attention_nodes.long_contexts.long_contexts import bytes_beside, spilled_blocks, without_spill
+from attention_nodes.long_contexts.spilling import bytes_beside, spilled_blocks, without_spill
 from attention_nodes.memory_budget import (
-    AbsentExperts,
     blocks_to_allocate,
     fitting,
     largest_steps,
     measure,
     window_bytes,
 )
-from attention_nodes.sampling.slow_decoder import SlowDecoder
 from attention_nodes.step import kv_cache
+from attention_nodes.step.absent_experts import AbsentExperts
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import ModelRunner
+from attention_nodes.step.slow_decoder import SlowDecoder
 from kernels.dispatch import select_ops
 from kernels.expert_layers import rows_to_warm_up
 from kernels.runtime import open_runtime
@@ -177,6 +177,6 @@ def _rehearse(
     with fitting(runner.runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
         for plan in largest_steps(config, index=index, table_version=table_version):
             runner.execute(plan, net, index=index)
-        runner.warm_up_search(config)
+        runner.warm_up_largest(config)
     if net is not None:
         net.close()

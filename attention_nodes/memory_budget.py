@@ -14,15 +14,13 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from attention_nodes.step.kv_cache import MIN_BLOCKS, blocks_within
 from kernels.runtime import Runtime
 from m2n_comm.gpu.ipc_pairs import inbox_bytes
 from m2n_comm.gpu.memory import whole_pages
-from m2n_comm.net import NetShape, NetTimes
+from m2n_comm.net import NetShape
 from topspin.errors import ConfigError
-from topspin.expert_table import ExpertTable
 from topspin.messages import (
     SAMPLE,
     SCORE,
@@ -34,7 +32,6 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan.spec import NodeConfig
-from topspin.trace import Stamps
 from topspin.units import format_size
 
 _log = logging.getLogger("attention")
@@ -249,46 +246,3 @@ def _plan(
             ),
         ),
     )
-
-
-class AbsentExperts:
-    """An AttentionNet for a dry run: experts elsewhere, whose answers are 0 and take no memory.
-
-    `local` are the layers whose experts are here: a step needs the most memory if all are used.
-    """
-
-    trace: Stamps | None = None
-    is_graph_safe: bool = False
-    epoch: Final = 0
-
-    def __init__(self, local: frozenset[int] = frozenset()) -> None:
-        self.local = local
-
-    def set_table(self, table: ExpertTable) -> None:
-        pass
-
-    def begin(self, ticket: StepTicket) -> None:
-        pass
-
-    def dispatch(
-        self,
-        micro_batch: int,
-        layer: int,
-        hidden: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        num_rows: Tensor | None = None,
-    ) -> None:
-        pass
-
-    def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
-        return torch.zero_(out)
-
-    def wait_s(self) -> float:
-        return 0.0
-
-    def times(self) -> NetTimes:
-        return NetTimes(0.0, 0.0, None)
-
-    def close(self) -> None:
-        pass

@@ -18,9 +18,9 @@ import torch
 
 from attention_nodes.grammars.processes import Grammars
 from attention_nodes.loading import OpenDryNet, load_runner
+from attention_nodes.stages.relay import Relay
 from attention_nodes.step.launched import check_of
 from attention_nodes.step.model_runner import MAX_LAUNCHED, ModelRunner
-from attention_nodes.step.relay import Relay
 from m2n_comm.net import AttentionNet
 from models.checkpoints.checkpoint import Checkpoint
 from models.description.config import load_model_config
@@ -166,7 +166,6 @@ class AttentionWorker:
             if net is not None:
                 net.close()  # ends a device's waits
             if relay is not None:
-                self.runner.use_relay(None)
                 relay.close()
         finally:
             self.runner.discard()

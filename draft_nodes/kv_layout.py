@@ -1,4 +1,4 @@
-"""Where the rows of each sequence lie in a draft model's cache.
+"""The places of the rows of each sequence in a draft model's cache.
 
 Owns the blocks of each sequence, and in them `[verified prefix][live tree]`: the rows of tokens
 that are certain, then those of a token tree, ancestors first. A re-rooted tree's survivors move
@@ -9,36 +9,16 @@ and no tokens' meaning.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from attention_nodes.step.step_inputs import Slices
 from spec_decode.draft import ROOT
 from spec_decode.forest import Kept, Rows
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-
-class Placed(NamedTuple):
-    """The T rows of a pass over S sequences, R of them wanted; fields as in Slices.
-
-    `sample_rows` [R] are the rows after which the next tokens are wanted.
-    """
-
-    counts: IntArray
-    tokens: IntArray
-    positions: IntArray
-    prompt_lens: IntArray
-    kv_slots: IntArray
-    query_start: npt.NDArray[np.int32]
-    context_lens: npt.NDArray[np.int32]
-    block_tables: npt.NDArray[np.int32]
-    tree_mask: BoolArray | None
-    tree_lens: npt.NDArray[np.int32] | None
-    sample_rows: IntArray
-    retrieval: None = None
 
 
 class _Sequence:
@@ -102,7 +82,7 @@ class KvLayout:
             own.blocks.append(self._free.pop())
         return True
 
-    def place(self, rows: Sequence[Rows]) -> Placed:
+    def place(self, rows: Sequence[Rows]) -> Slices:
         """Add `rows`, for which there is room, to the live trees of their sequences."""
         known = [self._sequences[each.seq_id] for each in rows]
         counts = np.array([len(each.tokens) for each in rows], dtype=np.int64)
@@ -120,7 +100,7 @@ class KvLayout:
         size = self._block_size
         first_wanted = query_start[1:] - [each.num_wanted for each in rows]
         mask = _tree_mask(known, counts)
-        return Placed(
+        return Slices(
             counts=counts,
             tokens=np.array([token for each in rows for token in each.tokens], dtype=np.int64),
             positions=np.concatenate(

@@ -21,10 +21,10 @@ from attention_nodes.local_experts import LocalExperts
 from attention_nodes.memory_budget import fitting
 from attention_nodes.step import kv_cache
 from attention_nodes.step.decoder import Decoder, Layer
-from attention_nodes.step.recorded_steps import key_of, recorded_steps
+from attention_nodes.step.recorded_steps import recorded_steps
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.step_inputs import MicroBatchInputs, StepInputs, host_part
-from draft_nodes.kv_layout import KvLayout, Placed
+from attention_nodes.step.step_inputs import MicroBatchInputs, Slices, StepInputs, host_part
+from draft_nodes.kv_layout import KvLayout
 from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
 from models.checkpoints.checkpoint import Checkpoint
@@ -88,10 +88,12 @@ class DraftModel:
         self._layout = layout
         self._runtime = runtime
         self._rotary = RotaryTable(self.config, max_len=self.max_length)
-        self._steps = (
-            recorded_steps(decoder, runtime, self._rotary, vocab_size=decoder.config.vocab_size)
-            if recordings
-            else None
+        self._steps = recorded_steps(
+            decoder,
+            runtime,
+            self._rotary,
+            vocab_size=decoder.config.vocab_size,
+            recordings=recordings,
         )
         self._slowdown: Slowdown | None = None
         if slow > 1:
@@ -227,17 +229,9 @@ class DraftModel:
         cache = self._decoder.kv
         return [each.flatten(0, 1).index_select(0, slots) for each in (*cache.keys, *cache.values)]
 
-    def _logits(self, placed: Placed) -> Tensor:
+    def _logits(self, rows: Slices) -> Tensor:
         """Return the logits f32[R, V] of the wanted rows, valid until the next pass."""
-        key = key_of([placed])
-        if self._steps is None or key is None:
-            inputs = self._inputs(placed)
-            shape = (len(inputs.sample_rows), self.config.vocab_size)
-            logits = torch.empty(shape, device=self._runtime.device)
-            self._compute(inputs, logits)
-            return logits
-        inputs = self._steps.take(key, [placed]) or self._inputs(placed)
-        return self._steps.run(key, inputs, self._compute, None)
+        return self._steps.run(self._steps.place([rows], lambda: self._inputs(rows)), self._compute)
 
     def _compute(self, inputs: StepInputs, logits: Tensor) -> None:
         """Run all layers and write the logits f32[R, V] of the wanted rows."""
@@ -264,7 +258,7 @@ class DraftModel:
         assert self._decoder.experts is not None
         return self._decoder.experts.compute(moe_idx, normed, self._decoder.route(layer, normed))
 
-    def _inputs(self, placed: Placed) -> StepInputs:
+    def _inputs(self, placed: Slices) -> StepInputs:
         device = self._runtime.device
         part = host_part(placed, self._rotary)
         tokens, wanted = (torch.from_numpy(each) for each in (placed.tokens, placed.sample_rows))

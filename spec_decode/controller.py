@@ -1,4 +1,4 @@
-"""How many tokens to draft for each request of a step: as many as speed it up most, or none.
+"""The number of tokens to draft for each request of a step: what speeds it up most, or none.
 
 Owns the estimates of acceptance, by request and depth, and of a step's time by its rows, and the
 choice that maximises expected tokens over expected time (goodput, arXiv 2406.14066). What a row

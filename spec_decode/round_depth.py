@@ -1,4 +1,4 @@
-"""How many passes a draft node makes while the target verifies.
+"""The number of passes that a draft node makes while the target verifies.
 
 Owns the times of a target's step and of a pass, and the choice between r = floor(t_target /
 t_draft) passes and one more, which the target waits for in part but which may find the tree deeper

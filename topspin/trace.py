@@ -94,6 +94,15 @@ class Stamps(Protocol):
         """Record that an event of the current `step` has ended now."""
 
 
+class NoStamps:
+    """Takes stamps and records nothing: a node's trace where none is wanted."""
+
+    step = 0
+
+    def stamp(self, kind: int, layer: int = 0, micro_batch: int = 0, peer: int = 0) -> None:
+        """Do nothing."""
+
+
 class Ring:
     """The last `capacity` stamps. Invariant: times ascend from the oldest to the newest.
 

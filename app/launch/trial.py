@@ -25,8 +25,8 @@ import msgspec
 import torch
 
 from app.launch.calibrate import Candidate, CandidateNode, expert_layer_bytes
-from attention_nodes.memory_budget import AbsentExperts
 from attention_nodes.step import kv_cache
+from attention_nodes.step.absent_experts import AbsentExperts
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import ModelRunner
 from expert_nodes.experts import Experts

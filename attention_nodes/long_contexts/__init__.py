@@ -1,1 +1,1 @@
-"""Retrieval of keys by codes, and keys outside the cache."""
+"""Retrieval of keys by codes, keys outside the cache, and what a node does for both in a step."""

@@ -23,7 +23,7 @@ from kernels.contracts import HostKeys, Retrieval
 from kernels.runtime import Runtime
 from topspin.errors import ConfigError
 from topspin.plan.retrieval import RetrievalPolicy
-from topspin.processes.progress import Beat
+from topspin.processes.progress import Beat, no_beat
 from topspin.units import format_size
 
 _NONE: Final = np.zeros(0, dtype=np.int64)
@@ -58,7 +58,7 @@ class HostStore:
         self._at_once = max(_TRANSFER_BYTES // block_bytes, 1)
         self._slots: dict[int, IntArray] = {}
 
-    def save(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
+    def save(self, blocks: IntArray, frames: IntArray, beat: Beat = no_beat) -> IntArray:
         for some, own in self._parts(blocks, frames, beat):
             staged = self._staged(len(some))
             for layer, (keys, values) in enumerate(self._caches):
@@ -69,7 +69,7 @@ class HostStore:
                 target.copy_(staged[begin:end], non_blocking=True)
         return _NONE
 
-    def load(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
+    def load(self, blocks: IntArray, frames: IntArray, beat: Beat = no_beat) -> IntArray:
         for some, own in self._parts(blocks, frames, beat):
             staged = self._staged(len(some))
             for begin, end, record in _runs(some):
@@ -81,14 +81,13 @@ class HostStore:
         return _NONE
 
     def _parts(
-        self, blocks: IntArray, frames: IntArray, beat: Beat | None
+        self, blocks: IntArray, frames: IntArray, beat: Beat
     ) -> Iterator[tuple[IntArray, Tensor]]:
         """Yield some blocks at a time, and their frames on the device."""
         for begin in range(0, len(blocks), self._at_once):
             part = slice(begin, begin + self._at_once)
             yield blocks[part], self._runtime.upload(torch.from_numpy(frames[part].copy()))
-            if beat is not None:
-                beat()
+            beat()
 
     def _staged(self, count: int) -> Tensor:
         like = self._caches[0][0]

@@ -1,4 +1,4 @@
-"""Which codebooks are still to be learnt, and for which sequences.
+"""The codebooks that are still to be learnt, and the sequences that wait for them.
 
 Owns, by place, the layers whose codebooks are not there yet, and by sequence the segments that lack
 some. A sequence uses a segment's codebooks from a number of committed tokens on, by which all must

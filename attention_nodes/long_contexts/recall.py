@@ -1,4 +1,4 @@
-"""How many of the keys with the greatest products a sequence has selected by their codes.
+"""Recall of key selection: the share of the true top k that the codes found.
 
 Owns the comparison of one sequence's selection in one layer with a search of the keys themselves.
 Knows not when: retrieval.py looks at one step in many.

@@ -1,11 +1,11 @@
-"""Which keys and values are in memory, step by step, where a file holds the others.
+"""The keys and values in memory, step by step, where a file holds the others.
 
 Owns the frames of the cache, the file (or what serves as one), and the frames for copies of
 selected keys of each sequence of which some are in the file. Before a step it moves blocks so that
 all that the step writes or attends to whole is in memory, and puts frames in the place of blocks.
 Sequences whose keys cannot be written or read are reported, and compute with an unused frame;
 nothing else is disturbed. Knows no codes.
-Called by long_contexts.py.
+Called by contexts.py.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from attention_nodes.long_contexts.frames import NO_FRAME, FrameTable, Moves
 from attention_nodes.long_contexts.spill_store import SpillStore
-from attention_nodes.step.frames import NO_FRAME, FrameTable, Moves
 from attention_nodes.step.kv_cache import KvCache
 from attention_nodes.step.sequences import IntArray, SequenceTable
 from attention_nodes.step.step_inputs import Slices
 from kernels.contracts import SEGMENT_KEYS, HostKeys
 from topspin.messages import KvCounts
 from topspin.plan.retrieval import RetrievalPolicy
-from topspin.processes.progress import Beat
+from topspin.processes.progress import Beat, no_beat
 
 _NOTHING: Final = np.zeros(0, dtype=np.int64)
 _UNREAD: Final = "keys and values of this request could not be written to --kv-spill-dir, or read"
@@ -76,7 +76,7 @@ class Residency:
         self._searched: list[int] = []
         self._counts = KvCounts()
         self._lost: list[IntArray] = []
-        self._beat: Beat | None = None
+        self._beat: Beat = no_beat
 
     def no_keys(self) -> HostKeys | None:
         """Return what kernels are warmed up with; None: nothing."""
@@ -114,7 +114,7 @@ class Residency:
         return placed
 
     def place(
-        self, micro_batches: Sequence[Slices], beat: Beat | None = None
+        self, micro_batches: Sequence[Slices], beat: Beat = no_beat
     ) -> tuple[list[Slices], dict[int, str]]:
         """Return a step's micro-batches with frames for blocks, all that they need in memory.
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from attention_nodes.long_contexts.learning import Learning
 from attention_nodes.long_contexts.recall import best_keys, share_found
+from attention_nodes.long_contexts.segments import SegmentPool
 from attention_nodes.step.decoder import Watch
 from attention_nodes.step.kv_cache import KvCache, coded_layers
-from attention_nodes.step.segments import SegmentPool
 from attention_nodes.step.sequences import IntArray, SequenceTable
 from attention_nodes.step.step_inputs import Slices
 from kernels.contracts import (

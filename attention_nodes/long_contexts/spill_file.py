@@ -26,7 +26,7 @@ from attention_nodes.step.sequences import IntArray
 from kernels.contracts import CHECK_BYTES, CHECK_SUM, HotKeys, Retrieval
 from topspin.errors import ConfigError
 from topspin.plan.retrieval import RetrievalPolicy
-from topspin.processes.progress import Beat
+from topspin.processes.progress import Beat, no_beat
 from topspin.units import format_size
 
 _PAGE: Final = 4096
@@ -114,7 +114,7 @@ class SpillFile:
         raw = torch.frombuffer(pages, dtype=torch.uint8).view(-1, self.record_bytes)
         return raw[:, : self._used].view(-1, *self._shape)
 
-    def save(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
+    def save(self, blocks: IntArray, frames: IntArray, beat: Beat = no_beat) -> IntArray:
         if len(blocks) and self._writing is not None:
             self._writing.result()  # an older content must not come later
         return self._each(blocks, frames, self._save, beat)
@@ -134,7 +134,7 @@ class SpillFile:
         written, self._writing = self._writing.result(), None
         return written
 
-    def load(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
+    def load(self, blocks: IntArray, frames: IntArray, beat: Beat = no_beat) -> IntArray:
         return self._each(blocks, frames, self._load, beat)
 
     def _each(
@@ -142,14 +142,13 @@ class SpillFile:
         blocks: IntArray,
         frames: IntArray,
         move: Callable[[IntArray, IntArray], IntArray],
-        beat: Beat | None,
+        beat: Beat,
     ) -> IntArray:
         moved = [np.zeros(0, dtype=np.int64)]
         for begin in range(0, len(blocks), self._at_once):
             end = begin + self._at_once
             moved.append(move(blocks[begin:end], frames[begin:end]))
-            if beat is not None:
-                beat()
+            beat()
         failed: IntArray = blocks[~np.isin(blocks, np.concatenate(moved))]
         return failed
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from attention_nodes.step.sequences import IntArray
 from kernels.contracts import HostKeys, Retrieval
 from topspin.plan.retrieval import RetrievalPolicy
-from topspin.processes.progress import Beat
+from topspin.processes.progress import Beat, no_beat
 
 
 class Reads(NamedTuple):
@@ -37,7 +37,7 @@ class SpillStore(Protocol):
     def is_writing(self) -> bool:
         """Return whether blocks of save_ahead() are being written."""
 
-    def save(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
+    def save(self, blocks: IntArray, frames: IntArray, beat: Beat = no_beat) -> IntArray:
         """Write `blocks`, whose contents are in `frames`; returns those that were not written.
 
         `beat` is called every few blocks.
@@ -52,7 +52,7 @@ class SpillStore(Protocol):
     def take_ahead(self) -> IntArray:
         """Return, once, the blocks that save_ahead() has written; without waiting for more."""
 
-    def load(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
+    def load(self, blocks: IntArray, frames: IntArray, beat: Beat = no_beat) -> IntArray:
         """Read `blocks` to `frames`; returns those that could not be read."""
 
     def num_copies(self, policy: RetrievalPolicy) -> int:

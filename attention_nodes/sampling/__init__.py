@@ -1,1 +1,1 @@
-"""Tokens of a step: drafts, constraints, sampling and scores."""
+"""Tokens of a step: constraints, sampling and scores."""

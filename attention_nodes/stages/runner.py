@@ -8,7 +8,6 @@ sampling and no sockets. Called by worker.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,20 +15,23 @@ import torch
 from torch import Tensor
 
 from attention_nodes.loading import held_layers
+from attention_nodes.long_contexts.contexts import Contexts
 from attention_nodes.sampling.sampler import Sampled
-from attention_nodes.sampling.slow_decoder import SlowLayers
+from attention_nodes.stages.relay import Link
 from attention_nodes.step import kv_cache
+from attention_nodes.step.absent_experts import NoNet
 from attention_nodes.step.decoder import Layers
+from attention_nodes.step.executor import flights_of
 from attention_nodes.step.plan_chain import PlanChain
-from attention_nodes.step.rally import Flight, rally
-from attention_nodes.step.recorded_steps import Key, key_of, recorded_steps
-from attention_nodes.step.relay import Link
+from attention_nodes.step.rally import Companions, Flight, Passage, rally
+from attention_nodes.step.recorded_steps import recorded_steps
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import Limits, SequenceTable
-from attention_nodes.step.step_inputs import Slices, StepInputs, host_inputs
+from attention_nodes.step.slow_decoder import SlowLayers
+from attention_nodes.step.step_inputs import StepInputs, host_inputs
 from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
-from m2n_comm.net import NO_TIMES, AttentionNet, NetShape
+from m2n_comm.net import AttentionNet, NetShape
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weights import stream_layers
 from models.description.config import ModelConfig, load_model_config
@@ -37,9 +39,9 @@ from topspin.messages import StepPlan
 from topspin.plan.precision import formats
 from topspin.plan.spec import NodeConfig
 from topspin.process import release_freed_memory
-from topspin.processes.progress import Beat
+from topspin.processes.progress import Beat, no_beat
 from topspin.processes.trace_node import ring_of
-from topspin.trace import Kind, Stamps
+from topspin.trace import Kind, NoStamps
 
 
 class StageRunner:
@@ -66,17 +68,16 @@ class StageRunner:
         max_tokens = config.attention.max_num_batched_tokens
         self._table = table
         self._plans = PlanChain(
-            table, None, None, max_tokens=max_tokens, trims=False, ended=lambda seq_id: None
+            table, None, Contexts(self.num_blocks), max_tokens=max_tokens, trims=False
         )
         self._rotary = RotaryTable(model, max_len=config.model.max_model_len)
         self._residual = torch.empty(max_tokens, model.hidden_size, dtype=self._dtype)
         self._combined = torch.empty(max_tokens, model.hidden_size)
         self._runtime = runtime
-        self._steps = (
-            recorded_steps(layers, runtime, self._rotary, vocab_size=0)
-            if config.execution.recordings
-            else None
+        self._steps = recorded_steps(
+            layers, runtime, self._rotary, vocab_size=0, recordings=config.execution.recordings
         )
+        self._no_net = NoNet(frozenset(range(len(model.moe_layers))))
         self.trace = ring_of(config)
 
     @property
@@ -101,83 +102,70 @@ class StageRunner:
         link: Link,
         *,
         of: int,
-        beat: Beat | None = None,
+        beat: Beat = no_beat,
     ) -> None:
         """Run one step's layers for attention node `of`; `beat` as in rally().
 
         Raises ProtocolError for a plan that contradicts the node's state, TransportError if the
         rows or the experts' answers do not come.
         """
-        trace = self._runtime.stamps_of(self.trace)
-        if trace is not None:
-            trace.step = plan.ticket.step
-            trace.stamp(Kind.PLAN_RECEIVED)
+        net = self._no_net if net is None else net
+        trace = self._runtime.stamps_of(self.trace) or NoStamps()
+        trace.step = plan.ticket.step
+        trace.stamp(Kind.PLAN_RECEIVED)
         self._plans.follow(plan, of)
-        micro_batches, _ = self._plans.slice_up(
-            plan, {}, may_wait=False, stamp=lambda kind: None, beat=beat
-        )
+        micro_batches = self._plans.slice_up(plan, {}, may_wait=False, trace=trace).micro_batches
         # Each gets a place for the token that the attention node samples, which is never needed.
         self._table.reserve(Sampled.of(micro_batches).rows)
-        if net is not None:
-            net.trace = trace
-            net.begin(plan.ticket)
+        net.trace = trace
+        net.begin(plan.ticket)
         link.begin(plan.ticket)
-        key = self._key(micro_batches, net)
-        inputs = None
-        if self._steps is not None and key is not None:
-            inputs = self._steps.take(key, micro_batches)
-        if inputs is None:
-            inputs = host_inputs(micro_batches, self._rotary)
-        if trace is not None:
-            trace.stamp(Kind.STEP_BEGAN)
-        run_layers = partial(self._run_layers, net=net, link=link, trace=trace)
-        if self._steps is None or key is None:
-            run_layers(inputs, beat=beat)
-            return
-        if beat is not None:
-            beat()
-        state = (None if net is None else (net, net.epoch), link)
-        self._steps.run(key, inputs, lambda inputs, logits: run_layers(inputs, beat=None), state)
+        placed = self._steps.place(
+            micro_batches,
+            lambda: host_inputs(micro_batches, self._rotary),
+            may_record=net.is_graph_safe,
+        )
+        trace.stamp(Kind.STEP_BEGAN)
+        beat()
+        companions = Companions(
+            trace,
+            beat if placed.key is None else no_beat,
+            passage=_Between(link, net, self._runtime),
+        )
+        self._steps.run(
+            placed,
+            lambda inputs, logits: self._run_layers(inputs, net, companions),
+            (net, net.epoch, link),
+        )
 
-    def _key(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Key | None:
-        if self._steps is None or not (net is None or net.is_graph_safe):
-            return None
-        return key_of(micro_batches)
-
-    def _run_layers(
-        self,
-        inputs: StepInputs,
-        *,
-        net: AttentionNet | None,
-        link: Link,
-        trace: Stamps | None,
-        beat: Beat | None,
-    ) -> None:
-        def arrive(micro_batch: int, flight: Flight) -> None:
-            if len(flight.residual):
-                self._runtime.call_again(partial(link.receive, micro_batch, flight.residual))
-
-        def leave(micro_batch: int, flight: Flight) -> None:
-            if len(flight.residual):
-                self._runtime.call_again(partial(send, micro_batch, flight.residual))
-
-        def send(micro_batch: int, rows: Tensor) -> None:
-            link.send(micro_batch, rows, NO_TIMES if net is None else net.times())
-
-        flights = []
-        for part in inputs.parts:
-            rows = slice(part.start, part.start + part.num_tokens)
-            flights.append(
-                Flight(inputs=part, residual=self._residual[rows], combined=self._combined[rows])
-            )
-        rally(self._layers, net, flights, trace, beat=beat, arrive=arrive, leave=leave)
-        if trace is not None:
-            trace.stamp(Kind.RALLIED)
+    def _run_layers(self, inputs: StepInputs, net: AttentionNet, companions: Companions) -> None:
+        flights = flights_of(inputs, self._residual, self._combined)
+        rally(self._layers, net, flights, companions)
+        companions.trace.stamp(Kind.RALLIED)
 
     def forget(self) -> None:
         """Drop all recordings: their net and link are not used again."""
-        if self._steps is not None:
-            self._steps.clear()
+        self._steps.clear()
+
+
+class _Between(Passage):
+    """The way of rows from the attention node, and back to it with the times of the net."""
+
+    def __init__(self, link: Link, net: AttentionNet, runtime: Runtime) -> None:
+        self._link = link
+        self._net = net
+        self._runtime = runtime
+
+    def arrive(self, micro_batch: int, flight: Flight) -> None:
+        if len(flight.residual):
+            self._runtime.call_again(partial(self._link.receive, micro_batch, flight.residual))
+
+    def leave(self, micro_batch: int, flight: Flight) -> None:
+        if len(flight.residual):
+            self._runtime.call_again(partial(self._send, micro_batch, flight.residual))
+
+    def _send(self, micro_batch: int, rows: Tensor) -> None:
+        self._link.send(micro_batch, rows, self._net.times())
 
 
 def load_stage(path: Path, config: NodeConfig) -> StageRunner:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from attention_nodes.stages.relay import Link
 from attention_nodes.stages.runner import StageRunner, load_stage
-from attention_nodes.step.relay import Link
 from m2n_comm.net import AttentionNet
 from models.checkpoints.checkpoint import Checkpoint
 from topspin.errors import ProtocolError

@@ -1,1 +1,1 @@
-"""One step of an attention node: its inputs, its layers, its keys and its results."""
+"""One step of an attention node: its inputs, its drafts, its layers, its keys and its results."""

@@ -8,13 +8,14 @@ Called by model_runner.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from attention_nodes.executor import Receipt
+from attention_nodes.long_contexts.contexts import NOTHING_LOST, Followed
 from attention_nodes.sampling.sampler import NO_VERDICT, Asked, Drawn, Verdict
 from attention_nodes.sampling.scores import NO_SCORES, Scores
+from attention_nodes.step.executor import Receipt
 from attention_nodes.step.sequences import IntArray, Reserved, SequenceTable
 from attention_nodes.step.step_inputs import Scored
 from kernels.runtime import Event
@@ -37,7 +38,7 @@ class LaunchedStep:
 
     `verdict` is set with them. `scored` are the slices that have scores, `ended` the sequences
     that had nothing to feed.
-    `errors`, by sequence id: why some fail whatever is drawn; `lost_blocks` as in StepResult.
+    `followed`: why some fail whatever is drawn.
     `check` is called during the wait for the step and at its end. The host began the step at
     `started_s` and enqueued its layers from `prepared_s` on (time.perf_counter); `began` and
     `rallied` are the events of the device's begin and end of the layers. `draft_s` of its
@@ -59,8 +60,7 @@ class LaunchedStep:
     scored: tuple[Scored, ...] = ()
     ended: tuple[int, ...] = ()
     check: Callable[[], None] | None = None
-    errors: dict[int, str] = field(default_factory=dict)
-    lost_blocks: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    followed: Followed = NOTHING_LOST
     arrays: list[np.ndarray] | None = None
     verdict: Verdict = NO_VERDICT
 
@@ -118,10 +118,10 @@ class LaunchedStep:
             tokens=drawn.tokens,
             logprobs=drawn.logprobs,
             prompt_logprobs=scores.prompt_logprobs,
-            errors=drawn.errors | scores.errors | self.errors,
+            errors=drawn.errors | scores.errors | self.followed.errors,
             refused=drawn.refused,
             kv=kv,
-            lost_blocks=pack_ints(self.lost_blocks.tolist()),
+            lost_blocks=pack_ints(self.followed.lost_blocks.tolist()),
             timings=StepTimings(
                 total_s=prepare_s + layers_s + sample_s,
                 # The device may still compute while the host waits for experts.

@@ -14,30 +14,30 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from typing import Final
 
 import numpy as np
 import torch
 
-from attention_nodes.device_executor import DeviceExecutor
-from attention_nodes.executor import Executor
+from attention_nodes.device.executor import DeviceExecutor
 from attention_nodes.grammars.processes import Grammars
-from attention_nodes.host_executor import HostExecutor
-from attention_nodes.long_contexts.long_contexts import LongContexts
-from attention_nodes.long_contexts.retrieval import KeyIndex
-from attention_nodes.sampling.sampler import Sampled, Sampler
+from attention_nodes.long_contexts.contexts import Prepared, contexts_of
+from attention_nodes.sampling.sampler import Asked, Sampled, Sampler
 from attention_nodes.sampling.scores import report
+from attention_nodes.stages.relay import Relay
+from attention_nodes.step.absent_experts import NoNet
 from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.executor import Executor
+from attention_nodes.step.host_executor import HostExecutor
 from attention_nodes.step.launched import LaunchedStep, check_of
 from attention_nodes.step.plan_chain import PlanChain
-from attention_nodes.step.relay import Relay
+from attention_nodes.step.rally import Companions
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.sequences import IntArray, Limits, SequenceTable
-from attention_nodes.step.step_inputs import Slices, slice_up
+from attention_nodes.step.sequences import IntArray, Limits, Reserved, SequenceTable
+from attention_nodes.step.step_inputs import slice_up
 from kernels.runtime import HostRuntime, Runtime
-from m2n_comm.net import NO_TIMES, AttentionNet, NetShape, NetTimes
+from m2n_comm.net import AttentionNet, NetShape
 from models.description.config import ModelConfig
 from spec_decode.draft import Draft, Drafter
 from topspin.logs import about
@@ -52,9 +52,9 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan.spec import NodeConfig
-from topspin.processes.progress import Beat
+from topspin.processes.progress import Beat, no_beat
 from topspin.processes.trace_node import ring_of
-from topspin.trace import Kind
+from topspin.trace import Kind, NoStamps, Stamps
 
 _log = logging.getLogger("attention")
 
@@ -101,11 +101,13 @@ class ModelRunner:
         self.runtime = runtime or HostRuntime()
         self._stream = self.runtime.current_stream()
         self._max_tokens = config.attention.max_num_batched_tokens
-        self._long = self._make_long(config)
+        self._contexts = contexts_of(
+            *(model, config, decoder, self._table), num_blocks=num_blocks, runtime=self.runtime
+        )
         self._plans = PlanChain(
             self._table,
             drafter,
-            self._long,
+            self._contexts,
             max_tokens=self._max_tokens,
             # Recorded steps have a number of rows each.
             trims=config.execution.recordings and not config.node.place.is_device,
@@ -113,32 +115,10 @@ class ModelRunner:
         )
         self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
-        self._relay: Relay | None = None
+        self._relay = Relay((), self.runtime)
+        self._no_net = NoNet(frozenset(range(len(model.moe_layers))))
         self.trace = ring_of(config)
         self._finished_s: float | None = None
-
-    def _make_long(self, config: NodeConfig) -> LongContexts | None:
-        """Return what serves long contexts, if sequences may attend to a selection of keys."""
-        policy = config.kv_cache.retrieval
-        if policy is None:
-            return None
-        model, cache, table = self._model, self._decoder.kv, self._table
-        index = KeyIndex(
-            model,
-            self._decoder.ops,
-            cache,
-            table,
-            policy,
-            num_blocks=self.num_blocks,
-            max_num_seqs=config.attention.max_num_seqs,
-            runtime=self.runtime,
-        )
-        self._decoder.codes = index.codes
-        return LongContexts.of(
-            *(model, config, index, cache, table),
-            num_blocks=self.num_blocks,
-            runtime=self.runtime,
-        )
 
     def _make_executor(self, config: NodeConfig) -> Executor:
         rotary = RotaryTable(self._model, max_len=self._table.limits.max_len)
@@ -167,21 +147,16 @@ class ModelRunner:
 
         Takes a while; `check` is called repeatedly meanwhile.
         """
-        self._executor.record_all(net, micro_batches=_micro_batches(config), check=check)
+        micro_batches = _micro_batches(config)
+        self._executor.record_all(self._or_none(net), micro_batches=micro_batches, check=check)
 
     def num_recordings(self, config: NodeConfig) -> int:
         """Return how many steps record_steps() records."""
         return len(self._executor.sizes) * len(_micro_batches(config))
 
-    def warm_up_search(self, config: NodeConfig) -> None:
+    def warm_up_largest(self, config: NodeConfig) -> None:
         """Select keys as the largest step would, if sequences may."""
-        if self._long is not None:
-            self._long.index.warm_up(
-                self._model.num_heads,
-                getattr(torch, config.model.dtype),
-                num_seqs=config.attention.max_num_seqs,
-                max_len=config.model.max_model_len,
-            )
+        self._contexts.warm_up_largest(self._model, config)
 
     def warm_up(self) -> None:
         """Run a whole step of one token, so that the first request finds code and memory.
@@ -220,13 +195,12 @@ class ModelRunner:
         self._sampler.draw(self._decoder.logits(residual), asked)
         self._table.clear()
         self._decoder.warm_up()
-        if self._long is not None:
-            self._long.warm_up(self._model.num_heads, residual.dtype)
+        self._contexts.warm_up(self._model.num_heads, residual.dtype)
 
     @property
     def num_frames(self) -> int:
         """Return how many blocks are in memory at once."""
-        return self.num_blocks if self._long is None else self._long.num_frames
+        return self._contexts.num_frames
 
     @property
     def local_layers(self) -> frozenset[int]:
@@ -234,20 +208,22 @@ class ModelRunner:
         experts = self._decoder.experts
         return frozenset() if experts is None else experts.layers
 
-    def _hops(self, net: AttentionNet | None) -> set[int]:
-        """Return the MoE layers whose rows leave this node."""
-        layers = set(range(len(self._model.moe_layers)))
-        return set() if net is None else layers - net.local
+    def _or_none(self, net: AttentionNet | None) -> AttentionNet:
+        return self._no_net if net is None else net
+
+    def _num_hops(self, net: AttentionNet) -> int:
+        """Return in how many MoE layers rows leave this node."""
+        return len(self._no_net.local - net.local)
 
     @property
     def hidden_size(self) -> int:
         """Return the numbers in a row of the residual stream."""
         return self._model.hidden_size
 
-    def use_relay(self, relay: Relay | None) -> None:
-        """Have rows pass through stages; None: until then no step may be launched, or no more."""
+    def use_relay(self, relay: Relay) -> None:
+        """Have rows pass through stages; until then no step may be launched."""
         assert isinstance(self._executor, HostExecutor), "a plan has no stages of such nodes"
-        self._relay = self._executor.relay = relay
+        self._relay = relay
 
     def net_shape(self, config: NodeConfig) -> NetShape:
         """Return the shape of the net between this node and each expert node."""
@@ -265,9 +241,9 @@ class ModelRunner:
         net: AttentionNet | None,
         *,
         index: int,
-        beat: Beat | None = None,
+        beat: Beat = no_beat,
     ) -> StepResult:
-        """Run one step as attention node `index`; `beat` as in rally().
+        """Run one step as attention node `index`; `beat` as in Companions.
 
         Raises ProtocolError for a plan that contradicts the node's state, TransportError if the
         experts' answers do not come.
@@ -295,55 +271,29 @@ class ModelRunner:
 
         With a net whose host takes part in every layer the step has ended by now.
         """
-        return self.runtime.is_asynchronous and (net is None or net.is_graph_safe)
+        return self.runtime.is_asynchronous and self._or_none(net).is_graph_safe
 
     def launch(
-        self, plan: StepPlan, net: AttentionNet | None, *, index: int, beat: Beat | None = None
+        self, plan: StepPlan, net: AttentionNet | None, *, index: int, beat: Beat = no_beat
     ) -> None:
         """Enqueue one step, behind at most one other; raises as execute()."""
         assert len(self._launched) < MAX_LAUNCHED, "collect() first"
         started = time.perf_counter()
-        trace = self.runtime.stamps_of(self.trace)
-        if trace is not None:
-            trace.step = plan.ticket.step
-            trace.stamp(Kind.PLAN_RECEIVED)
+        net, trace = self._or_none(net), self._stamps(plan.ticket)
+        trace.stamp(Kind.PLAN_RECEIVED)
         self._plans.follow(plan, index)
-        followed = time.perf_counter()
-        drafts = self._drafts(plan)
-        drafted = time.perf_counter()
-        micro_batches, errors = self._plans.slice_up(
-            plan,
-            drafts,
-            may_wait=bool(self._hops(net)),
-            stamp=partial(self._stamp, ticket=plan.ticket),
-            beat=beat,
+        drafts, draft_s = self._drafts(plan)
+        prepared = self._plans.slice_up(
+            plan, drafts, may_wait=self._num_hops(net) > 0, trace=trace, beat=beat
         )
-        if self._long is not None:
-            self._decoder.watch = self._long.index.watch(micro_batches)
-            if trace is not None:
-                micro_batches = self._long.stamped(micro_batches, trace)
-        sampled = Sampled.of(micro_batches)
-        self._settle_for(sampled.rows)
-        asked = self._sampler.ask(sampled)
-        reserved = self._table.reserve(sampled.rows[sampled.roots])
-        if net is not None:
-            net.trace = trace
-            net.begin(plan.ticket)
-        if self._relay is not None:
-            self._relay.begin(plan.ticket)
-        placed = self._executor.place(micro_batches, net)
-        if trace is not None:
-            trace.stamp(Kind.STEP_BEGAN)
-        prepared = time.perf_counter()
-        began = self._stream.record(timed=True)
-        ran = self._executor.run(
-            placed,
-            net,
-            trace=trace,
-            beat=beat,
-            meanwhile=self._learning(micro_batches, errors, num_layers=len(self._hops(net))),
-        )
-        drawn = self._sampler.draw(ran.logits, asked) if len(sampled.rows) else []
+        asked, reserved = self._ask(prepared)
+        self._begin(net, plan.ticket, trace)
+        placed = self._executor.place(prepared.micro_batches, net)
+        trace.stamp(Kind.STEP_BEGAN)
+        enqueued, began = time.perf_counter(), self._stream.record(timed=True)
+        learning = self._contexts.learning(prepared, num_layers=self._num_hops(net))
+        ran = self._executor.run(placed, net, Companions(trace, beat, learning, self._relay))
+        drawn = self._sampler.draw(ran.logits, asked) if len(asked.sampled.rows) else []
         if drawn:
             self._executor.keep(placed, drawn[0])
         launched = LaunchedStep(
@@ -353,23 +303,33 @@ class ModelRunner:
             reserved=reserved,
             receipt=self._executor.fetch([*drawn, *ran.scores]),
             started_s=started,
-            draft_s=0.0 if self._drafter is None else drafted - followed,
-            prepared_s=prepared,
+            draft_s=draft_s,
+            prepared_s=enqueued,
             began=began,
             rallied=ran.rallied,
-            times=self._times(net),
+            times=self._relay.add_times(net.times()),
             num_drawn=len(drawn),
-            scored=tuple(chain.from_iterable(slices.scored for slices in micro_batches)),
-            ended=tuple(chain.from_iterable(slices.ended for slices in micro_batches)),
+            scored=tuple(chain.from_iterable(each.scored for each in prepared.micro_batches)),
+            ended=tuple(chain.from_iterable(each.ended for each in prepared.micro_batches)),
             check=check_of(net),
-            errors=errors,
         )
         self._launched.append(launched)
         if not self._executor.keeps_tokens:
             self._settle(launched)
-        if self._long is not None:
-            launched.errors |= self._long.follow(micro_batches, errors)
-            launched.lost_blocks = self._long.take_lost()
+        launched.followed = self._contexts.follow(prepared)
+
+    def _ask(self, prepared: Prepared) -> tuple[Asked, Reserved]:
+        """Return what the sampler needs for a step, and the places of the tokens to come."""
+        sampled = Sampled.of(prepared.micro_batches)
+        self._settle_for(sampled.rows)
+        asked = self._sampler.ask(sampled)
+        return asked, self._table.reserve(sampled.rows[sampled.roots])
+
+    def _begin(self, net: AttentionNet, ticket: StepTicket, trace: Stamps) -> None:
+        """Open a step with the node's peers."""
+        net.trace = trace
+        net.begin(ticket)
+        self._relay.begin(ticket)
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""
@@ -380,28 +340,24 @@ class ModelRunner:
         for reason in drawn.refused.values():
             _log.info("a request fails: %s", reason)
         scores = report(launched.scored, arrays[num_drawn:])
-        self._stamp(Kind.STEP_ENDED, launched.ticket)
+        self._stamps(launched.ticket).stamp(Kind.STEP_ENDED)
         previous_s, self._finished_s = self._finished_s, time.perf_counter()
-        counts = None if self._long is None else self._long.take_counts()
+        counts = self._contexts.take_counts()
         result = launched.result(drawn, scores, previous_s=previous_s, kv=counts)
         for seq_id, reason in result.errors.items():
             named = about(request_id=self._table.request_of(seq_id))
             _log.warning("attention: a request failed: %s", reason, extra=named)
         return result
 
-    def _times(self, net: AttentionNet | None) -> NetTimes:
-        times = NO_TIMES if net is None else net.times()
-        return times if self._relay is None else self._relay.add_times(times)
-
-    def _stamp(self, kind: Kind, ticket: StepTicket) -> None:
-        if self.trace is not None:
-            self.trace.step = ticket.step
-            self.trace.stamp(kind)
+    def _stamps(self, ticket: StepTicket) -> Stamps:
+        """Return what takes the stamps of a step, until those of another are asked for."""
+        trace = self.runtime.stamps_of(self.trace) or NoStamps()
+        trace.step = ticket.step
+        return trace
 
     def close(self) -> None:
         """Give back what outlives the process's memory: a spill's file."""
-        if self._long is not None:
-            self._long.close()
+        self._contexts.close()
 
     def discard(self) -> None:
         """Forget launched and recorded steps, once all have ended; their generation is over."""
@@ -427,22 +383,21 @@ class ModelRunner:
         """Copy cache slots to others, if any."""
         if len(sources):
             device = self.runtime.device
-            pairs = (sources, targets)
-            if self._long is not None:
-                pairs = self._long.slots(sources), self._long.slots(targets)
-            slots = [torch.from_numpy(each).to(device) for each in pairs]
+            places = map(self._contexts.slots, (sources, targets))
+            slots = [torch.from_numpy(each).to(device) for each in places]
             self._decoder.kv.move(*slots)
 
-    def _drafts(self, plan: StepPlan) -> dict[int, Draft]:
-        """Return the drafts for a step, by sequence id.
+    def _drafts(self, plan: StepPlan) -> tuple[dict[int, Draft], float]:
+        """Return the drafts for a step, by sequence id, and the seconds that they took.
 
         Waits for a step under way that has some itself: this one's slices begin where it ends.
         """
-        may_draft = self._plans.may_draft(plan)
+        started, may_draft = time.perf_counter(), self._plans.may_draft(plan)
         for launched in self._launched:
             if may_draft or launched.asked.sampled.drafted:
                 self._settle(launched)
-        return self._plans.drafts(plan)
+        drafts = self._plans.drafts(plan)
+        return drafts, time.perf_counter() - started if self._drafter is not None else 0.0
 
     def _settle_for(self, sampled: IntArray) -> None:
         """Wait for steps under way if sampling these rows needs their tokens."""
@@ -451,14 +406,6 @@ class ModelRunner:
         if self._sampler.needs_values(sampled) and self._table.has_pending(sampled):
             for launched in self._launched:
                 self._settle(launched)
-
-    def _learning(
-        self, micro_batches: list[Slices], failed: dict[int, str], *, num_layers: int
-    ) -> Callable[[], bool] | None:
-        """Return what learns codebooks in a step's waits for experts, if there is something."""
-        if self._long is None:
-            return None
-        return self._long.learning(micro_batches, failed, num_layers=num_layers)
 
 
 def _micro_batches(config: NodeConfig) -> tuple[int, ...]:

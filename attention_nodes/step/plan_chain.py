@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
-import numpy as np
-
-from attention_nodes.long_contexts.long_contexts import LongContexts
-from attention_nodes.sampling.drafts import draft_requests, end_texts, take_drafts
+from attention_nodes.long_contexts.contexts import Contexts, Prepared
+from attention_nodes.step.drafts import draft_requests, end_texts, take_drafts
 from attention_nodes.step.sequences import SequenceTable, unpack
-from attention_nodes.step.step_inputs import Slices, slice_up
+from attention_nodes.step.step_inputs import slice_up
 from spec_decode.draft import Draft, Drafter, trim
 from topspin.errors import ProtocolError
 from topspin.messages import StepPlan, StepTicket
-from topspin.processes.progress import Beat
-from topspin.trace import Kind
+from topspin.processes.progress import Beat, no_beat
+from topspin.trace import Stamps
 
 
 class PlanChain:
@@ -30,11 +28,11 @@ class PlanChain:
         self,
         table: SequenceTable,
         drafter: Drafter | None,
-        long: LongContexts | None,
+        contexts: Contexts,
         *,
         max_tokens: int,
         trims: bool,
-        ended: Callable[[int], None],
+        ended: Callable[[int], None] = lambda seq_id: None,
     ) -> None:
         """`trims` drafts to numbers of rows that steps are recorded for.
 
@@ -42,7 +40,7 @@ class PlanChain:
         """
         self._table = table
         self._drafter = drafter
-        self._long = long
+        self._contexts = contexts
         self._max_tokens = max_tokens
         self._trims = trims
         self._ended = ended
@@ -66,16 +64,14 @@ class PlanChain:
             finished = self._table.seq_ids + finished
         if self._drafter is not None:
             end_texts(self._drafter, finished, self._table)
-        if self._long is not None:
-            self._long.end(self._table.rows_of(np.array(finished, dtype=np.int64)))
+        self._contexts.end(finished)
         for seq_id in finished:
             self._table.forget(seq_id)
             self._ended(seq_id)
         for new in plan.new:
             self._table.admit(new)
-            if self._long is not None:
-                kept = new.num_computed // self._table.limits.block_size
-                self._long.overwrite(unpack(new.blocks, what="blocks")[kept:])
+            kept = new.num_computed // self._table.limits.block_size
+            self._contexts.overwrite(unpack(new.blocks, what="blocks")[kept:])
 
     def _check_ticket(self, ticket: StepTicket, index: int) -> None:
         if ticket.generation < self._generation:
@@ -110,26 +106,20 @@ class PlanChain:
         drafts: dict[int, Draft],
         *,
         may_wait: bool,
-        stamp: Callable[[Kind], None],
-        beat: Beat | None,
-    ) -> tuple[list[Slices], dict[int, str]]:
+        trace: Stamps,
+        beat: Beat = no_beat,
+    ) -> Prepared:
         """Turn the plan into indices and advance its sequences.
 
-        Returns, by sequence id, why some fail, too. `may_wait`: rows will be with experts, as in
-        KeyIndex.code(). `stamp` is called as parts end. Raises ProtocolError.
+        `may_wait`, `trace` and `beat` as in Contexts.prepare(). Raises ProtocolError.
         """
         micro_batches = [slice_up(each, self._table, drafts) for each in plan.micro_batches]
         num_tokens = sum(slices.num_tokens for slices in micro_batches)
         if num_tokens > self._max_tokens:
             raise ProtocolError(f"{num_tokens} tokens in a step, more than {self._max_tokens}")
-        errors: dict[int, str] = {}
-        if self._long is not None:
-            for each in plan.micro_batches:
-                self._long.overwrite(unpack(each.block_ids, what="block_ids"))
-            self._long.index.code(may_wait=may_wait)
-            stamp(Kind.CODED)
-            micro_batches, errors = self._long.prepare(micro_batches, beat)
-            stamp(Kind.FETCHED)
-        for slices in micro_batches:
+        for each in plan.micro_batches:
+            self._contexts.overwrite(unpack(each.block_ids, what="block_ids"))
+        prepared = self._contexts.prepare(micro_batches, may_wait=may_wait, trace=trace, beat=beat)
+        for slices in prepared.micro_batches:
             self._table.commit(slices.rows, slices.certain)
-        return micro_batches, errors
+        return prepared

@@ -8,8 +8,9 @@ busy thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from attention_nodes.step.decoder import Layer, Layers
 from attention_nodes.step.step_inputs import MicroBatchInputs
 from kernels.contracts import Routing
 from m2n_comm.net import AttentionNet
-from topspin.processes.progress import Beat
-from topspin.trace import Kind, Stamps
+from topspin.processes.progress import Beat, no_beat
+from topspin.trace import Kind, NoStamps, Stamps
 
 
 @dataclass(eq=False)
@@ -39,46 +40,65 @@ class Flight:
     delta: Tensor | None = None
 
 
-Passage = Callable[[int, Flight], None]
-"""Takes a micro-batch's index and its flight where its rows come from, or go to, another node."""
+class Passage:
+    """The way of rows to and from nodes that have other layers of the model; here: none has."""
+
+    def arrive(self, micro_batch: int, flight: Flight) -> None:
+        """Fill a micro-batch's residual before its first layer."""
+
+    def leave(self, micro_batch: int, flight: Flight) -> None:
+        """Take a micro-batch that is through the layers here."""
+
+    def end(self, flights: Sequence[Flight]) -> None:
+        """Complete the residuals of all micro-batches, which are through the layers here."""
+
+
+def nothing_to_do() -> bool:
+    """Do no work in a wait for experts, and say so."""
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Companions:
+    """What goes along with a step's layers; each does nothing unless it is given.
+
+    `trace` gets a stamp per hop; `beat` is called whenever a micro-batch enters a layer.
+    `meanwhile` is called before each wait for experts, does work that is not the step's, and says
+    whether there was some.
+    """
+
+    trace: Stamps = field(default_factory=NoStamps)
+    beat: Beat = no_beat
+    meanwhile: Callable[[], bool] = nothing_to_do
+    passage: Passage = field(default_factory=Passage)
+
+
+NO_COMPANIONS: Final = Companions()
 
 
 def rally(
     decoder: Layers,
-    net: AttentionNet | None,
-    flights: list[Flight],
-    trace: Stamps | None = None,
-    *,
-    beat: Beat | None = None,
-    meanwhile: Callable[[], bool] | None = None,
-    arrive: Passage | None = None,
-    leave: Passage | None = None,
+    net: AttentionNet,
+    flights: Sequence[Flight],
+    companions: Companions = NO_COMPANIONS,
 ) -> None:
-    """Run all layers over all micro-batches; the residuals are complete afterwards.
-
-    `net` may be None if no layer needs expert nodes. `trace` gets a stamp per hop;
-    `beat` is called whenever a micro-batch enters a layer. `meanwhile` is called before each wait
-    for experts, does work that is not the step's, and says whether there was some. `arrive` fills a
-    micro-batch's residual before its first layer; `leave` is called when it is complete.
-    """
+    """Run all layers over all micro-batches; the residuals are complete afterwards."""
+    trace, passage = companions.trace, companions.passage
     for layer in decoder.layers:
         for micro_batch, flight in enumerate(flights):
-            if arrive is not None and layer is decoder.layers[0]:
-                arrive(micro_batch, flight)
-            if flight.in_air is not None and meanwhile is not None:
-                has_worked = meanwhile()
-                if has_worked and trace is not None:
-                    trace.stamp(Kind.CODED, flight.in_air, micro_batch)
+            if layer is decoder.layers[0]:
+                passage.arrive(micro_batch, flight)
+            if flight.in_air is not None and companions.meanwhile():
+                trace.stamp(Kind.CODED, flight.in_air, micro_batch)
             take_back(net, micro_batch, flight)
-            if beat is not None:
-                beat()
+            companions.beat()
             normed = flight.residual
             if len(normed):
                 normed = decoder.attention_half(layer, normed, flight.delta, flight.inputs)
             flight.delta = None
             if layer.moe_idx is None:
                 flight.delta = run_local(decoder, micro_batch, layer, normed, trace)
-            elif net is None or layer.moe_idx in net.local:
+            elif layer.moe_idx in net.local:
                 flight.delta = run_experts(decoder, micro_batch, flight, layer, normed, trace)
             else:
                 send_out(decoder, net, micro_batch, flight, layer, normed, trace)
@@ -86,29 +106,26 @@ def rally(
         take_back(net, micro_batch, flight)
         if flight.delta is not None:
             flight.residual += flight.delta
-        if leave is not None:
-            leave(micro_batch, flight)
+        passage.leave(micro_batch, flight)
+    passage.end(flights)
 
 
 def send_out(
     decoder: Layers,
-    net: AttentionNet | None,
+    net: AttentionNet,
     micro_batch: int,
     flight: Flight,
     layer: Layer,
     normed: Tensor,
-    trace: Stamps | None,
+    trace: Stamps,
 ) -> None:
     """Dispatch rows to their experts, then run the shared expert while they are away."""
-    assert net is not None
     assert layer.moe_idx is not None
     routing = _route(decoder, layer, normed)
-    if trace is not None:
-        trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
+    trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
     num_rows = flight.inputs.num_rows
     net.dispatch(micro_batch, layer.moe_idx, normed, routing.experts, routing.weights, num_rows)
-    if trace is not None:
-        trace.stamp(Kind.DISPATCHED, layer.moe_idx, micro_batch)
+    trace.stamp(Kind.DISPATCHED, layer.moe_idx, micro_batch)
     flight.in_air = layer.moe_idx
     flight.local = run_local(decoder, micro_batch, layer, normed, trace)
 
@@ -119,7 +136,7 @@ def run_experts(
     flight: Flight,
     layer: Layer,
     normed: Tensor,
-    trace: Stamps | None,
+    trace: Stamps,
 ) -> Tensor | None:
     """Return the sum of the routed and shared experts of a layer that is local; None: no rows."""
     moe_idx = layer.moe_idx
@@ -127,13 +144,11 @@ def run_experts(
     if not len(normed):
         return None
     routing = decoder.route(layer, normed)
-    if trace is not None:
-        trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
+    trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
     delta = decoder.routed_experts(
         moe_idx, normed, routing, num_rows=flight.inputs.num_rows, out=flight.combined
     )
-    if trace is not None:
-        trace.stamp(Kind.EXPERTS, moe_idx, micro_batch)
+    trace.stamp(Kind.EXPERTS, moe_idx, micro_batch)
     local = run_local(decoder, micro_batch, layer, normed, trace)
     if local is not None:
         delta += local
@@ -151,20 +166,19 @@ def _route(decoder: Layers, layer: Layer, normed: Tensor) -> Routing:
 
 
 def run_local(
-    decoder: Layers, micro_batch: int, layer: Layer, normed: Tensor, trace: Stamps | None
+    decoder: Layers, micro_batch: int, layer: Layer, normed: Tensor, trace: Stamps
 ) -> Tensor | None:
     """Run the part computed on this node: a dense layer's MLP or the shared expert."""
     local = decoder.local_mlp(layer, normed) if len(normed) else None
-    if trace is not None and local is not None:
+    if local is not None:
         trace.stamp(Kind.LOCAL, layer.idx, micro_batch)
     return local
 
 
-def take_back(net: AttentionNet | None, micro_batch: int, flight: Flight) -> None:
+def take_back(net: AttentionNet, micro_batch: int, flight: Flight) -> None:
     """Wait for the experts' answer, if one is awaited, and make it the next delta."""
     if flight.in_air is None:
         return
-    assert net is not None
     flight.delta = net.combine(micro_batch, flight.in_air, flight.combined)
     if flight.local is not None:
         flight.delta += flight.local

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attention_nodes.step.decoder import Layers
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.step_inputs import Indexed, StepInputs, host_meta
+from attention_nodes.step.step_inputs import Slices, StepInputs, host_meta
 from kernels.contracts import AttentionMeta
 from kernels.recordings import MAX_RECORDED_ROWS, Recordings
 from kernels.runtime import Runtime
@@ -45,7 +45,7 @@ class Key(NamedTuple):
     num_sampled: int
 
 
-def key_of(micro_batches: Sequence[Indexed]) -> Key | None:
+def key_of(micro_batches: Sequence[Slices]) -> Key | None:
     """Return the shape of a step; None: such steps are not recorded."""
     rows = tuple(len(each.tokens) for each in micro_batches)
     if not 0 < sum(rows) <= MAX_RECORDED_ROWS:
@@ -65,7 +65,7 @@ class _Recorded(NamedTuple):
     inputs: StepInputs
     logits: Tensor
 
-    def take(self, micro_batches: Sequence[Indexed], rotary: RotaryTable, renew: Renew) -> None:
+    def take(self, micro_batches: Sequence[Slices], rotary: RotaryTable, renew: Renew) -> None:
         """Let the next replay run with the numbers of `micro_batches`.
 
         They are copied as arrays: a tensor's copy_ takes several times as long.
@@ -81,42 +81,57 @@ class _Recorded(NamedTuple):
             renew(part.meta, host_meta(each))
 
 
+class Placed(NamedTuple):
+    """A step's tensors; `key` None: it is not recorded."""
+
+    inputs: StepInputs
+    key: Key | None
+
+
 class RecordedSteps:
     """The recorded steps of one model, or of some of its layers."""
 
     def __init__(
-        self, runtime: Runtime, rotary: RotaryTable, renew: Renew, *, vocab_size: int
+        self, runtime: Runtime, rotary: RotaryTable, renew: Renew | None, *, vocab_size: int
     ) -> None:
+        """`renew` None: no step is recorded."""
         self._rotary = rotary
         self._renew = renew
         self._vocab_size = vocab_size
         self._recordings: Recordings[Key] = Recordings(runtime)
         self._recorded: dict[Key, _Recorded] = {}
 
-    def take(self, key: Key, micro_batches: Sequence[Indexed]) -> StepInputs | None:
-        """Return the tensors of the recorded step of `key`, with the numbers of `micro_batches`.
+    def place(
+        self,
+        micro_batches: Sequence[Slices],
+        make: Callable[[], StepInputs],
+        *,
+        may_record: bool = True,
+    ) -> Placed:
+        """Return the tensors of a step: new ones by `make`, or those of its recording.
 
-        None: there is none yet.
+        The steps before have ended.
         """
-        recorded = self._recorded.get(key)
-        if recorded is None:
-            return None
-        # The steps before have ended.
+        key = key_of(micro_batches) if may_record and self._renew is not None else None
+        recorded = None if key is None else self._recorded.get(key)
+        if recorded is None or self._renew is None:
+            return Placed(make(), key)
         recorded.take(micro_batches, self._rotary, self._renew)
-        return recorded.inputs
+        return Placed(recorded.inputs, key)
 
     def run(
-        self,
-        key: Key,
-        inputs: StepInputs,
-        body: Callable[[StepInputs, Tensor], None],
-        state: object,
+        self, placed: Placed, body: Callable[[StepInputs, Tensor], None], state: object = None
     ) -> Tensor:
-        """Return the logits f32[R, V] of a step whose key is `key`, valid until its next run.
+        """Return the logits f32[R, V] of a step, recorded or not, valid until its next run.
 
-        `inputs` are those of take(), or, if there were none, new ones. `body` computes a step and
-        writes its logits. Recordings depend on `state`.
+        `body` computes a step and writes its logits. Recordings depend on `state`.
         """
+        inputs, key = placed
+        if key is None:
+            sampled = inputs.sample_rows
+            logits = torch.empty(len(sampled), self._vocab_size, device=sampled.device)
+            body(inputs, logits)
+            return logits
         recorded = self._recorded.pop(key, None)
         if recorded is None:
             recorded = _Recorded(inputs, torch.empty(key.num_sampled, self._vocab_size))
@@ -137,21 +152,25 @@ class RecordedSteps:
 
 
 def recorded_steps(
-    layers: Layers, runtime: Runtime, rotary: RotaryTable, *, vocab_size: int
-) -> RecordedSteps | None:
+    layers: Layers, runtime: Runtime, rotary: RotaryTable, *, vocab_size: int, recordings: bool
+) -> RecordedSteps:
     """Return the recorded steps of a model, or of some of its layers, which have no logits.
 
-    Those have a `vocab_size` of 0. None: the kernels are not recorded.
+    Those have a `vocab_size` of 0. Nothing is recorded unless `recordings`, or if the kernels
+    cannot be.
     """
-    if layers.ops.name != "cpu":
-        return None
+    renew = _renew_of(layers) if recordings and layers.ops.name == "cpu" else None
+    return RecordedSteps(runtime, rotary, renew, vocab_size=vocab_size)
+
+
+def _renew_of(layers: Layers) -> Renew | None:
     from kernels.cpu.attention import renew
     from kernels.cpu.compiled.attention import HeadShape
 
     config = layers.config
-    if not HeadShape(config.num_heads, config.num_kv_heads, config.head_dim).fits:
-        # renew() needs rows that are attended to one by one.
-        repeat = config.num_heads // config.num_kv_heads
-        _log.info("steps are not recorded: %d heads of %d share a key", repeat, config.head_dim)
-        return None
-    return RecordedSteps(runtime, rotary, renew, vocab_size=vocab_size)
+    if HeadShape(config.num_heads, config.num_kv_heads, config.head_dim).fits:
+        return renew
+    # renew() needs rows that are attended to one by one.
+    repeat = config.num_heads // config.num_kv_heads
+    _log.info("steps are not recorded: %d heads of %d share a key", repeat, config.head_dim)
+    return None

@@ -1,7 +1,7 @@
 """Turns a planned micro-batch into the indices that its layers need, on the host.
 
 Owns the index arithmetic: token ids, positions, cache slots, attention's metadata, rows to
-sample and to score; and the tensors of these for a node on the CPU (device_inputs.py: for a
+sample and to score; and the tensors of these for a node on the CPU (device/inputs.py: for a
 GPU). Knows no weights and runs no kernel.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,24 +88,26 @@ class Scored(NamedTuple):
     num_top: int
 
 
+_NONE: Final[IntArray] = np.zeros(0, dtype=np.int64)
+
+
 class Slices(NamedTuple):
     """One micro-batch as arrays: T tokens over S slices, R of them sampled.
 
-    `rows` and `certain` [S] are the sequences' rows and the positions that each advances by
-    whatever is sampled; `counts` [S] are the token rows, those of drafts too. An entry
-    of `tokens` [T] is PENDING if a step under way samples it: it is then the last token of the
-    sequence in `row_of_token`. `positions` [T] are those in the text, which differ from the
-    slots in the sequence where a draft branches; `prompt_lens` [T] the prompts' lengths.
-    `sample_rows` [R] are the token rows that are sampled, `sampled` and `seq_ids` [R] their
-    sequences' rows and ids. `ended` are the ids of slices without rows: their sequences were
-    completed by the draft of a step before.
+    `counts` [S] are the token rows of each slice, those of drafts too. An entry of `tokens` [T] is
+    PENDING if a step under way samples it: it is then the last token of the sequence in
+    `row_of_token`. `positions` [T] are those in the text, which differ from the slots in the
+    sequence where a draft branches; `prompt_lens` [T] the prompts' lengths. `sample_rows` [R] are
+    the token rows that are sampled.
+
+    Layers need no more. Of an attention node's sequences: `rows` and `certain` [S] are the
+    sequences' rows and the positions that each advances by whatever is sampled; `sampled` and
+    `seq_ids` [R] the rows and ids of those sampled. `ended` are the ids of slices without rows:
+    their sequences were completed by the draft of a step before.
     """
 
-    rows: IntArray
-    certain: IntArray
     counts: IntArray
     tokens: IntArray
-    row_of_token: IntArray
     positions: IntArray
     prompt_lens: IntArray
     kv_slots: IntArray
@@ -116,14 +118,17 @@ class Slices(NamedTuple):
     block_tables: np.ndarray
     """i32[S, blocks of the longest context]."""
     sample_rows: IntArray
-    sampled: IntArray
-    seq_ids: IntArray
     tree_mask: npt.NDArray[np.bool_] | None = None
     """bool[T, most rows of a slice], as AttentionMeta's; None: no draft branches."""
     tree_lens: np.ndarray | None = None
     """i32[S], as AttentionMeta's; None: a tree is the rows of its slice."""
     retrieval: Retrieval | None = None
     """The sequences that attend to a selection of their keys; None: all attend to all."""
+    rows: IntArray = _NONE
+    certain: IntArray = _NONE
+    row_of_token: IntArray = _NONE
+    sampled: IntArray = _NONE
+    seq_ids: IntArray = _NONE
     drafted: tuple[Drafted, ...] = ()
     scored: tuple[Scored, ...] = ()
     ended: tuple[int, ...] = ()
@@ -134,44 +139,17 @@ class Slices(NamedTuple):
         return len(self.tokens)
 
 
-class Indexed(Protocol):
-    """What a model's layers need of a micro-batch: the fields of Slices that have these names."""
-
-    @property
-    def counts(self) -> IntArray: ...
-
-    @property
-    def tokens(self) -> IntArray: ...
-
-    @property
-    def positions(self) -> IntArray: ...
-
-    @property
-    def prompt_lens(self) -> IntArray: ...
-
-    @property
-    def kv_slots(self) -> IntArray: ...
-
-    @property
-    def query_start(self) -> np.ndarray: ...
-
-    @property
-    def context_lens(self) -> np.ndarray: ...
-
-    @property
-    def block_tables(self) -> np.ndarray: ...
-
-    @property
-    def sample_rows(self) -> IntArray: ...
-
-    @property
-    def tree_mask(self) -> npt.NDArray[np.bool_] | None: ...
-
-    @property
-    def tree_lens(self) -> np.ndarray | None: ...
-
-    @property
-    def retrieval(self) -> Retrieval | None: ...
+NO_SLICES: Final = Slices(
+    counts=_NONE,
+    tokens=_NONE,
+    positions=_NONE,
+    prompt_lens=_NONE,
+    kv_slots=_NONE,
+    query_start=np.zeros(1, dtype=np.int32),
+    context_lens=np.zeros(0, dtype=np.int32),
+    block_tables=np.zeros((0, 0), dtype=np.int32),
+    sample_rows=_NONE,
+)
 
 
 class _Planned(NamedTuple):
@@ -357,7 +335,7 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
     )
 
 
-def host_part(slices: Indexed, rotary: RotaryTable, *, start: int = 0) -> MicroBatchInputs:
+def host_part(slices: Slices, rotary: RotaryTable, *, start: int = 0) -> MicroBatchInputs:
     """Return the tensors, on the CPU, of a micro-batch that begins at the step's row `start`."""
     cos, sin = rotary.gather(slices.positions, slices.prompt_lens)
     return MicroBatchInputs(
@@ -370,7 +348,7 @@ def host_part(slices: Indexed, rotary: RotaryTable, *, start: int = 0) -> MicroB
     )
 
 
-def host_meta(slices: Indexed) -> AttentionMeta:
+def host_meta(slices: Slices) -> AttentionMeta:
     """Return what attention needs to know of a micro-batch, on the CPU."""
     lens = slices.tree_lens
     return AttentionMeta(
@@ -385,7 +363,7 @@ def host_meta(slices: Indexed) -> AttentionMeta:
     )
 
 
-def mask_of(slices: Indexed, device: torch.device) -> Tensor | None:
+def mask_of(slices: Slices, device: torch.device) -> Tensor | None:
     """Return the tree mask on `device`."""
     return None if slices.tree_mask is None else torch.from_numpy(slices.tree_mask).to(device)
 

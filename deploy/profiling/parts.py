@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_nodes.memory_budget import AbsentExperts
 from attention_nodes.step import kv_cache
+from attention_nodes.step.absent_experts import AbsentExperts
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import ModelRunner
 from deploy.placement.shapes import ModelShape

@@ -101,7 +101,7 @@ def make_policy(
     facts: EngineFacts,
     roster: Roster,
     formation: Formation,
-    note: Note | None,
+    note: Note,
     local_layers: LocalLayers | None = None,
 ) -> Policy:
     """Return the policy over the roster's nodes, all of which are ready."""
@@ -125,7 +125,7 @@ def make_local_layers(plan: EnginePlan, facts: EngineFacts) -> LocalLayers | Non
     """Return what decides whether the plan's local_experts are so; None: it is fixed."""
     if plan.local_experts is None or plan.local_experts.when == "always":
         return None
-    return LocalLayers(_prior(plan, facts))
+    return LocalLayers(_prior(plan, facts), named_layers(plan, facts))
 
 
 def _prior(plan: EnginePlan, facts: EngineFacts) -> CostModel:

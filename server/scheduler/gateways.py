@@ -16,6 +16,7 @@ import msgspec
 from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
+from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.outbox import Delivery, failure
 from server.scheduler.planning.policy import Policy
 from server.scheduler.traces import Tracer
@@ -156,39 +157,33 @@ class GatewaySide:
 
     def _stats(self, query_id: int) -> Stats:
         load = self._balancer.load
-        totals = load.totals()
-        if self.policy is not None:
-            balance = self._balancer.stats()
-            drafts = self._nodes.drafts.counts
-            return msgspec.structs.replace(
-                self.policy.stats(query_id, totals, self._clock()),
-                num_root_hits=sum(each.num_root_hits for each in drafts),
-                num_root_misses=sum(each.num_root_misses for each in drafts),
-                num_draft_passes=sum(each.num_passes for each in drafts),
-                num_overlapped_passes=sum(each.num_overlapped for each in drafts),
-                draft_pass_seconds=sum(each.pass_seconds for each in drafts),
-                expert_activations=load.activations,
-                expert_batches=load.batches,
-                expert_table_version=balance.table_version,
-                expert_migrations=balance.migrations,
-                expert_balance=balance.balance,
-                expert_balance_before=balance.balance_before,
-                num_local_layers=balance.num_local_layers,
-                nodes=self._nodes.counts(),
+        totals, nodes = load.totals(), self._nodes.counts()
+        if self.policy is None:
+            return Stats(
+                query_id=query_id,
+                num_waiting=0,
+                num_running=0,
+                kv_cache_usage=0.0,
+                num_blocks=0,
+                expert_tokens=totals,
+                nodes=nodes,
+                **Counters().for_stats(),
             )
-        return Stats(
-            query_id=query_id,
-            num_waiting=0,
-            num_running=0,
-            kv_cache_usage=0.0,
-            num_blocks=0,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
-            num_preemptions=0,
-            num_steps=0,
-            prompt_tokens=0,
-            generation_tokens=0,
-            step_seconds=0.0,
-            expert_tokens=totals,
-            nodes=self._nodes.counts(),
+        balance = self._balancer.stats()
+        drafts = self._nodes.drafts.counts
+        return msgspec.structs.replace(
+            self.policy.stats(query_id, totals, self._clock()),
+            num_root_hits=sum(each.num_root_hits for each in drafts),
+            num_root_misses=sum(each.num_root_misses for each in drafts),
+            num_draft_passes=sum(each.num_passes for each in drafts),
+            num_overlapped_passes=sum(each.num_overlapped for each in drafts),
+            draft_pass_seconds=sum(each.pass_seconds for each in drafts),
+            expert_activations=load.activations,
+            expert_batches=load.batches,
+            expert_table_version=balance.table_version,
+            expert_migrations=balance.migrations,
+            expert_balance=balance.balance,
+            expert_balance_before=balance.balance_before,
+            num_local_layers=balance.num_local_layers,
+            nodes=nodes,
         )

@@ -33,7 +33,7 @@ from server.scheduler.nodes.faults import FailStop, Faults
 from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.side import NodeSide
-from server.scheduler.planning.journal import Note
+from server.scheduler.planning.journal import Note, no_note
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
 from server.scheduler.traces import Tracer
@@ -115,7 +115,7 @@ class Service:
         clock: Callable[[], float],
         logger: logging.Logger,
         report_dead: Callable[[int], None] = lambda pid: None,
-        note: Note | None = None,
+        note: Note = no_note,
         on_turn: Callable[[bool], None] = lambda is_ready: None,
     ) -> None:
         """`report_dead` gets the process id of each lost node without which the engine goes on.
@@ -131,7 +131,12 @@ class Service:
         self._on_turn = on_turn
         self._note = note
         tracer = Tracer(plan.trace)
-        self._drafts = DraftSide([node.index for node in plan.drafts], revision=__version__)
+        self._drafts = DraftSide(
+            [node.index for node in plan.drafts],
+            revision=__version__,
+            report_dead=report_dead,
+            log=self._log,
+        )
         stages = [node.of for node in plan.stages]
         self._nodes = NodeSide(
             Roster(
@@ -236,29 +241,16 @@ class Service:
             self.balancer.cancel()
             return False
         if self._faults.is_whole and policy.uses_one_table:
-            self._choose_local()
+            if self.local_layers is not None and not self.balancer.is_changing:
+                change = self.local_layers.change(self.formation.table.local)
+                if change is not None:
+                    self._log.info(change.reason)
+                    self.balancer.keep_local(change.layers)
             table = self.balancer.turn(self._clock(), self._faults.nodes)
             if table is not None:
                 self._log.info("expert table %d is being prepared", table.version)
                 self._nodes.tell_all(PrepareTable(table=table))
         return True
-
-    def _choose_local(self) -> None:
-        """Ask for a table by which layers are local, or not any more, as measured."""
-        if self.local_layers is None or self.balancer.is_changing:
-            return
-        named, local = named_layers(self._plan, self._facts), self.formation.table.local
-        wanted = named if self.local_layers.wanted else ()
-        if wanted != local:
-            here, there = (
-                "?" if each is None else f"{each * 1e3:.2f} ms"
-                for each in self.local_layers.times_s()
-            )
-            self._log.info(
-                f"{len(wanted)} layers are to be local, not {len(local)}: a step's layers take "
-                f"{here} now, {there} then"
-            )
-            self.balancer.keep_local(wanted)
 
     def _send(self, step: Step) -> None:
         deaf = self._nodes.send_step(step, self._faults.takes_part)
@@ -306,7 +298,7 @@ class Service:
             if peer in self._nodes.roster.gateways:
                 self._gateways.left(peer)
             elif self._drafts.index(peer) is not None:
-                self._lose_draft(peer, f"it {event.how}")
+                self._drafts.lose(peer, f"it {event.how}")
             elif member is not None:
                 raise self._gone(member, event)
         elif isinstance(event, Malformed):
@@ -317,8 +309,11 @@ class Service:
             self._on_hello(peer, event.message)
         elif peer in self._nodes.roster.gateways:
             self._gateways.handle(peer, event.message)
-        elif self._drafts.index(peer) is not None:
-            self._on_draft_message(peer, event.message)
+        elif (index := self._drafts.index(peer)) is not None:
+            if isinstance(event.message, ClockPong | TraceDump):
+                self._gateways.trace_answer(Member("draft", index), event.message)
+            elif self._drafts.heard(peer, event.message) and self._policy is None:
+                self._serve_if_ready()
         elif member is not None:
             self._on_node_message(member, event.message)
         else:
@@ -353,7 +348,11 @@ class Service:
             self._gateways.joined(peer)
             return
         if hello.role == "draft":
-            self._welcome_draft(peer, hello.index)
+            topology = roster.topology(
+                (), self.formation.full_table, generation=self.formation.generation
+            )
+            config = self._plan.for_node("draft", hello.index)
+            self._channel.send(peer, Welcome(config=config, topology=topology))
             return
         self.formation.saw(hello.generation)
         if self._policy is not None:
@@ -449,6 +448,7 @@ class Service:
         if not (roster.is_ready and self._drafts.is_ready):
             self._set_starting()
             return
+        self._drafts.may_be_lost = True
         policy = make_policy(
             *(self._plan, self._facts, roster, self.formation, self._note),
             self.local_layers,
@@ -469,42 +469,6 @@ class Service:
         self._gateways.set_state("ready")
         while self._early:
             self._on_hello(*self._early.popitem())
-
-    # Draft nodes.
-
-    def _welcome_draft(self, peer: bytes, index: int) -> None:
-        topology = self._nodes.roster.topology(
-            (), self.formation.full_table, generation=self.formation.generation
-        )
-        config = self._plan.for_node("draft", index)
-        self._channel.send(peer, Welcome(config=config, topology=topology))
-
-    def _on_draft_message(self, peer: bytes, message: AnyMessage) -> None:
-        if isinstance(message, ClockPong | TraceDump):
-            index = self._drafts.index(peer)
-            assert index is not None
-            self._gateways.trace_answer(Member("draft", index), message)
-            return
-        try:
-            is_ready = self._drafts.heard(peer, message)
-        except TopspinError as error:
-            if isinstance(error, ConfigError) and self._policy is None:
-                raise  # the engine cannot start as configured
-            self._lose_draft(peer, str(error))
-            return
-        if is_ready:
-            self._log.info("draft %d ready", self._drafts.index(peer))
-            if self._policy is None:
-                self._serve_if_ready()
-
-    def _lose_draft(self, peer: bytes, reason: str) -> None:
-        """Go on without a draft node; before the engine is ready its loss ends the start."""
-        index = self._drafts.index(peer)
-        self._report_dead(self._drafts.leave(peer))
-        error = NodeLost(f"lost draft {index}: {reason}")
-        if self._policy is None:
-            raise error
-        self._log.warning("%s; decoding goes on without its drafts", error)
 
     def _name_cause(self, member: Member, code: str) -> None:
         """If `member` reports a lost peer, wait for its disconnection and raise NodeLost for it."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_nodes.kv_layout import Placed
+from attention_nodes.step.step_inputs import Slices
 from draft_nodes.model import DraftModel, Settings
 from kernels.runtime import DeviceMemory, HostRuntime
 from spec_decode.draft import NO_DRAFT, ROOT, DraftRequest, Text
@@ -212,7 +212,7 @@ def test_a_rehearsal_makes_passes_of_all_kinds_and_leaves_nothing(
     model = DraftModel.load(checkpoint("llama"), F32._replace(num_slots=32, max_length=20))
     free, kinds = model.num_free_blocks, set()
 
-    def logits(self: DraftModel, placed: Placed) -> Tensor:
+    def logits(self: DraftModel, placed: Slices) -> Tensor:
         is_deeper = placed.tree_lens is not None and placed.tree_lens[0] > placed.counts[0]
         kinds.add((int(placed.counts[0]), placed.tree_mask is not None, bool(is_deeper)))
         return compute(self, placed)

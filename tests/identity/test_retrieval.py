@@ -332,7 +332,7 @@ def test_codebooks_are_learnt_while_rows_are_with_experts(
     config = config_of(path, kv_retrieval_tokens=BUDGET, transport="shm")
     num_learnt = []
     for num_rows in (1, 10**6):
-        monkeypatch.setattr("attention_nodes.long_contexts.long_contexts.LEARNING_ROWS", num_rows)
+        monkeypatch.setattr("attention_nodes.long_contexts.contexts.LEARNING_ROWS", num_rows)
         with Engine(config) as engine:
             assert engine.generate([prompt], max_tokens=NUM_TOKENS) == expected
             lanes = lanes_of(engine.trace(60.0))

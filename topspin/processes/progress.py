@@ -24,6 +24,10 @@ INTERVAL_S = 0.5
 Beat = Callable[[], None]
 
 
+def no_beat() -> None:
+    """Report nothing."""
+
+
 class StepProgress:
     """One node's reports on one control connection.
 

@@ -1,9 +1,9 @@
-"""Whether the layers that a plan's local_experts names are local: decided by measured steps.
+"""The choice whether the layers that a plan's local_experts names are local, by measured steps.
 
 Owns the times of steps in which they are and of steps in which their rows travel, by the load, and
 the decision. The time compared is that of all layers on the attention nodes, waits
-included: whatever hides a hop, or shares a core with it, is in it. Pure: knows no clock and no
-table; service.py reads `wanted`, balancer.py changes the table.
+included: whatever hides a hop, or shares a core with it, is in it. Pure: knows no clock; service.py
+asks for a change, balancer.py changes the table.
 
 One side's time says nothing of the other's, so the other one is tried for TRIAL_STEPS: first
 because there are no measurements of it, then after RETRY_STEPS, which double with each trial. In
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.micro_batching.cost_fit import LinearFit, StepLoad
@@ -41,6 +41,13 @@ Load = tuple[float, float, float]
 """1, tokens, query-key pairs of all attention nodes."""
 
 
+class Change(NamedTuple):
+    """The layers that are to be local now, and the times by which that was decided, in words."""
+
+    layers: tuple[int, ...]
+    reason: str
+
+
 class LocalLayers:
     """The side of one engine's layers, local or remote, where they begin.
 
@@ -48,8 +55,12 @@ class LocalLayers:
     steps on the side that it names.
     """
 
-    def __init__(self, prior: CostModel) -> None:
-        """`prior` tells how times grow with loads where the steps do not."""
+    def __init__(self, prior: CostModel, named: tuple[int, ...] = ()) -> None:
+        """`prior` tells how times grow with loads where the steps do not.
+
+        `named` are the layers that are local together, or not.
+        """
+        self._named = named
         self._prior = (
             prior.attention_fixed_s + prior.expert_fixed_s,
             prior.attention_token_s + prior.expert_token_s,
@@ -118,6 +129,18 @@ class LocalLayers:
     def _change(self, *, is_trial: bool) -> None:
         self._is_trial = is_trial
         self.wanted = not self._side
+
+    def change(self, local: tuple[int, ...]) -> Change | None:
+        """Return how the layers that are `local` in the table in use should change; None: not."""
+        wanted = self._named if self.wanted else ()
+        if wanted == local:
+            return None
+        here, there = ("?" if each is None else f"{each * 1e3:.2f} ms" for each in self.times_s())
+        return Change(
+            wanted,
+            f"{len(wanted)} layers are to be local, not {len(local)}: a step's layers take "
+            f"{here} now, {there} then",
+        )
 
     def times_s(self) -> tuple[float | None, float | None]:
         """Return the mean seconds of the recent steps' layers: as measured, and on the other side.

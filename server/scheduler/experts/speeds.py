@@ -1,4 +1,4 @@
-"""How fast each expert node computes, learnt from its reports.
+"""The speed of each expert node, learnt from its reports.
 
 Owns the last few reports. A node's work is what m2n_comm.replicas takes for its time: a row for
 each pair, and ACTIVATION_ROWS for each expert whose weights were read. Pure. Called by load.py.

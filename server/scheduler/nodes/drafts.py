@@ -7,11 +7,12 @@ between attention and draft nodes. Called by service.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from server.scheduler.nodes.roster import Member
-from topspin.errors import ConfigError, NodeLost, ProtocolError, VersionMismatch
+from topspin.errors import ConfigError, NodeLost, ProtocolError, TopspinError, VersionMismatch
 from topspin.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -32,7 +33,21 @@ class _Joined:
 class DraftSide:
     """The list of the engine's draft nodes."""
 
-    def __init__(self, indices: Iterable[int], *, revision: str) -> None:
+    def __init__(
+        self,
+        indices: Iterable[int],
+        *,
+        revision: str,
+        report_dead: Callable[[int], None],
+        log: logging.LoggerAdapter[logging.Logger],
+    ) -> None:
+        """`report_dead` gets the process id of each node that is lost.
+
+        Until `may_be_lost` is set the loss of a node ends the start of the engine.
+        """
+        self.may_be_lost = False
+        self._report_dead = report_dead
+        self._log = log
         self._indices = tuple(indices)
         self._revision = revision
         self._nodes: dict[int, _Joined] = {}
@@ -72,23 +87,36 @@ class DraftSide:
         """Return the index of the node `peer`, None if it is none."""
         return self._index_of.get(peer)
 
-    def leave(self, peer: bytes) -> int:
-        """Remove a node; what it counted is kept. Returns its process id."""
+    def lose(self, peer: bytes, reason: str) -> None:
+        """Go on without a node, whose counts are kept; raises NodeLost if that cannot be."""
         index = self._index_of.pop(peer)
-        pid = self._nodes.pop(index).pid
+        self._report_dead(self._nodes.pop(index).pid)
         if index in self._counts:
             self._past.append(self._counts.pop(index))
-        return pid
+        error = NodeLost(f"lost draft {index}: {reason}")
+        if not self.may_be_lost:
+            raise error
+        self._log.warning("%s; decoding goes on without its drafts", error)
 
     def heard(self, peer: bytes, message: AnyMessage) -> bool:
         """Take a message in; returns whether a node has become ready by it.
 
-        Raises NodeLost or ConfigError if the node says Goodbye, ProtocolError for what no draft
-        node says.
+        A node that says Goodbye, or what no draft node says, is lost: raises as lose(), or
+        ConfigError if the engine cannot start as configured.
         """
+        try:
+            return self._heard(peer, message)
+        except TopspinError as error:
+            if isinstance(error, ConfigError) and not self.may_be_lost:
+                raise
+            self.lose(peer, str(error))
+            return False
+
+    def _heard(self, peer: bytes, message: AnyMessage) -> bool:
         index = self._index_of[peer]
         if isinstance(message, Ready):
             self._nodes[index].is_ready = True
+            self._log.info("draft %d ready", index)
             return True
         if isinstance(message, DraftCounts):
             self._counts[index] = message

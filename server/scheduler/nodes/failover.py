@@ -172,6 +172,8 @@ class Failover:
 
     def answered(self, member: Member, message: Halted | Loaded | Ready) -> None:
         """Handle a node's answer; after a ProtocolError the caller gives the node up."""
+        if member in self._let_go:
+            return  # it was told to end while it loaded, or before it read what it answers
         if isinstance(message, Halted):
             self._recovery.halted(member, message.generation)
         elif isinstance(message, Loaded):

@@ -1,4 +1,4 @@
-"""Which nodes are one attention replica: an attention node, and its stages if it has some.
+"""Attention replicas: an attention node, and its stages if it has some.
 
 Owns that grouping, by place. A replica serves only with all of its nodes, so the loss of one is the
 loss of all. Pure. Called by side.py, recovery.py, failover.py and

@@ -1,12 +1,13 @@
 """Counters of the policy since start, for /metrics.
 
-Owns plain numbers. Filled by policy.py.
+Owns plain numbers, whose names are those of Stats. Filled by policy.py.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from topspin.messages import ITERATION_BUCKETS, STEP_BUCKETS_S, KvCounts, StepHistogram, StepTimings
 
@@ -30,7 +31,7 @@ class Histogram:
 class Counters:
     """Totals since start. Prefix cache queries and hits count tokens of admitted sequences.
 
-    `accepted[i]` counts drafts of which at least i + 1 tokens were kept.
+    `num_accepted_tokens[i]` counts drafts of which at least i + 1 tokens were kept.
     """
 
     prefix_cache_queries: int = 0
@@ -46,7 +47,7 @@ class Counters:
     num_replays: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
+    num_accepted_tokens: list[int] = field(default_factory=list)
     kv: KvCounts = field(default_factory=KvCounts)
     iteration_tokens: list[int] = field(default_factory=lambda: [0] * (len(ITERATION_BUCKETS) + 1))
     iteration_tokens_sum: int = 0
@@ -60,9 +61,9 @@ class Counters:
         """Count a draft of `length` tokens, of which a path of `accepted` was kept."""
         self.num_drafts += 1
         self.num_draft_tokens += length
-        self.accepted += [0] * (accepted - len(self.accepted))
+        self.num_accepted_tokens += [0] * (accepted - len(self.num_accepted_tokens))
         for position in range(accepted):
-            self.accepted[position] += 1
+            self.num_accepted_tokens[position] += 1
 
     def observe(self, timings: StepTimings, *, after_idle: bool) -> None:
         """Count one attention node's step; the gap before it only unless `after_idle`."""
@@ -84,4 +85,15 @@ class Counters:
         return {
             phase: StepHistogram(counts=tuple(each.counts), sum_s=each.sum_s)
             for phase, each in self.phases.items()
+        }
+
+    def for_stats(self) -> dict[str, Any]:
+        """Return all of them for a Stats message, by its fields' names."""
+        shown = {each.name: getattr(self, each.name) for each in fields(self)}
+        del shown["phases"]
+        return {
+            **shown,
+            "step_phases": self.step_phases(),
+            "num_accepted_tokens": tuple(self.num_accepted_tokens),
+            "iteration_tokens": tuple(self.iteration_tokens),
         }

@@ -1,4 +1,4 @@
-"""How many cache blocks of a node must be in memory at once, where a file holds the others.
+"""The cache blocks of a node that must be in memory at once, where a file holds the others.
 
 Owns the arithmetic: what a sequence needs while its prompt is computed, and while it decodes with
 retrieval. Which blocks these are, the node decides. Called by attention_replica.py.

@@ -1,7 +1,9 @@
 """The outputs and failures of a step, grouped per gateway.
 
-Owns the grouping only: at most one Outputs message per gateway and step, and one RequestQueued per
-gateway and turn. Knows no sockets. Filled by policy.py, sent by service.py.
+Owns what a node's answer changes in a Request and its output (the tokens up to the one that ends
+it, the log-probabilities of prompts, once each), and the grouping: at most one Outputs message per
+gateway and step, and one RequestQueued per gateway and turn. Knows no pool, no step and no sockets.
+Filled by policy.py, sent by service.py.
 """
 
 from __future__ import annotations
@@ -9,9 +11,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from server.scheduler.planning.sequence import Request
+from server.scheduler.planning.counters import Counters
+from server.scheduler.planning.in_flight import NodePart
+from server.scheduler.planning.sequence import Request, Sequence
 from topspin.errors import RequestError, TopspinError
-from topspin.messages import Outputs, RequestFailed, RequestOutput, RequestQueued
+from topspin.messages import (
+    FinishReason,
+    Outputs,
+    RequestFailed,
+    RequestOutput,
+    RequestQueued,
+    StepResult,
+    TokenLogprobs,
+)
 
 Delivery = tuple[bytes, Outputs | RequestQueued | RequestFailed]
 """A message, and the gateway that gets it."""
@@ -74,3 +86,92 @@ def failure(request_id: str, error: TopspinError) -> RequestFailed:
         message=str(error),
         param=param or "",
     )
+
+
+def new_scores(seq: Sequence, part: NodePart, result: StepResult) -> tuple[TokenLogprobs, ...]:
+    """Return the prompt's log-probabilities in `result` that were not delivered before."""
+    start = part.scored.get(seq.seq_id)
+    if start is None:
+        return ()
+    request = seq.request
+    assert start <= request.num_scored, "a prompt token was skipped"
+    scores = result.prompt_logprobs[seq.seq_id][request.num_scored - start :]
+    request.num_scored += len(scores)
+    return scores
+
+
+def accept(
+    seq: Sequence,
+    sampled: tuple[int, ...],
+    scores: tuple[TokenLogprobs, ...],
+    result: StepResult,
+    outbox: Outbox,
+    counters: Counters,
+    now: float,
+) -> FinishReason | None:
+    """Append sampled tokens to the output, up to the one that ends it, and emit them."""
+    request = seq.request
+    tokens = request.tokens
+    index = len(tokens) - request.num_prompt_tokens
+    tokens.append(sampled[0])
+    finish = request.finish_reason()
+    num_tokens = 1
+    while finish is None and num_tokens < len(sampled):
+        tokens.append(sampled[num_tokens])
+        finish = request.finish_reason()
+        num_tokens += 1
+    request.num_replays = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if result.logprobs and request.sampling.logprobs is not None:
+        logprobs = result.logprobs.get(seq.seq_id, ())[:num_tokens]
+    queue_s = prefill_s = 0.0
+    if index == 0:
+        queue_s, prefill_s = request.queue_s, now - request.added_at - request.queue_s
+        counters.prompt_tokens += request.num_prompt_tokens
+    counters.generation_tokens += num_tokens
+    sampled = sampled[:num_tokens]  # what follows was fed in vain
+    outbox.outputs_of(request.peer).append(
+        RequestOutput(
+            request_id=request.request_id,
+            index=index,
+            token_ids=sampled,
+            logprobs=logprobs,
+            finish_reason=finish,
+            stop_token_id=sampled[-1] if finish == "stop" else None,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            prompt_logprobs=scores,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+        )
+    )
+    return finish
+
+
+def accept_prompt(
+    seq: Sequence,
+    scores: tuple[TokenLogprobs, ...],
+    outbox: Outbox,
+    counters: Counters,
+    now: float,
+) -> FinishReason | None:
+    """Emit log-probabilities of the prompt, and the end of a request without output."""
+    request = seq.request
+    is_done = not request.samples and seq.num_committed == request.position_limit
+    finish: FinishReason | None = "length" if is_done else None
+    if is_done:
+        counters.prompt_tokens += request.num_prompt_tokens
+    if scores or is_done:
+        request.num_replays = 0
+        outbox.outputs_of(request.peer).append(
+            RequestOutput(
+                request_id=request.request_id,
+                index=request.num_output_tokens,
+                token_ids=(),
+                finish_reason=finish,
+                num_cached_tokens=request.num_cached_tokens or 0,
+                prompt_logprobs=scores,
+                queue_s=request.queue_s if is_done else 0.0,
+                prefill_s=now - request.added_at - request.queue_s if is_done else 0.0,
+            )
+        )
+    return finish

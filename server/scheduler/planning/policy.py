@@ -21,14 +21,12 @@ from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.micro_batching.cost_fit import CostFits
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
-from server.scheduler.planning.acceptance import accept, accept_prompt, new_scores
 from server.scheduler.planning.adaptive_depths import AdaptiveDepths
 from server.scheduler.planning.attention_replica import (
     AttentionReplica,
     DraftTokens,
     NodeBatch,
 )
-from server.scheduler.planning.budgets import token_budgets
 from server.scheduler.planning.compilations import Compilations
 from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.frames import FrameBudget
@@ -40,10 +38,18 @@ from server.scheduler.planning.in_flight import (
     fed,
 )
 from server.scheduler.planning.intake import Intake
-from server.scheduler.planning.journal import Journal, Note
-from server.scheduler.planning.outbox import Arrivals, Delivery, Outbox, failure
+from server.scheduler.planning.journal import Journal, Note, no_note
+from server.scheduler.planning.load_balancing import Candidate, choose_replica, token_budgets
+from server.scheduler.planning.outbox import (
+    Arrivals,
+    Delivery,
+    Outbox,
+    accept,
+    accept_prompt,
+    failure,
+    new_scores,
+)
 from server.scheduler.planning.plans import Step, StepBuilder
-from server.scheduler.planning.router import Candidate, choose_replica
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.waiting import WaitingQueue
@@ -101,7 +107,7 @@ class Policy:
         num_layers: int = DEFAULT_NUM_LAYERS,
         draft_tokens: DraftTokens | None = None,
         controller: Controller | None = None,
-        note: Note | None = None,
+        note: Note = no_note,
         local_layers: LocalLayers | None = None,
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each; 0: it is absent.
@@ -573,7 +579,6 @@ class Policy:
         num_blocks = sum(replica.pool.num_blocks for replica in self._replicas)
         num_available = sum(replica.pool.num_available for replica in self._replicas)
         num_needed = sum(replica.num_frames_needed for replica in self._replicas)
-        counters = self._counters
         return Stats(
             query_id=query_id,
             num_waiting=self.num_waiting,
@@ -582,26 +587,12 @@ class Policy:
             kv_cache_usage=1.0 - num_available / num_blocks,
             num_blocks=num_blocks,
             kv_frames_usage=num_needed / sum(replica.max_blocks for replica in self._replicas),
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
-            num_preemptions=counters.num_preemptions,
-            num_replays=counters.num_replays,
             num_grammars_compiled=self.compilations.num_asked,
             num_grammars_found=self.compilations.num_found,
-            num_steps=counters.num_steps,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            step_seconds=counters.step_seconds,
-            step_phases=counters.step_phases(),
-            iteration_tokens=tuple(counters.iteration_tokens),
-            iteration_tokens_sum=counters.iteration_tokens_sum,
             num_micro_batches=self._builder.num_micro_batches,
-            num_drafts=counters.num_drafts,
-            num_draft_tokens=counters.num_draft_tokens,
-            num_accepted_tokens=tuple(counters.accepted),
-            kv=counters.kv,
             expert_tokens=expert_tokens,
             progress_age_s=now - self._in_flight.progress_s if is_busy else None,
+            **self._counters.for_stats(),
         )
 
     def check_integrity(self) -> None:

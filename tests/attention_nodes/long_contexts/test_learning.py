@@ -18,11 +18,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from attention_nodes.device_executor import _nothing
 from attention_nodes.long_contexts.learning import Job, Learning
 from attention_nodes.long_contexts.retrieval import KeyIndex
 from attention_nodes.step import kv_cache
 from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.step_inputs import NO_SLICES
 from kernels.contracts import SEGMENT_KEYS
 from kernels.dispatch import select_ops
 from kernels.retrieval import encode, learn_codebooks
@@ -209,7 +209,7 @@ class Sequences(RuleBasedStateMachine):
     def check(self, rows: list[int]) -> None:
         """All of a step's rows decode a token; the sequences that search do so as they should."""
         ones = np.ones(len(rows), dtype=np.int64)
-        slices = _nothing()._replace(rows=np.array(rows, dtype=np.int64), certain=ones, counts=ones)
+        slices = NO_SLICES._replace(rows=np.array(rows, dtype=np.int64), certain=ones, counts=ones)
         retrieval = self.index.retrieval_of(slices)
         found = [] if retrieval is None else retrieval.seqs.tolist()
         for idx, row in enumerate(rows):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attention_nodes.loading import load_runner
 from attention_nodes.long_contexts.retrieval import num_places
-from attention_nodes.step.segments import SegmentPool
+from attention_nodes.long_contexts.segments import SegmentPool
 from kernels.contracts import SEGMENT_KEYS
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_nodes.executor import run_layers
 from attention_nodes.step import kv_cache
+from attention_nodes.step.absent_experts import NoNet
 from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.executor import run_layers
+from attention_nodes.step.rally import Companions
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import Limits, SequenceTable
 from attention_nodes.step.step_inputs import host_inputs, slice_up
@@ -79,7 +81,7 @@ class Model:
         self.table = SequenceTable(
             Limits(MAX_LEN, BLOCK_SIZE, cache.num_blocks, self.config.vocab_size)
         )
-        self.net: Any = None
+        self.net: Any = NoNet()
         if self.config.moe is not None:
             everyone = [range(self.config.moe.num_experts)] * len(self.config.moe_layers)
             experts = load_expert_weights(
@@ -126,9 +128,8 @@ class Model:
         ]
         inputs = host_inputs(parts, self.rotary)
         combined = torch.full((len(inputs.tokens), self.config.hidden_size), torch.nan)
-        residual = run_layers(
-            self.decoder, self.net, inputs, combined, trace=None, beat=self.count_beat
-        )
+        companions = Companions(beat=self.count_beat)
+        residual = run_layers(self.decoder, self.net, inputs, combined, companions)
         rows = residual[inputs.sample_rows]
         for part in parts:
             self.table.commit(part.rows, part.counts)

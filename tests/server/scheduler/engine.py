@@ -15,13 +15,13 @@ import msgspec
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.attention_replica import DraftTokens
-from server.scheduler.planning.journal import Note
+from server.scheduler.planning.journal import Note, no_note
 from server.scheduler.planning.outbox import Delivery
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
 from spec_decode.controller import Controller
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate, score
-from topspin.expert_table import uniform_table
+from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import (
     AddRequest,
     Outputs,
@@ -110,7 +110,7 @@ def make_policy(
     draft_tokens: DraftTokens | None = None,
     controller: Controller | None = None,
     num_frames: int | None = None,
-    note: Note | None = None,
+    note: Note = no_note,
 ) -> Policy:
     """Return a policy over nodes of `num_blocks` blocks (each, or by node), on separate cores."""
     if isinstance(num_blocks, int):
@@ -208,9 +208,11 @@ class Engine:
         accepts: Callable[[int], int] = lambda at_most: 0,
         controller: Controller | None = None,
         step_s: Callable[[int], float] = lambda num_rows: 0.01,
-        note: Note | None = None,
+        note: Note = no_note,
+        table: ExpertTable = TABLE,
     ) -> None:
         """`step_s`: how long a decode step of so many rows takes before it is answered."""
+        self._table = table
         self.config = config
         self._new_policy = lambda formation: make_policy(
             config, num_blocks, formation, draft_tokens, controller, num_frames, note
@@ -226,7 +228,7 @@ class Engine:
         self._begin()
 
     def _begin(self) -> None:
-        self.formation = Formation(TABLE)
+        self.formation = Formation(self._table)
         self.policy = self._new_policy(self.formation)
         self.nodes = [self._new_node(index) for index in range(len(self.config.attention))]
         self.present = set(range(len(self.nodes)))
@@ -267,16 +269,24 @@ class Engine:
         """End the generation; the attention nodes `lost` can come back only empty."""
         self.formation.begin_generation()
         self.receive(self.policy.halt())
+        self.abandon()
+        for index in lost:
+            self.present.discard(index)
+            self.policy.lose(index)
+            self.renew(index)
+        self.policy.check_integrity()
+
+    def abandon(self) -> None:
+        """Let the nodes give up their steps, whose results come late or never."""
         for index, node in enumerate(self.nodes):
             self.late += self.results[index]
             self.results[index].clear()
             self._touched[index].clear()
             node.sequences.clear()
-        for index in lost:
-            self.present.discard(index)
-            self.policy.lose(index)
-            self.nodes[index] = self._new_node(index)
-        self.policy.check_integrity()
+
+    def renew(self, index: int) -> None:
+        """Have an attention node begin another life, with an empty cache."""
+        self.nodes[index] = self._new_node(index)
 
     def resume(self, back: Sequence[int] = ()) -> None:
         """Continue with the remaining nodes and those that are back."""

@@ -19,9 +19,12 @@ from topspin.messages import (
     EngineState,
     Hello,
     Message,
+    Outputs,
     Ready,
     RequestFailed,
+    RequestOutput,
     Role,
+    Stats,
     StepPlan,
 )
 from topspin.plan.settings import Transport
@@ -160,6 +163,20 @@ class World:
         """Return the engine states sent to the gateway, without repetitions."""
         states = [message.state for message in self.channel.to(GATEWAY, EngineState)]
         return [s for s, before in zip(states, [None, *states], strict=False) if s != before]
+
+    def outputs(self) -> list[RequestOutput]:
+        """Return what the gateway has got for its requests."""
+        return [each for message in self.channel.to(GATEWAY, Outputs) for each in message.outputs]
+
+    def tokens(self) -> list[int]:
+        """Return the tokens of all outputs."""
+        return [token for output in self.outputs() for token in output.token_ids]
+
+    def stats(self) -> Stats:
+        """Return the one answer to a StatsQuery."""
+        (found,) = self.channel.to(GATEWAY, Stats)
+        assert isinstance(found, Stats)
+        return found
 
     def failure(self, request_id: str) -> RequestFailed:
         """Return the one RequestFailed of a request."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import pytest
+
 from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.scripted_world import GATEWAY, World
+from topspin import __version__
 from topspin.messages import (
     ClockPing,
     DraftCounts,
     EngineState,
     Goodbye,
-    Outputs,
+    Hello,
     Ready,
     Refused,
     Stats,
@@ -20,7 +24,7 @@ from topspin.messages import (
     TraceRequest,
     Welcome,
 )
-from topspin.processes.channel import PeerGone
+from topspin.processes.channel import Event, PeerGone, Received
 
 COUNTS: dict[str, Any] = {
     "num_root_hits": 4,
@@ -62,8 +66,7 @@ def test_a_lost_draft_node_is_missed_and_may_come_back() -> None:
     world.say("gateway", StatsQuery(query_id=1))
     assert world.service.run() == 0
     assert world.states() == ["starting", "ready", "stopping"]
-    outputs = [o for m in world.channel.to(GATEWAY, Outputs) for o in m.outputs]
-    assert sum(len(each.token_ids) for each in outputs) == 4
+    assert len(world.tokens()) == 4
     without, stats = world.channel.to(GATEWAY, Stats)
     drafts = [next(n for n in each.nodes if n.role == "draft") for each in (without, stats)]
     assert [(each.planned, each.present) for each in drafts] == [(1, 0), (1, 1)]
@@ -73,32 +76,68 @@ def test_a_lost_draft_node_is_missed_and_may_come_back() -> None:
     assert len(world.channel.to(b"draft 0", Welcome)) == 2
 
 
-def test_a_draft_node_that_cannot_load_ends_the_start() -> None:
+ENDS: list[tuple[Event, str, int]] = [
+    (PeerGone(b"draft 0"), "lost draft 0: it closed its connection", 1),
+    (Received(b"draft 0", Stop(reason="x")), "lost draft 0: draft 0 sent Stop", 1),
+    (
+        Received(
+            b"draft 0", Goodbye(role="draft", index=0, code="internal_error", message="a bug")
+        ),
+        "lost draft 0: draft 0 left: a bug (internal_error)",
+        1,
+    ),
+    (
+        Received(
+            b"draft 0", Goodbye(role="draft", index=0, code="invalid_config", message="no model")
+        ),
+        "draft 0 left: no model (invalid_config)",
+        2,
+    ),
+]
+
+
+@pytest.mark.parametrize(("event", "reason", "status"), ENDS)
+def test_what_ends_a_draft_node_ends_the_start_and_is_survived_afterwards(
+    event: Event, reason: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World(draft_nodes=1)
     world.start()
     world.hello("draft", 0)
-    goodbye = Goodbye(role="draft", index=0, code="invalid_config", message="another vocabulary")
-    world.say("draft 0", goodbye)
-    assert world.service.run() == 2
-    assert "another vocabulary" in world.channel.to(GATEWAY, EngineState)[-1].detail
-
-
-def test_a_draft_node_that_dies_at_the_start_ends_it() -> None:
+    world.poll(event)
+    assert world.service.run() == status
+    assert world.channel.to(GATEWAY, EngineState)[-1].detail == reason
     world = World(draft_nodes=1)
     world.start()
     world.hello("draft", 0)
-    world.poll(PeerGone(b"draft 0"))
-    assert world.service.run() == 1
-    assert "lost draft 0" in world.channel.to(GATEWAY, EngineState)[-1].detail
-
-
-def test_an_engine_without_draft_nodes_refuses_one() -> None:
-    world = World()
-    world.start()
-    world.hello("draft", 0)
+    world.say("draft 0", Ready(role="draft", index=0))
+    world.poll(event)
+    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
+    world.answer(6)
     assert world.service.run() == 0
-    (refused,) = world.channel.to(b"draft 0", Refused)
-    assert "draft 0 has no place" in refused.reason
+    assert world.outputs()[-1].finish_reason == "length"
+    assert f"{reason}; decoding goes on without its drafts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "reason", "status"),
+    [
+        (0, {"revision": "r2"}, "of revision 'r2', this engine", 1),
+        (0, {"protocol": 1}, "draft 0 speaks protocol 1", 1),
+        (2, {}, "draft 2 has no place: the engine has 2 of them", 2),
+        (1, {}, "draft 1 is there already", 2),
+    ],
+)
+def test_wrong_draft_nodes_are_refused(
+    index: int, changes: dict[str, Any], reason: str, status: int
+) -> None:
+    world = World(draft_nodes=2)
+    world.start()
+    world.hello("draft", 1)
+    hello = Hello(role="draft", index=index, incarnation=9, revision=__version__)
+    world.poll(Received(b"wrong", msgspec.structs.replace(hello, **changes)))
+    assert world.service.run() == status
+    (refused,) = world.channel.to(b"wrong", Refused)
+    assert reason in refused.reason
 
 
 def test_a_trace_asks_draft_nodes_too() -> None:

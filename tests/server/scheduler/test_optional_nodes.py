@@ -8,10 +8,8 @@ from tests.structs import changed
 from topspin.messages import (
     EngineState,
     Leaving,
-    Outputs,
     Ready,
     Refused,
-    Stats,
     StatsQuery,
     StepTicket,
     Stop,
@@ -62,7 +60,7 @@ def test_those_that_are_early_are_welcomed_once_the_engine_serves() -> None:
     # Another checkpoint's is refused, and ends nothing.
     assert len(world.channel.to(b"expert 1", Refused)) == 1
     assert world.channel.to(b"expert 1", Welcome) == []
-    (stats,) = world.channel.to(GATEWAY, Stats)
+    stats = world.stats()
     assert stats.max_queued_requests == 1000
     assert {(n.role, n.optional): (n.present, n.planned) for n in stats.nodes} == {
         ("attention", False): (1, 1),
@@ -119,10 +117,4 @@ def test_steps_are_not_kept_up_by_a_node_that_takes_no_part() -> None:
     assert world.channel.to(b"expert 1", Welcome)[0].joins_late
     assert world.channel.to(b"expert 1", StepTicket) == []
     assert len(world.channel.to(b"expert 0", StepTicket)) >= 4
-    tokens = [
-        token
-        for outputs in world.channel.to(GATEWAY, Outputs)
-        for output in outputs.outputs
-        for token in output.token_ids
-    ]
-    assert len(tokens) == 4
+    assert len(world.tokens()) == 4

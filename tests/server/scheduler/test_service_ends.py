@@ -18,6 +18,7 @@ from topspin.messages import (
     StepFailed,
     StepPlan,
     Stop,
+    TablePrepared,
     Welcome,
     unpack_ints,
 )
@@ -71,10 +72,13 @@ def run_with_two_requests(world: World, *last: Event) -> int:
             "step_failed",
             "expert 0 sent StatsQuery",
         ),
-        (
-            Received(b"expert 0", ExpertCounts(index=1, table_version=1, counts=())),
-            "step_failed",
-            "expert 0 speaks for expert 1",
+        *(
+            (Received(b"expert 0", message), "step_failed", "expert 0 speaks for expert 1")
+            for message in (
+                ExpertCounts(index=1, table_version=1, counts=()),
+                Progress(step=1, generation=1, role="expert", index=1),
+                TablePrepared(role="expert", index=1, version=2),
+            )
         ),
     ],
 )
@@ -191,14 +195,6 @@ def test_a_long_step_is_fine_while_its_nodes_speak() -> None:
     assert world.service.run() == 1
     assert 0 < len(world.channel.script) < 6  # 20 s after the last report
     assert world.failure("r").message.startswith("expert 1: it has not got on with step 1")
-
-
-def test_a_node_reports_its_own_progress_only(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
-    world.start()
-    world.say("expert 0", Progress(step=1, generation=1, role="expert", index=1))
-    assert world.service.run() == 1
-    assert "expert 0 speaks for expert 1" in caplog.text
 
 
 def test_stop_ends_requests_and_refuses_new_ones() -> None:

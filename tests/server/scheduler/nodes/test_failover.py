@@ -1,332 +1,277 @@
-"""A recovery's messages: their receivers and order, and what happens to requests."""
+"""Recoveries: chaos over every kind of engine, and the rules that have numbers, one by one."""
 
 from __future__ import annotations
 
-import logging
+import random
 from typing import Any
 
 import pytest
 
-from server.scheduler.gateways import StateName
-from server.scheduler.nodes.drafts import DraftSide
-from server.scheduler.nodes.failover import Failover
-from server.scheduler.nodes.formation import Formation
-from server.scheduler.nodes.roster import Member, Roster
-from server.scheduler.nodes.side import NodeSide
-from server.scheduler.planning.outbox import Delivery
-from server.scheduler.traces import Tracer
-from tests.server.scheduler.engine import GATEWAY, make_config, make_policy, make_request
-from topspin.errors import NodeLost, ProtocolError, StepFailed
-from topspin.expert_table import ExpertTable
-from topspin.messages import (
-    AnyMessage,
-    Halt,
-    Halted,
-    Hello,
-    Loaded,
-    Message,
-    Ready,
-    Reform,
-    RequestFailed,
-    Welcome,
+from server.scheduler.nodes.roster import Member
+from tests.server.scheduler.engine import make_request
+from tests.server.scheduler.nodes.failover_world import (
+    A0,
+    A1,
+    E0,
+    E1,
+    NUM_BLOCKS,
+    REDUNDANT,
+    SINGLE,
+    World,
 )
-from topspin.plan.settings import FailoverSection, Transport
+from topspin.errors import NodeLost, ProtocolError, StepFailed
+from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Stop, Welcome
 
-A0, A1 = Member("attention", 0), Member("attention", 1)
-E0, E1 = Member("expert", 0), Member("expert", 1)
-REDUNDANT = ExpertTable(3, 2, (((0, 1), (1, 0)),))
-SINGLE = ExpertTable(3, 2, (((0,), (1,)),))
-NUM_BLOCKS = 32
-
-
-class World:
-    """A failover over two attention and two expert nodes, which answer when `react` is called."""
-
-    def __init__(self, table: ExpertTable = REDUNDANT, *, transport: Transport = "shm") -> None:
-        config = make_config(
-            num_nodes=2,
-            num_expert_nodes=2,
-            transport=transport,
-            failover=FailoverSection(restart=True, restart_deadline_s=30.0, halt_deadline_s=5.0),
-        )
-        self.roster = Roster([A0, A1, E0, E1], revision="r")
-        self.num_hellos = 0
-        for member in self.roster.places:
-            self.hello(member)
-        for member in self.roster.places:
-            blocks = NUM_BLOCKS if member.role == "attention" else 0
-            ready = Ready(role=member.role, index=member.index, num_blocks=blocks)
-            self.roster.ready(member, ready)
-        self.formation = Formation(table)
-        self.policy = make_policy(config, NUM_BLOCKS, self.formation)
-        self.now = 0.0
-        self.sent: list[tuple[Member, Message]] = []
-        self.states: list[tuple[str, str]] = []
-        self.failed: list[RequestFailed] = []
-        self.dead: list[int] = []
-        log = logging.LoggerAdapter(logging.getLogger("test"))
-        self.nodes = NodeSide(
-            self.roster,
-            DraftSide([], revision="test"),
-            send=self._send,
-            tracer=Tracer(config.trace),
-            log=log,
-            experts_follow_tickets=True,
-        )
-        self.failover = Failover(
-            config,
-            formation=self.formation,
-            nodes=self.nodes,
-            gateways=self,
-            policy=self.policy,
-            clock=lambda: self.now,
-            log=log,
-            report_dead=self.dead.append,
-        )
-
-    def _send(self, peer: bytes, message: Message) -> bool:
-        member = self.roster.member(peer)
-        assert member is not None
-        self.sent.append((member, message))
-        return True
-
-    def set_state(self, state: StateName, detail: str = "") -> None:
-        self.states.append((state, detail))
-
-    def hello(self, member: Member) -> None:
-        self.num_hellos += 1
-        hello = Hello(
-            role=member.role,
-            index=member.index,
-            incarnation=self.num_hellos,
-            revision="r",
-            data_address=f"unix:@{self.num_hellos}" if member.role == "expert" else "",
-            pid=1000 + self.num_hellos,
-        )
-        self.roster.join(f"peer {self.num_hellos}".encode(), hello)
-
-    def deliver(self, deliveries: list[Delivery]) -> None:
-        for _, message in deliveries:
-            assert isinstance(message, RequestFailed)
-            self.failed.append(message)
-
-    def say(self, member: Member, message: AnyMessage) -> None:
-        answer = self.nodes.checked(member, message)
-        assert isinstance(answer, Halted | Loaded | Ready)
-        self.failover.answered(member, answer)
-
-    def take(self, kind: type[Any]) -> dict[Member, Any]:
-        """Return the messages sent since the last call; all of one kind."""
-        sent, self.sent = self.sent, []
-        assert all(isinstance(message, kind) for _, message in sent), sent
-        found = dict(sent)
-        assert len(found) == len(sent), "sent twice"
-        return found
-
-    def halt_all(self) -> None:
-        for member, halt in self.take(Halt).items():
-            self.say(
-                member, Halted(role=member.role, index=member.index, generation=halt.generation)
-            )
-
-    def form_all(self) -> Reform:
-        reforms = self.take(Reform)
-        for member, reform in reforms.items():
-            generation = reform.topology.generation
-            self.say(member, Ready(role=member.role, index=member.index, generation=generation))
-        first, *others = reforms.values()
-        assert all(other == first for other in others)
-        assert isinstance(first, Reform)
-        return first
-
-    def drop_welcomes(self) -> None:
-        self.sent = [each for each in self.sent if not isinstance(each[1], Welcome)]
-
-    def come_back(self, member: Member, num_blocks: int | None = None) -> None:
-        self.hello(member)
-        self.failover.joined(member)
-        if num_blocks is None:
-            num_blocks = NUM_BLOCKS if member.role == "attention" else 0
-        self.say(member, Loaded(role=member.role, index=member.index, num_blocks=num_blocks))
+ENGINES: list[dict[str, Any]] = [
+    {},
+    {"table": SINGLE},
+    {"table": SINGLE, "may_be_local": (0,)},
+    {"optional": [A1, E1]},
+    {"stages": [0, 0]},
+    {"stages": [1], "table": SINGLE},
+]
 
 
-def test_an_expert_with_live_replicas_is_not_waited_for() -> None:
+@pytest.mark.parametrize("settings", ENGINES)
+@pytest.mark.parametrize("seed", range(12))
+def test_any_losses_and_returns_end_in_a_whole_engine(settings: dict[str, Any], seed: int) -> None:
+    """After each event a generation that serves is one, and every request gets its tokens."""
+    rng = random.Random(seed)
+    world = World(**settings)
+    number = num_generations = 0
+    for _ in range(250):
+        generation, num_under_way = world.formation.generation, world.policy.num_steps_in_flight
+        action = rng.choice(("add", "react", "react", "react", "plan", "plan", "answer", "event"))
+        is_orderly = True
+        if action == "add" and number < 20:
+            prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 6))]
+            world.engine.add(make_request(f"r{number}", prompt, max_tokens=12, seed=number))
+            number += 1
+        elif action == "react":
+            waiting = [member for member, node in world.lives.items() if node.inbox]
+            if waiting:
+                world.react(rng.choice(waiting))
+        elif action == "plan":
+            world.engine.now += 0.1
+            if world.schedule():
+                planned = {Member("attention", idx) for idx in world.engine.steps[-1].plans}
+                assert planned <= set(world.failover.nodes)
+        elif action == "answer":
+            world.engine.answer(rng.randrange(2))
+        elif action == "event" and rng.random() < 0.5:
+            is_orderly = disturb(world, rng)
+        has_begun = world.formation.generation > generation
+        num_generations += has_begun
+        assert not (has_begun and is_orderly and num_under_way), "a step was given up for nothing"
+        world.check()
+    assert num_generations > 1
+    for _ in range(20):
+        world.react_all()
+        for member in world.absent:
+            world.come(member)
+        while any(world.engine.answer(index) for index in range(2)):
+            pass
+        world.engine.now += 0.3  # a forming that has failed is tried again
+        world.failover.advance()
+    assert world.failover.is_whole
+    assert set(world.failover.nodes) == set(world.roster.places)
+    assert world.topology.table.slots == world.formation.full_table.slots
+    assert world.states[-1] == ("ready", "")
+    world.engine.finish()
+    failures = [client.failure for client in world.engine.clients.values() if client.failure]
+    assert all("attempts have failed" in failure.message for failure in failures)
+
+
+def disturb(world: World, rng: random.Random) -> bool:
+    """Let something happen to a node; returns whether no step may be given up for it."""
+    member = rng.choice(world.roster.places)
+    node, takes_part = world.lives.get(member), member in world.failover.nodes
+    if node is None:
+        world.come(member)
+    elif rng.random() < 0.3:
+        is_late = rng.random() < 0.5
+        generation = world.formation.generation - is_late
+        world.failover.step_failed(generation, StepFailed("a frame was lost"))
+        return is_late
+    elif rng.random() < 0.4 and not node.leaves:
+        world.leave(member)
+    else:
+        world.lose(member)
+        return not takes_part
+    return True
+
+
+def sent(world: World, kind: type[Message]) -> list[Member]:
+    return [member for member, message in world.sent if isinstance(message, kind)]
+
+
+def test_an_expert_with_live_replicas_is_not_waited_for_and_drained_in_when_it_is_back() -> None:
     world = World()
-    world.failover.lose(E1, NodeLost("killed"))
+    world.engine.add(make_request("r", [1, 2, 3], max_tokens=5))
+    world.lose(E1)
     assert world.dead == [1004]
-    assert not world.failover.is_serving
-    assert set(world.sent and dict(world.sent)) == {A0, A1, E0}
-    world.halt_all()
-    topology = world.form_all().topology
+    assert sent(world, Halt) == [A0, A1, E0]
+    world.react_all()
+    topology = world.topology
     assert (topology.generation, topology.table.version) == (2, 4)
     assert topology.table.slots == (((0, 1), ()),)
-    assert topology.experts[1] is None
-    assert topology.attention_incarnations == (1, 2)
-    assert world.failover.is_serving
     assert not world.failover.is_whole
-    assert world.formation.table.version == 4
     assert world.formation.full_table is REDUNDANT
-    assert [state for state, _ in world.states] == ["recovering", "ready"]
-
-
-def test_a_restarted_node_is_welcomed_with_its_share_and_drained_in() -> None:
-    world = World()
-    world.policy.add(make_request("r", [1, 2, 3], max_tokens=5), peer=GATEWAY, now=0.0)
-    world.failover.lose(E1, NodeLost("killed"))
-    world.halt_all()
-    world.form_all()
-    assert world.policy.schedule(world.now) is not None
-    world.hello(E1)
-    world.failover.joined(E1)
-    (welcome,) = world.take(Welcome).values()
-    assert welcome.joins_late
-    assert welcome.table.experts_of(1) == [(1, 0)]
-    world.say(E1, Loaded(role="expert", index=1))
+    assert world.states[0][0] == "recovering"
+    assert world.states[-1] == ("ready", "without expert 1")
+    assert world.schedule()
+    world.sent.clear()
+    world.come(E1)
+    world.react_all()
     # A step is under way: it is not discarded for a new node.
-    assert world.sent == []
+    assert sent(world, Halt) == []
     assert not world.failover.is_serving
-    world.policy.halt()  # in place of its result
+    world.engine.answer(0)
     world.failover.advance()
-    assert set(dict(world.sent)) == {A0, A1, E0, E1}
-    world.halt_all()
-    topology = world.form_all().topology
-    assert topology.table.slots == REDUNDANT.slots
-    assert topology.table.version == 5
-    assert topology.experts[1] is not None
-    assert topology.experts[1].incarnation == 5
-    assert world.failover.is_whole
+    world.react_all()
+    assert (world.topology.table.slots, world.topology.table.version) == (REDUNDANT.slots, 5)
+    world.engine.finish()
+    assert world.engine.policy.stats(0, (), 0.0).num_replays == 1  # of the loss
 
 
-def test_without_a_replica_requests_wait_and_then_end_typed() -> None:
-    world = World(SINGLE)
-    world.policy.add(make_request("r", [1, 2, 3]), peer=GATEWAY, now=0.0)
-    world.failover.lose(E0, NodeLost("killed"))
-    world.halt_all()
-    world.take(Reform)
-    assert world.states[-1] == ("recovering", "waiting for expert 0")
-    world.now = 29.0
+@pytest.mark.parametrize(
+    ("table", "lost"), [(SINGLE, [E0]), (SINGLE, [E0, E1]), (REDUNDANT, [A0, A1])]
+)
+def test_what_cannot_be_done_without_is_waited_for_until_the_deadline(
+    table: Any, lost: list[Member]
+) -> None:
+    world = World(table)
+    world.engine.add(make_request("r", [1, 2, 3]))
+    for member in lost:
+        world.lose(member)
+    world.react_all()
+    names = ", ".join(map(str, lost))
+    assert world.states[-1] == ("recovering", f"waiting for {names}")
+    world.engine.now = 29.0
     world.failover.advance()
-    assert world.failed == []
+    assert world.engine.clients["r"].failure is None
     assert world.failover.accepts
-    world.now = 31.0
+    world.engine.now = 30.1
     world.failover.advance()
     world.failover.advance()
-    (failed,) = world.failed
+    failed = world.engine.clients["r"].failure
+    assert failed is not None
     assert (failed.code, failed.status) == ("node_lost", 503)
-    assert "expert 0" in failed.message
+    assert failed.message == f"{names} did not come back within 30 s"
     assert world.states[-1][0] == "starting"
     assert not world.failover.accepts
-    world.come_back(E0)
-    world.drop_welcomes()
-    world.form_all()
+    for member in lost:
+        world.come(member)
+    world.react_all()
+    world.failover.advance()
+    world.react_all()
     assert world.states[-1] == ("ready", "")
     assert world.failover.accepts
-
-
-def test_the_last_attention_node_is_waited_for() -> None:
-    world = World()
-    world.failover.lose(A0, NodeLost("killed"))
-    world.halt_all()
-    world.form_all()
-    assert world.states[-1] == ("ready", "without attention 0")
-    world.failover.lose(A1, NodeLost("killed"))
-    world.halt_all()
-    assert world.states[-1] == ("recovering", "waiting for attention 0, attention 1")
-    world.come_back(A1)
-    world.drop_welcomes()
-    assert world.form_all().topology.attention_incarnations == (None, 5)
-    assert world.states[-1] == ("ready", "without attention 0")
-
-
-def test_losing_more_while_halting_or_forming_starts_over() -> None:
-    world = World()
-    world.failover.lose(A0, NodeLost("killed"))
-    world.take(Halt)
-    world.failover.lose(E0, NodeLost("killed too"))
-    halts = world.take(Halt)
-    assert {halt.generation for halt in halts.values()} == {3}
-    world.say(A1, Halted(role="attention", index=1, generation=2))
-    world.say(E1, Halted(role="expert", index=1, generation=3))
-    assert world.sent == []
-    world.say(A1, Halted(role="attention", index=1, generation=3))
-    world.take(Reform)
-    world.failover.lose(A1, NodeLost("and another"))
-    (halt,) = world.take(Halt).values()
-    assert halt.generation == 4
-
-
-def test_a_failed_step_loses_nobody() -> None:
-    world = World()
-    world.failover.step_failed(1, StepFailed("a frame was lost"))
-    world.failover.step_failed(1, StepFailed("the other side says so too"))
-    world.failover.step_failed(7, StepFailed("nonsense"))
-    assert len(world.sent) == 4
-    world.halt_all()
-    topology = world.form_all().topology
-    assert (topology.generation, topology.table) == (2, REDUNDANT)
-    assert world.dead == []
-    assert world.formation.table is REDUNDANT
 
 
 def test_a_failed_forming_is_tried_again_after_a_pause() -> None:
     world = World()
     world.failover.step_failed(1, StepFailed("a frame was lost"))
-    world.halt_all()
-    world.take(Reform)
+    for member in world.roster.places:
+        world.react(member)
+    assert sent(world, Reform) == world.roster.places
     world.failover.step_failed(2, StepFailed("could not connect"))
-    world.halt_all()
-    assert world.sent == []
-    world.now += 0.3
+    world.react_all()
+    assert len(sent(world, Reform)) == 4
+    world.engine.now += 0.3
     world.failover.advance()
-    world.form_all()
-    assert world.failover.is_serving
+    world.react_all()
+    assert (world.topology.generation, world.topology.table) == (3, REDUNDANT)
+    assert world.dead == []
 
 
-def test_who_answers_pings_but_does_not_halt_is_dead() -> None:
+@pytest.mark.parametrize(("has_halted", "limit_s"), [(False, 5.0), (True, 30.0)])
+def test_who_answers_pings_but_does_not_react_is_dead(has_halted: bool, limit_s: float) -> None:
     world = World()
     world.failover.step_failed(1, NodeLost("no step ends"))
-    for member in (A0, A1, E1):
-        world.say(member, Halted(role=member.role, index=member.index, generation=2))
-    world.take(Halt)
-    world.now = 5.1
+    for member in (A0, A1, E1, *([E0] if has_halted else [])):
+        world.react(member)
+    if has_halted:
+        for member in (A0, A1, E1):
+            world.react(member)
+    world.engine.now = limit_s
+    world.failover.advance()
+    assert world.dead == []
+    world.engine.now += 0.1
     world.failover.advance()
     assert world.dead == [1003]
     assert not world.roster.has(E0)
-    world.halt_all()
-    world.form_all()
-    assert world.failover.is_serving
+    world.react_all()
+    assert world.topology.experts[0] is None
 
 
-def test_nodes_of_one_process_are_lost_together() -> None:
+def test_answers_of_an_earlier_generation_count_for_nothing() -> None:
+    world = World()
+    world.lose(A0)
+    world.lose(E0)
+    for member in (A1, E1):
+        world.say(member, Halted(role=member.role, index=member.index, generation=2))
+    assert sent(world, Reform) == []
+    for member in (A1, E1) * 2:
+        world.react(member)
+    assert sent(world, Reform) == [A1, E1]
+    for member in (A1, E1):
+        world.say(member, Ready(role=member.role, index=member.index, generation=2))
+    assert not world.failover.is_serving
+    world.react_all()
+    assert world.topology.generation == 3
+
+
+def test_nodes_of_one_process_are_lost_together_and_do_not_leave_one_by_one() -> None:
     world = World(transport="local")
-    world.failover.lose(A1, NodeLost("its thread failed"))
+    with pytest.raises(NodeLost, match="attention 1 leaves"):
+        world.leave(A1)
+    world.lose(A1)
     assert sorted(world.dead) == [1001, 1002, 1003, 1004]
-    assert world.states[-1][0] == "recovering"
     for member in world.roster.places:
         assert not world.failover.is_serving
-        world.come_back(member)
-    world.drop_welcomes()
-    world.form_all()
+        world.come(member)
+        world.react_all()
+    world.failover.advance()
+    world.react_all()
     assert world.failover.is_serving
 
 
-def test_a_node_that_is_lost_while_it_loads_disturbs_nobody() -> None:
+def test_nodes_that_leave_end_their_steps_and_cost_one_generation() -> None:
     world = World()
-    world.failover.lose(A0, NodeLost("killed"))
-    world.halt_all()
-    world.form_all()
-    world.hello(A0)
-    world.failover.joined(A0)
-    world.take(Welcome)
-    world.failover.lose(A0, NodeLost("killed while loading"))
+    world.engine.add(make_request("r", [1, 2, 3], max_tokens=5))
+    assert world.schedule()
+    world.leave(A1)
+    world.leave(E1)
+    world.failover.advance()
     assert world.sent == []
-    assert world.failover.is_serving
+    assert {A1, E1} <= set(world.failover.nodes), "they are watched like the others"
+    world.engine.answer(0)
+    world.failover.advance()
+    assert sorted(sent(world, Stop), key=str) == [A1, E1]
+    world.react_all()
+    assert world.dead == []  # a process that ends in order is not killed
+    assert (world.topology.generation, world.topology.table.slots) == (2, (((0, 1), ()),))
+    assert world.states[-1] == ("ready", "without attention 1, expert 1")
+
+
+def test_a_node_that_leaves_and_dies_is_lost_like_another() -> None:
+    world = World()
+    world.engine.add(make_request("r", [1, 2, 3]))
+    assert world.schedule()
+    world.leave(E1)
+    world.lose(E1)
+    assert (world.dead, sent(world, Stop)) == ([1004], [])
 
 
 def test_a_node_must_speak_for_itself_and_come_back_as_large() -> None:
     world = World()
     with pytest.raises(ProtocolError, match="speaks for"):
         world.say(A0, Halted(role="attention", index=1, generation=1))
-    world.failover.lose(A0, NodeLost("killed"))
-    with pytest.raises(ProtocolError, match="blocks"):
-        world.come_back(A0, num_blocks=NUM_BLOCKS - 1)
+    world.lose(A0)
+    world.react_all()
+    world.come(A0)
+    assert sent(world, Welcome) == [A0]
+    for num_blocks in (NUM_BLOCKS - 1, 0):
+        with pytest.raises(ProtocolError, match="blocks"):
+            world.say(A0, Loaded(role="attention", index=0, num_blocks=num_blocks))

@@ -45,15 +45,8 @@ def test_metrics_show_every_phase_as_a_histogram() -> None:
         num_running=0,
         kv_cache_usage=0.0,
         num_blocks=1,
-        prefix_cache_queries=0,
-        prefix_cache_hits=0,
-        num_preemptions=0,
-        num_steps=1,
-        prompt_tokens=0,
-        generation_tokens=0,
-        step_seconds=0.1,
-        step_phases=counters.step_phases(),
         num_micro_batches=3,
+        **counters.for_stats(),
     )
     text = GatewayMetrics("tiny").render(stats).decode()
     assert 'topspin_micro_batches{model_name="tiny"} 3.0' in text

@@ -1,4 +1,4 @@
-"""Which places of a pool hold the codes of which segments, and who uses them.
+"""The places of a pool: the segments whose codes are there, and their users.
 
 Owns the places, and per sequence those of its closed segments, in order, and perhaps one of an open
 segment, which it may keep for a while after that has closed. A closed segment is found by its last

@@ -10,29 +10,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.device_inputs import DeviceInputs, PlacedInputs
-from attention_nodes.executor import Ran, Receipt, run_layers
+from attention_nodes.device.buckets import bucket_of, row_buckets
+from attention_nodes.device.inputs import DeviceInputs, PlacedInputs
+from attention_nodes.device.staging import Inbound
 from attention_nodes.sampling.scores import score
-from attention_nodes.step.buckets import bucket_of, row_buckets
 from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.executor import Ran, Receipt, run_layers
+from attention_nodes.step.rally import Companions
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import Limits
-from attention_nodes.step.staging import Inbound
-from attention_nodes.step.step_inputs import Slices, StepInputs
+from attention_nodes.step.step_inputs import NO_SLICES, Slices, StepInputs
 from kernels.recordings import Recordings
 from kernels.runtime import Runtime
 from m2n_comm.net import AttentionNet
 from topspin.devices import TRITON
 from topspin.plan.settings import MAX_MICRO_BATCHES
 from topspin.plan.spec import NodeConfig
-from topspin.processes.progress import Beat
-from topspin.trace import Kind, Stamps
+from topspin.trace import Kind, NoStamps
 
 _log = logging.getLogger("attention")
 
@@ -103,14 +103,14 @@ class DeviceExecutor:
     def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
         return self._inputs.complete(self._inputs.place(micro_batches, None))
 
-    def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Placed:
+    def place(self, micro_batches: Sequence[Slices], net: AttentionNet) -> Placed:
         bucket = self._bucket(micro_batches, net)
         num_sampled = sum(len(slices.sampled) for slices in micro_batches)
         return Placed(self._inputs.place(micro_batches, bucket), bucket, num_sampled)
 
-    def _bucket(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> int | None:
+    def _bucket(self, micro_batches: Sequence[Slices], net: AttentionNet) -> int | None:
         """Return the rows that each micro-batch is padded to; None: the step is not recorded."""
-        if not self.sizes or not (net is None or net.is_graph_safe):
+        if not self.sizes or not net.is_graph_safe:
             return None
         if any(slices.scored or (slices.counts != 1).any() for slices in micro_batches):
             return None
@@ -121,44 +121,20 @@ class DeviceExecutor:
             return None
         return bucket_of(max(slices.num_tokens for slices in micro_batches), self.sizes)
 
-    def run(
-        self,
-        placed: Placed,
-        net: AttentionNet | None,
-        *,
-        trace: Stamps | None,
-        beat: Beat | None,
-        meanwhile: Callable[[], bool] | None,
-    ) -> Ran:
+    def run(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
         if placed.bucket is None:
-            return self._enqueue(placed, net, trace=trace, beat=beat, meanwhile=meanwhile)
+            return self._enqueue(placed, net, companions)
         self._replay(placed, net)
         return Ran(self._logits[: placed.num_sampled], self._stream.record(timed=True), [])
 
-    def _enqueue(
-        self,
-        placed: Placed,
-        net: AttentionNet | None,
-        *,
-        trace: Stamps | None,
-        beat: Beat | None,
-        meanwhile: Callable[[], bool] | None,
-    ) -> Ran:
-        if self._runtime.is_asynchronous and (net is None or net.is_graph_safe):
-            trace = None  # the host's stamps would not say when the device has finished
+    def _enqueue(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
+        if self._runtime.is_asynchronous and net.is_graph_safe:
+            # The host's stamps would not say when the device has finished.
+            companions = replace(companions, trace=NoStamps())
         inputs = self._inputs.complete(placed.inputs)
-        residual = run_layers(
-            self._decoder,
-            net,
-            inputs,
-            self._combined,
-            trace=trace,
-            beat=beat,
-            meanwhile=meanwhile,
-        )
+        residual = run_layers(self._decoder, net, inputs, self._combined, companions)
         rallied = self._stream.record(timed=True)
-        if trace is not None:
-            trace.stamp(Kind.RALLIED)
+        companions.trace.stamp(Kind.RALLIED)
         logits = self._logits[: placed.num_sampled]
         if len(logits) < placed.num_sampled:  # drafts have more rows than sequences
             logits = logits.new_empty(placed.num_sampled, logits.shape[1])
@@ -166,19 +142,18 @@ class DeviceExecutor:
             self._decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
         return Ran(logits, rallied, score(self._decoder.logits, residual, inputs.to_score))
 
-    def _replay(self, placed: Placed, net: AttentionNet | None) -> None:
+    def _replay(self, placed: Placed, net: AttentionNet) -> None:
         """Enqueue a padded step through the recordings of its shape."""
         assert placed.bucket is not None
 
         def body() -> None:
             inputs = self._inputs.complete(placed.inputs)
-            residual = run_layers(self._decoder, net, inputs, self._combined, trace=None, beat=None)
+            residual = run_layers(self._decoder, net, inputs, self._combined)
             rows = residual.index_select(0, inputs.sample_rows)
             self._decoder.logits(rows, out=self._logits[: len(rows)])
 
         key = (placed.num_micro_batches, placed.bucket)
-        state = None if net is None else (net, net.epoch)
-        self._recordings.run(key, body, state)
+        self._recordings.run(key, body, (net, net.epoch))
 
     def keep(self, placed: Placed, tokens: Tensor) -> None:
         self._inputs.keep(placed.inputs, tokens)
@@ -188,7 +163,7 @@ class DeviceExecutor:
 
     def record_all(
         self,
-        net: AttentionNet | None,
+        net: AttentionNet,
         *,
         micro_batches: Sequence[int],
         check: Callable[[], None],
@@ -198,7 +173,7 @@ class DeviceExecutor:
         Call before the net's first begin(): recordable nets then send nothing to peers. All rows
         are padding: no sequence and no cache block is used.
         """
-        if not self.sizes or not (net is None or net.is_graph_safe):
+        if not self.sizes or not net.is_graph_safe:
             return
         keys = [(m, bucket) for bucket in reversed(self.sizes) for m in sorted(micro_batches)]
         for done, (m, bucket) in enumerate(keys):
@@ -206,7 +181,7 @@ class DeviceExecutor:
                 _log.info("recording decode steps: %d of %d sizes", done, len(keys))
             check()
             for _ in range(2):
-                placed = self._inputs.place([_nothing()] * m, bucket)
+                placed = self._inputs.place([NO_SLICES] * m, bucket)
                 self._replay(Placed(placed, bucket, 0), net)
         self._runtime.synchronize()
 
@@ -216,24 +191,3 @@ def _sizes(decoder: Decoder, config: NodeConfig) -> tuple[int, ...]:
     if not config.execution.recordings or decoder.ops.name != TRITON:
         return ()
     return row_buckets(config.attention.max_num_seqs)
-
-
-def _nothing() -> Slices:
-    """Return a micro-batch without slices."""
-    none = np.zeros(0, dtype=np.int64)
-    return Slices(
-        rows=none,
-        certain=none,
-        counts=none,
-        tokens=none,
-        row_of_token=none,
-        positions=none,
-        prompt_lens=none,
-        kv_slots=none,
-        query_start=np.zeros(1, dtype=np.int32),
-        context_lens=np.zeros(0, dtype=np.int32),
-        block_tables=np.zeros((0, 0), dtype=np.int32),
-        sample_rows=none,
-        sampled=none,
-        seq_ids=none,
-    )

@@ -3,7 +3,7 @@
 Owns the layout of that transfer, the padding of recorded steps, and the data that stays on the
 device between steps: angles by position, block tables, and each sequence's last sampled token,
 since a step may begin with tokens that the host does not know yet. Knows no layer. Called by
-device_executor.py.
+device/executor.py.
 
 A step of m micro-batches padded to B rows has m * B rows; those that are padding have token 0,
 position 0, no query, no cache slot (-1) and no expert (MicroBatchInputs.num_rows).
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_nodes.device.staging import ALIGNMENT, Outbound
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import PENDING, IntArray, Limits
-from attention_nodes.step.staging import ALIGNMENT, Outbound
 from attention_nodes.step.step_inputs import (
     MicroBatchInputs,
     Slices,

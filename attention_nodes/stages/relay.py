@@ -3,7 +3,7 @@
 Owns the order: as each micro-batch is through the node's own layers it goes to the first stage,
 from each stage, by way of this node, to the next, and from the last one back. In a recorded step
 all this is Python, between ops. Knows no layers, no sockets (m2n_comm.host.stage_link) and no plan.
-Called by executor.py and model_runner.py.
+Called by rally.py and model_runner.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from attention_nodes.step.rally import Flight
+from attention_nodes.step.rally import Flight, Passage
 from kernels.runtime import Runtime
 from m2n_comm.net import NO_TIMES, NetTimes
 from topspin.messages import StepTicket
@@ -35,8 +35,8 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
-class Relay:
-    """An attention node's links to its stages, in the order of their layers.
+class Relay(Passage):
+    """An attention node's links to its stages, in the order of their layers; perhaps none.
 
     Micro-batches without rows do not travel.
     """
@@ -53,14 +53,15 @@ class Relay:
 
     def leave(self, micro_batch: int, flight: Flight) -> None:
         """Send a micro-batch that is through the node's own layers."""
-        if len(flight.residual):
+        if self._links and len(flight.residual):
             self._runtime.call_again(partial(self._links[0].send, micro_batch, flight.residual))
 
-    def take_back(self, flights: Sequence[Flight]) -> None:
+    def end(self, flights: Sequence[Flight]) -> None:
         """Pass all micro-batches on, until the last stage has returned the residuals, complete."""
-        self._runtime.call_again(partial(self._take_back, flights))
+        if self._links:
+            self._runtime.call_again(partial(self._pass_on, flights))
 
-    def _take_back(self, flights: Sequence[Flight]) -> None:
+    def _pass_on(self, flights: Sequence[Flight]) -> None:
         for place, link in enumerate(self._links):
             for micro_batch, flight in enumerate(flights):
                 if not len(flight.residual):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention_nodes.step.staging import NUM_SLOTS, Inbound, Outbound
+from attention_nodes.device.staging import NUM_SLOTS, Inbound, Outbound
 from tests.attention_nodes.delayed_runtime import DelayedRuntime
 
 

@@ -1,4 +1,4 @@
-"""What a step drafts: which of its sequences may, how much, and what the drafter answers.
+"""The drafts of a step: which of its sequences may have one, how long, and the drafter's answers.
 
 Owns the drafter's view of a sequence. Drafts themselves, and drafters, are those of spec_decode.
 Knows no tensors and no cache. Called by model_runner.py.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attention_nodes.step.buckets import bucket_of, row_buckets
+from attention_nodes.device.buckets import bucket_of, row_buckets
 
 
 def test_sizes_of_a_usual_limit() -> None:

@@ -1,4 +1,4 @@
-"""Which cache blocks have a frame in memory, and which have their content in the spill's file.
+"""The frames of cache blocks in memory, and the blocks whose content is in the spill's file.
 
 Owns the map from blocks, which the scheduler assigns, to frames, which the tensors of the cache
 have, and the choice of the blocks that give up theirs: the longest not needed. Pure: moves nothing.

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_nodes.device_inputs import NO_SLOT, DeviceInputs
+from attention_nodes.device.inputs import NO_SLOT, DeviceInputs
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import Limits, SequenceTable
 from attention_nodes.step.step_inputs import Slices, host_inputs, slice_up

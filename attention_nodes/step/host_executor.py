@@ -7,30 +7,23 @@ plan. Called by model_runner.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.executor import Ran, Receipt, run_layers
 from attention_nodes.sampling.scores import score
 from attention_nodes.step.decoder import Decoder
-from attention_nodes.step.recorded_steps import Key, key_of, recorded_steps
-from attention_nodes.step.relay import Relay
+from attention_nodes.step.executor import Ran, Receipt, run_layers
+from attention_nodes.step.rally import Companions, nothing_to_do
+from attention_nodes.step.recorded_steps import Placed, recorded_steps
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.step_inputs import Slices, StepInputs, host_inputs
 from kernels.runtime import Event, Runtime, host_event
 from m2n_comm.net import AttentionNet
-from topspin.processes.progress import Beat
-from topspin.trace import Kind, Ring, Stamps, read_stamps
-
-
-class Placed(NamedTuple):
-    """A step's tensors; `key` None: it is not recorded."""
-
-    inputs: StepInputs
-    key: Key | None
+from topspin.processes.progress import no_beat
+from topspin.trace import Kind, Ring, read_stamps
 
 
 class HostExecutor:
@@ -48,16 +41,16 @@ class HostExecutor:
         max_tokens: int,
         recordings: bool = False,
     ) -> None:
-        """`relay`, once set, passes rows on to stages."""
-        self.relay: Relay | None = None
         self._decoder = decoder
         self._rotary = rotary
         self._stream = runtime.current_stream()
         self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
-        self._steps = (
-            recorded_steps(decoder, runtime, rotary, vocab_size=decoder.config.vocab_size)
-            if recordings
-            else None
+        self._steps = recorded_steps(
+            decoder,
+            runtime,
+            rotary,
+            vocab_size=decoder.config.vocab_size,
+            recordings=recordings,
         )
         # Its only stamp is when the layers of the last recorded step ended.
         self._clock = Ring(1)
@@ -67,7 +60,7 @@ class HostExecutor:
 
     def record_all(
         self,
-        net: AttentionNet | None,
+        net: AttentionNet,
         *,
         micro_batches: Sequence[int],
         check: Callable[[], None],
@@ -75,84 +68,40 @@ class HostExecutor:
         """Do nothing: steps are recorded as they come, in milliseconds."""
 
     def forget(self) -> None:
-        if self._steps is not None:
-            self._steps.clear()
+        self._steps.clear()
 
     def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
         return host_inputs(micro_batches, self._rotary)
 
-    def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Placed:
-        key = self._key(micro_batches, net)
-        if key is not None and self._steps is not None:
-            inputs = self._steps.take(key, micro_batches)
-            if inputs is not None:
-                return Placed(inputs, key)
-        return Placed(host_inputs(micro_batches, self._rotary), key)
-
-    def _key(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Key | None:
-        if self._steps is None or not (net is None or net.is_graph_safe):
-            return None
-        if self._decoder.watch is not None or any(each.scored for each in micro_batches):
-            return None
-        return key_of(micro_batches)
-
-    def run(
-        self,
-        placed: Placed,
-        net: AttentionNet | None,
-        *,
-        trace: Stamps | None,
-        beat: Beat | None,
-        meanwhile: Callable[[], bool] | None,
-    ) -> Ran:
-        if placed.key is not None:
-            return self._replay(placed.inputs, placed.key, net, trace=trace, beat=beat)
-        inputs = placed.inputs
-        residual = run_layers(
-            self._decoder,
-            net,
-            inputs,
-            self._combined,
-            trace=trace,
-            beat=beat,
-            meanwhile=meanwhile,
-            relay=self.relay,
+    def place(self, micro_batches: Sequence[Slices], net: AttentionNet) -> Placed:
+        is_plain = self._decoder.watch is None and not any(each.scored for each in micro_batches)
+        return self._steps.place(
+            micro_batches,
+            lambda: host_inputs(micro_batches, self._rotary),
+            may_record=is_plain and net.is_graph_safe,
         )
+
+    def run(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
+        if placed.key is not None:
+            return self._replay(placed, net, companions)
+        inputs = placed.inputs
+        residual = run_layers(self._decoder, net, inputs, self._combined, companions)
         rallied = self._stream.record(timed=True)
-        if trace is not None:
-            trace.stamp(Kind.RALLIED)
+        companions.trace.stamp(Kind.RALLIED)
         logits = self._decoder.logits(residual.index_select(0, inputs.sample_rows))
         return Ran(logits, rallied, score(self._decoder.logits, residual, inputs.to_score))
 
-    def _replay(
-        self,
-        inputs: StepInputs,
-        key: Key,
-        net: AttentionNet | None,
-        *,
-        trace: Stamps | None,
-        beat: Beat | None,
-    ) -> Ran:
+    def _replay(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
+        recorded = replace(companions, beat=no_beat, meanwhile=nothing_to_do)
+
         def body(inputs: StepInputs, logits: Tensor) -> None:
-            residual = run_layers(
-                self._decoder,
-                net,
-                inputs,
-                self._combined,
-                trace=trace,
-                beat=None,
-                relay=self.relay,
-            )
+            residual = run_layers(self._decoder, net, inputs, self._combined, recorded)
             self._stamps.stamp(Kind.RALLIED)
-            if trace is not None:
-                trace.stamp(Kind.RALLIED)
+            recorded.trace.stamp(Kind.RALLIED)
             self._decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
 
-        if beat is not None:
-            beat()
-        assert self._steps is not None
-        state = (None if net is None else (net, net.epoch), self.relay)
-        logits = self._steps.run(key, inputs, body, state)
+        companions.beat()
+        logits = self._steps.run(placed, body, (net, net.epoch, companions.passage))
         (rallied,) = read_stamps(self._clock.dump())
         return Ran(logits, host_event(rallied.t_ns), [])
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from attention_nodes.step.frames import FrameTable, Moves
+from attention_nodes.long_contexts.frames import FrameTable, Moves
 from attention_nodes.step.sequences import IntArray
 
 NUM_BLOCKS, NUM_FRAMES = 12, 6

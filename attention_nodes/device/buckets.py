@@ -1,7 +1,7 @@
 """The sizes that decode steps are padded to, so that few recordings serve every batch.
 
 Pure. A GPU node's steps are recorded per number of micro-batches and size; a batch runs as the
-next larger size, with padding rows that are not read. Called by device_executor.py.
+next larger size, with padding rows that are not read. Called by device/executor.py.
 
 Sizes are 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 beyond. A decode step's
 time is that of reading weights and cache, which padding does not lengthen; each recording costs

@@ -2,7 +2,7 @@
 
 Owns the pinned buffers and their reuse: one ring per direction with an event per slot, so that
 no buffer is written while a copy may still read it, nor read before its copy is done. Knows no
-step. Called by device_executor.py.
+step. Called by device/executor.py.
 """
 
 from __future__ import annotations

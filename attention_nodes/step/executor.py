@@ -1,7 +1,7 @@
 """Runs the layers of a step: the interface.
 
 Owns the path from a step's indices to its logits, and of drawn tokens back to the host;
-host_executor.py implements it for the CPU, device_executor.py for a GPU. Knows no plan and no
+host_executor.py implements it for the CPU, device/executor.py for a GPU. Knows no plan and no
 sequence. Called by model_runner.py.
 """
 
@@ -14,13 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from attention_nodes.step.decoder import Decoder
-from attention_nodes.step.rally import Flight, rally
-from attention_nodes.step.relay import Relay
+from attention_nodes.step.rally import NO_COMPANIONS, Companions, Flight, rally
 from attention_nodes.step.step_inputs import Slices, StepInputs
 from kernels.runtime import Event
 from m2n_comm.net import AttentionNet
-from topspin.processes.progress import Beat
-from topspin.trace import Stamps
 
 
 class Ran(NamedTuple):
@@ -50,22 +47,11 @@ class Executor(Protocol):
     def keeps_tokens(self) -> bool:
         """Return whether tokens may be PENDING: run() then uses the last one given to keep()."""
 
-    def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Any:
+    def place(self, micro_batches: Sequence[Slices], net: AttentionNet) -> Any:
         """Bring a step's indices to the device, for run() and keep()."""
 
-    def run(
-        self,
-        placed: Any,
-        net: AttentionNet | None,
-        *,
-        trace: Stamps | None,
-        beat: Beat | None,
-        meanwhile: Callable[[], bool] | None,
-    ) -> Ran:
-        """Enqueue all layers and the LM head; `trace`, `beat` and `meanwhile` as in rally().
-
-        A recorded step has nothing else to do meanwhile.
-        """
+    def run(self, placed: Any, net: AttentionNet, companions: Companions) -> Ran:
+        """Enqueue all layers and the LM head. A recorded step has nothing else to do meanwhile."""
 
     def keep(self, placed: Any, tokens: Tensor) -> None:
         """Keep tokens i64[R], drawn from the logits of `placed`, for the next steps."""
@@ -79,7 +65,7 @@ class Executor(Protocol):
 
     def record_all(
         self,
-        net: AttentionNet | None,
+        net: AttentionNet,
         *,
         micro_batches: Sequence[int],
         check: Callable[[], None],
@@ -93,29 +79,26 @@ class Executor(Protocol):
         """Return the tensors of a step that is not to be run as a whole (warm-up)."""
 
 
-def run_layers(
-    decoder: Decoder,
-    net: AttentionNet | None,
-    inputs: StepInputs,
-    combined: Tensor,
-    *,
-    trace: Stamps | None,
-    beat: Beat | None,
-    meanwhile: Callable[[], bool] | None = None,
-    relay: Relay | None = None,
-) -> Tensor:
-    """Run a step's micro-batches through all layers; return the final rows [T, H].
+def flights_of(inputs: StepInputs, residual: Tensor, combined: Tensor) -> list[Flight]:
+    """Return a step's micro-batches, whose rows are views of `residual` and `combined` [>= T, H].
 
-    `combined` fp32 [>= T, H] is the buffer for the sums of the experts' answers. `relay` has the
-    rows pass through the layers that the decoder lacks.
+    `combined` fp32 is the buffer for the sums of the experts' answers.
     """
-    residual = decoder.embed(inputs.tokens)
     flights = []
     for part in inputs.parts:
         rows = slice(part.start, part.start + part.num_tokens)
         flights.append(Flight(inputs=part, residual=residual[rows], combined=combined[rows]))
-    leave = None if relay is None else relay.leave
-    rally(decoder, net, flights, trace, beat=beat, meanwhile=meanwhile, leave=leave)
-    if relay is not None:
-        relay.take_back(flights)
+    return flights
+
+
+def run_layers(
+    decoder: Decoder,
+    net: AttentionNet,
+    inputs: StepInputs,
+    combined: Tensor,
+    companions: Companions = NO_COMPANIONS,
+) -> Tensor:
+    """Run a step's micro-batches through all layers; return the final rows [T, H]."""
+    residual = decoder.embed(inputs.tokens)
+    rally(decoder, net, flights_of(inputs, residual, combined), companions)
     return residual

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from attention_nodes.step.segments import SegmentPool
+from attention_nodes.long_contexts.segments import SegmentPool
 
 NUM_PLACES = 5
 NUM_BLOCKS = 6

@@ -1,0 +1,68 @@
+"""The shares of attention nodes in the work: a node for each request, tokens for each node.
+
+Pure. A request goes to the node with the least predicted work and stays there while it runs; after
+a preemption it is routed again (usually to the same node, where the prefix cache still has its
+blocks). All nodes of a step wait for the slowest, so a node that needs longer per token gets fewer
+prompt tokens. Called by policy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from server.scheduler.micro_batching.cost import CostModel
+from topspin.plan.spec import AttentionNode
+
+# Fitted times of equal nodes vary by less: their budgets stay whole.
+EQUAL = 1.25
+
+# A running sequence is expected to decode this many more tokens alongside the new one.
+DECODE_HORIZON_TOKENS = 64
+
+
+class Candidate(NamedTuple):
+    """A node that has a seat, budget and blocks for the request; `cost` has its own times."""
+
+    replica_idx: int
+    num_hit_tokens: int
+    num_pending_tokens: int
+    num_running: int
+    cost: CostModel
+
+
+def choose_replica(candidates: Sequence[Candidate], *, num_tokens: int) -> Candidate:
+    """Return the candidate with the least predicted work; the lowest index among equals.
+
+    Work is the prefill still queued there, this request's own uncached part, and the
+    decoding of the sequences that run there.
+    """
+
+    def work_s(candidate: Candidate) -> float:
+        cost = candidate.cost
+        own_s = cost.slice_s(num_tokens - candidate.num_hit_tokens, candidate.num_hit_tokens)
+        queued_s = cost.slice_s(candidate.num_pending_tokens, 0)
+        decoding_s = cost.slice_s(candidate.num_running * DECODE_HORIZON_TOKENS, 0)
+        return own_s + queued_s + decoding_s
+
+    return min(candidates, key=work_s)
+
+
+def token_budgets(
+    nodes: Sequence[AttentionNode], cost_of: Callable[[int], CostModel]
+) -> dict[int, int]:
+    """Return the budgets of `nodes`, which step together, by index; `cost_of` has their times.
+
+    A budget is the node's most tokens, or as many as it computes in the fastest one's time, and
+    never less than every running sequence needs to advance.
+    """
+    costs = {node.index: cost_of(node.index) for node in nodes}
+    token_s = {idx: each.attention_token_s + each.expert_token_s for idx, each in costs.items()}
+    fastest_s = min(token_s.values(), default=0.0)
+    budgets = {}
+    for node in nodes:
+        own_s, most = token_s[node.index], node.max_num_batched_tokens
+        if own_s > EQUAL * fastest_s:
+            most = max(node.max_num_seqs, int(most * fastest_s / own_s))
+        budgets[node.index] = most
+    return budgets
