@@ -1,9 +1,9 @@
-"""The common frame in one compiled call: rows, routing and header written, or checked and read.
+"""A frame in one compiled call: rows, routing and header written, or checked and read.
 
-Owns the record of a (pair, micro-batch) and the functions that work on it. They handle uncompressed
-frames of one part; for any other they return -1 and leave it unchanged, and the sides use the
-general code (parts.py, wire.py), which serves it or names the error. So no rule is implemented only
-here. Called by hops.py and expert_side.py, which publish and wait.
+Owns the functions that work on a record (records.py). A frame that must be refused they leave as it
+is and return -1; the sides then name what is wrong with it. Rows that do not travel as they are
+(compressed ones) they leave to the sides too. Called by hops.py and expert_side.py, which publish
+and wait.
 
 Why compiled: a frame costs some ten tensor operations and a header of twenty fields; in Python that
 is 10 us a side, more than the rows of a small batch.
@@ -11,8 +11,6 @@ is 10 us a side, more than the rows of a small batch.
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from typing import Any
 
 import numpy as np
@@ -22,156 +20,47 @@ from numba.extending import intrinsic
 
 from kernels.cpu.compiled.runtime import compiled
 from kernels.frame_header import NUM_WORDS, word
-from m2n_comm.emulate import LinkShaper
-from m2n_comm.host.lines import Port
-from m2n_comm.host.tcp_frames import IS_PLACED
-from m2n_comm.host.windows import PairLayout, Window
-from m2n_comm.host.wire import ANSWER, REQUEST, payload_code
-from m2n_comm.net import NetShape
-
-# A record: the header of the newest request, then words that do not change, then (from SENT_NS)
-# times of the newest frames, which hops.py writes. The loops below rely on the order of the header
-# fields that they name. OUT_FLAG to BLOCK are the port's, 0 without one; SHAPER is the address
-# of an emulated link's words (0: none), SELF the record's own address, COUNT the address of the
-# number of requests sent or taken.
-_SEQUENCE, ROWS, _STEP, _VERSION = map(word, ("sequence", "rows", "step", "table_version"))
-_LAYER, _PART, _NUM_PARTS = map(word, ("layer", "part", "num_parts"))
-_WRITER, _READER = map(word, ("incarnation", "reader_incarnation"))
-_KIND, _PAYLOAD = map(word, ("kind", "payload"))
-_ATTENTION, EXPERT, _MICRO_BATCH = map(word, ("attention", "expert", "micro_batch"))
-_HIDDEN_SIZE, _SIZE = map(word, ("hidden_size", "payload_bytes"))
-_DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
-(
+from m2n_comm.host.records import (
+    ANSWER_PAYLOAD,
+    ANSWER_ROW_BYTES,
+    ANSWER_ROWS,
+    CHOSEN,
+    FIRST_ROW,
+    IN_HEADER,
+    IN_HIDDEN,
+    IN_SLOTS,
+    IN_WEIGHTS,
+    IS_BF16,
+    IS_PLAIN,
+    MAX_RUNS,
+    NEXT_ROW,
+    NUM_ADDED,
+    NUM_PARTS,
+    NUM_RUNS,
     OUT_HEADER,
+    OUT_HIDDEN,
     OUT_SLOTS,
     OUT_WEIGHTS,
-    OUT_HIDDEN,
-    IN_HEADER,
-    _IN_SLOTS,
-    _IN_WEIGHTS,
-    _IN_HIDDEN,
-    _CHOSEN,
-    TOP_K,
-    _WINDOW_ROWS,
+    PER_CHOICE,
+    RECORD_WORDS,
+    REQUEST_ROW_BYTES,
     ROW_BYTES,
-    _REQUEST_ROW_BYTES,
-    ANSWER_ROW_BYTES,
-    _ANSWER_PAYLOAD,
-    _IS_BF16,
-    _SENDS_ALL,
+    ROWS,
     RUNS_AT,
-    NUM_RUNS,
-    OUT_FLAG,
-    OUT_IS_AWAKE,
-    BELL,
-    IN_FLAG,
-    IN_IS_AWAKE,
-    CONSUMED,
-    LINE,
-    BLOCK,
-    SHAPER,
-    SELF,
-    COUNT,
-    SENT_NS,
-    WAIT_BEGAN_NS,
-    ARRIVED_NS,
-    _RECORD_WORDS,
-) = range(NUM_WORDS, NUM_WORDS + 34)
-MAX_RUNS = 128
+    SENDS_ALL,
+    TOP_K,
+    WINDOW_ROWS,
+)
+from m2n_comm.host.wire import ANSWER
+
+# The loops below rely on the order of the header fields that they name.
+_SEQUENCE, _STEP, _VERSION = map(word, ("sequence", "step", "table_version"))
+_LAYER, _PART = map(word, ("layer", "part"))
+_WRITER, _READER = map(word, ("incarnation", "reader_incarnation"))
+_KIND, _PAYLOAD = map(word, ("kind", "payload"))
+_ATTENTION, _HIDDEN_SIZE, _SIZE = map(word, ("attention", "hidden_size", "payload_bytes"))
+_DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
 _IS_ANSWER = np.uint64(ANSWER)
-
-
-class Record:
-    """The words of one (pair, micro-batch) at one end, and their address."""
-
-    __slots__ = ("_chosen", "_count", "_runs", "_shaper", "address", "words")
-
-    def __init__(
-        self,
-        layout: PairLayout,
-        header: tuple[int, int, int],
-        incarnations: tuple[int, int],
-        *,
-        outbox: Window,
-        inbox: Window,
-        count: array[int],
-        port: Port | None = None,
-        shaper: LinkShaper | None = None,
-        sends_all: bool = False,
-        in_place: bool = False,
-    ) -> None:
-        """`header` is (attention, expert, micro-batch); `incarnations` is (own, peer's).
-
-        `count[micro_batch]` is the number of requests sent or taken. `sends_all`: all rows go to
-        this expert node, even if they chose no expert there. `in_place`: hidden rows need not be
-        written into the outbox if they lie in few `runs` where they are.
-        """
-        shape = layout.shape
-        self.words = array("Q", bytes(8 * _RECORD_WORDS))
-        self._chosen = array("i", bytes(4 * shape.window_rows))
-        words = self.words
-        words[_ATTENTION], words[EXPERT], words[_MICRO_BATCH] = header
-        writes_requests = outbox.slots is not None
-        writer, reader = incarnations if writes_requests else incarnations[::-1]
-        words[_WRITER], words[_READER] = writer, reader
-        words[_NUM_PARTS] = 1
-        words[_KIND], words[_PAYLOAD] = REQUEST, payload_code(shape.request_dtype)
-        words[_HIDDEN_SIZE] = shape.hidden_size
-        words[OUT_HEADER], words[IN_HEADER] = outbox.header_at, inbox.header_at
-        words[OUT_HIDDEN], words[_IN_HIDDEN] = outbox.hidden.data_ptr(), inbox.hidden.data_ptr()
-        for window, slots in ((outbox, OUT_SLOTS), (inbox, _IN_SLOTS)):
-            words[slots] = 0 if window.slots is None else window.slots.data_ptr()
-        for window, weights in ((outbox, OUT_WEIGHTS), (inbox, _IN_WEIGHTS)):
-            words[weights] = 0 if window.weights is None else window.weights.data_ptr()
-        words[_CHOSEN] = self._chosen.buffer_info()[0]
-        self._runs = array("i", bytes(8 * MAX_RUNS))
-        words[RUNS_AT] = self._runs.buffer_info()[0] if in_place else 0
-        words[TOP_K] = shape.top_k
-        words[_WINDOW_ROWS] = shape.window_rows
-        words[ROW_BYTES] = shape.hidden_size * shape.payload.itemsize
-        words[_REQUEST_ROW_BYTES] = layout.request_row_bytes
-        words[ANSWER_ROW_BYTES] = layout.answer_row_bytes
-        words[_ANSWER_PAYLOAD] = payload_code(shape.payload)
-        words[_IS_BF16] = shape.payload.itemsize == 2
-        words[_SENDS_ALL] = sends_all
-        if port is not None:
-            words[OUT_FLAG : BLOCK + 1] = array("Q", port)
-        if shaper is not None:
-            words[SHAPER] = shaper.address
-        words[COUNT] = count.buffer_info()[0] + count.itemsize * header[2]
-        self.address = words[SELF] = words.buffer_info()[0]
-        self._count = count
-        self._shaper = shaper
-
-    @property
-    def place(self) -> int:
-        """Return the address of a word that holds `address`."""
-        return self.address + 8 * SELF
-
-    @property
-    def is_placed(self) -> bool:
-        """Return whether the newest frame's hidden rows went where hops.await_frame was told to."""
-        block = self.words[BLOCK]
-        return block != 0 and ctypes.c_int64.from_address(block + IS_PLACED).value != 0
-
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """Return the first row and the end of each run of the newest request's rows.
-
-        Empty if its rows were written into the outbox.
-        """
-        ends = self._runs[: 2 * self.words[NUM_RUNS]]
-        return list(zip(ends[::2], ends[1::2], strict=True))
-
-    @property
-    def request(self) -> bytes:
-        """Return the header of the newest request, as it was sent or taken."""
-        return self.words[:NUM_WORDS].tobytes()
-
-
-def serves(shape: NetShape) -> bool:
-    """Return whether these functions support frames of `shape`."""
-    return shape.compressed is None and not shape.per_expert_answers
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -211,7 +100,7 @@ _inline = njit(error_model="numpy", inline="always")
 
 @_inline  # type: ignore[untyped-decorator]
 def _words(address: Any) -> Any:
-    return carray(_pointer(address), (_RECORD_WORDS,), np.uint64)
+    return carray(_pointer(address), (RECORD_WORDS,), np.uint64)
 
 
 @_inline  # type: ignore[untyped-decorator]
@@ -219,12 +108,14 @@ def _is_answer(header: Any, words: Any) -> Any:
     """Return whether `header` belongs to the answer to the request in `words`."""
     right = (
         (header[_KIND] == _IS_ANSWER)
-        & (header[_PAYLOAD] == words[_ANSWER_PAYLOAD])
+        & (header[_PAYLOAD] == words[ANSWER_PAYLOAD])
         & (header[_WRITER] == words[_READER])
         & (header[_READER] == words[_WRITER])
-        & (header[_SIZE] == words[ROWS] * words[ANSWER_ROW_BYTES])
+        & (header[_SEQUENCE] == words[_SEQUENCE])
+        & (header[ROWS] == words[ANSWER_ROWS])
+        & (header[_SIZE] == words[ANSWER_ROWS] * words[ANSWER_ROW_BYTES])
     )
-    for idx in range(_WRITER):
+    for idx in range(_STEP, _WRITER):
         right &= header[idx] == words[idx]
     for idx in range(_ATTENTION, _SIZE):
         right &= header[idx] == words[idx]
@@ -247,7 +138,34 @@ def _find_runs(rows: Any, count: Any, runs_at: Any) -> Any:
     return num_runs
 
 
-@compiled(11)
+@_inline  # type: ignore[untyped-decorator]
+def _count_parts(words: Any, chosen: Any, columns: Any, num_rows: Any) -> Any:
+    """Return the number of parts of an expert node's share of all rows, -1 for an unknown id."""
+    top_k, sends_all, count = np.int64(words[TOP_K]), words[SENDS_ALL] != 0, 0
+    for row in range(num_rows):
+        held = sends_all
+        for idx in range(row * top_k, (row + 1) * top_k):
+            if chosen[idx] < 0 or chosen[idx] >= len(columns):
+                return -1
+            held |= columns[chosen[idx]] >= 0
+        count += held
+    window_rows = np.int64(words[WINDOW_ROWS])
+    return max(1, (count + window_rows - 1) // window_rows)
+
+
+@_inline  # type: ignore[untyped-decorator]
+def _copy_rows(words: Any, rows: Any, count: Any, hidden_at: Any) -> None:
+    """Write the hidden rows that were chosen into the outbox."""
+    row_bytes, to_hidden = words[ROW_BYTES], words[OUT_HIDDEN]
+    if count > 0 and rows[count - 1] - rows[0] + 1 == count:
+        _copy(to_hidden, hidden_at + np.uint64(rows[0]) * row_bytes, np.uint64(count) * row_bytes)
+        return
+    for idx in range(count):
+        from_at = hidden_at + np.uint64(rows[idx]) * row_bytes
+        _copy(to_hidden + np.uint64(idx) * row_bytes, from_at, row_bytes)
+
+
+@compiled(12)
 def write_request(
     record: int,
     chosen_at: int,
@@ -257,65 +175,73 @@ def write_request(
     hidden_at: int,
     weights_at: int,
     layer: int,
+    part: int,
     version: int,
     step: int,
     sequence: int,
 ) -> int:
-    """Write the share of one expert node and its header; return its rows, -1 for an unknown id.
+    """Write a part of an expert node's share and its header; return its rows, -1: an unknown id.
 
-    Its hidden rows are not written if the record has room for their runs and they are few.
+    A share's parts are written in order. The hidden rows are not written if they do not travel as
+    they are, or if the record has room for their runs and they are few.
 
     chosen i64[T, K] name columns of columns i32[P], the node's slots or -1; hidden [T, H] in
-    the payload's dtype, weights f32[T, K], all contiguous, T at most a window.
+    the payload's dtype, weights f32[T, K], all contiguous.
     """
     words = _words(record)
-    top_k, row_bytes = words[TOP_K], words[ROW_BYTES]
-    num_choices = num_rows * top_k
-    chosen = carray(_pointer(chosen_at), (num_choices,), np.int64)
-    columns = carray(_pointer(columns_at), (num_columns,), np.int32)
-    weights = carray(_pointer(weights_at), (num_choices,), np.float32)
-    to_slots = carray(_pointer(words[OUT_SLOTS]), (num_choices,), np.int32)
-    to_weights = carray(_pointer(words[OUT_WEIGHTS]), (num_choices,), np.float32)
-    rows = carray(_pointer(words[_CHOSEN]), (num_rows,), np.int32)
-    limit, sends_all = np.int64(num_columns), words[_SENDS_ALL] != 0
-    count = 0
-    for row in range(np.int64(num_rows)):
+    end, top_k, window_rows = (
+        np.int64(num_rows),
+        np.int64(words[TOP_K]),
+        np.int64(words[WINDOW_ROWS]),
+    )
+    chosen = carray(_pointer(chosen_at), (end * top_k,), np.int64)
+    columns = carray(_pointer(columns_at), (np.int64(num_columns),), np.int32)
+    weights = carray(_pointer(weights_at), (end * top_k,), np.float32)
+    to_slots = carray(_pointer(words[OUT_SLOTS]), (window_rows * top_k,), np.int32)
+    to_weights = carray(_pointer(words[OUT_WEIGHTS]), (window_rows * top_k,), np.float32)
+    rows = carray(_pointer(words[CHOSEN]), (window_rows,), np.int32)
+    num_parts, row = np.int64(words[NUM_PARTS]), np.int64(words[NEXT_ROW])
+    if part == 0:
+        num_parts, row = np.int64(1), np.int64(0)
+        if end > window_rows:
+            num_parts = np.int64(_count_parts(words, chosen, columns, end))
+            if num_parts < 0:
+                return -1
+    sends_all = words[SENDS_ALL] != 0
+    words[FIRST_ROW] = np.uint64(row)
+    count, num_choices = np.int64(0), np.int64(0)
+    while row < end and count < window_rows:
         held = sends_all
-        source, to = row * np.int64(top_k), count * np.int64(top_k)
-        for idx in range(np.int64(top_k)):
+        source, to = row * top_k, count * top_k
+        for idx in range(top_k):
             column = chosen[source + idx]
-            if column < 0 or column >= limit:
+            if column < 0 or column >= len(columns):
                 return -1
             slot = columns[column]
             held |= slot >= 0
+            num_choices += slot >= 0
             to_slots[to + idx] = slot
             to_weights[to + idx] = weights[source + idx]
         if held:
             rows[count] = row
             count += 1
-    to_hidden = words[OUT_HIDDEN]
+        row += 1
+    words[NEXT_ROW] = np.uint64(end if np.int64(part) + 1 == num_parts else row)
     num_runs = 0
-    if words[RUNS_AT] != 0:
+    if words[RUNS_AT] != 0 and words[IS_PLAIN] != 0:
         num_runs = _find_runs(rows, count, words[RUNS_AT])
     words[NUM_RUNS] = num_runs
-    if num_runs > 0:
-        pass
-    elif count == np.int64(num_rows):
-        _copy(to_hidden, hidden_at, num_rows * row_bytes)
-    else:
-        for idx in range(count):
-            _copy(
-                to_hidden + np.uint64(idx) * row_bytes,
-                hidden_at + np.uint64(rows[idx]) * row_bytes,
-                row_bytes,
-            )
+    if num_runs == 0 and words[IS_PLAIN] != 0:
+        _copy_rows(words, rows, count, hidden_at)
     words[_SEQUENCE], words[_STEP], words[_VERSION] = sequence, step, version
-    words[_LAYER], words[ROWS] = layer, np.uint64(count)
-    words[_SIZE] = words[ROWS] * words[_REQUEST_ROW_BYTES]
+    words[_LAYER], words[_PART], words[NUM_PARTS] = layer, part, np.uint64(num_parts)
+    words[ROWS] = np.uint64(count)
+    words[ANSWER_ROWS] = np.uint64(num_choices if words[PER_CHOICE] != 0 else count)
+    words[_SIZE] = words[ROWS] * words[REQUEST_ROW_BYTES]
     header = _words(words[OUT_HEADER])
     for idx in range(NUM_WORDS):
         header[idx] = words[idx]
-    return count
+    return int(count)
 
 
 @_inline  # type: ignore[untyped-decorator]
@@ -338,14 +264,30 @@ def _add_row(out_at: Any, from_at: Any, size: Any, is_bf16: Any, adds: Any) -> N
             out[column] = in_fp32[column]
 
 
-@compiled(4)
-def add_answers(records_at: int, num_records: int, out_at: int, num_rows: int) -> int:
-    """Fill out f32[T, H] with the sums of the answers to the newest request of each record.
+@_inline  # type: ignore[untyped-decorator]
+def _put_choices(words: Any, out_at: Any) -> None:
+    """Copy an answer's rows to the places of their choices among all: out [T * K, H]."""
+    top_k, row_bytes, from_at = np.int64(words[TOP_K]), words[ROW_BYTES], words[IN_HIDDEN]
+    count = np.int64(words[ROWS])
+    rows = carray(_pointer(words[CHOSEN]), (count,), np.int32)
+    slots = carray(_pointer(words[OUT_SLOTS]), (count * top_k,), np.int32)
+    for idx in range(count):
+        for choice in range(top_k):
+            if slots[idx * top_k + choice] >= 0:
+                place = np.uint64(np.int64(rows[idx]) * top_k + choice)
+                _copy(out_at + place * row_bytes, from_at, row_bytes)
+                from_at += row_bytes
 
-    T is num_rows; a row is added in the records' order, and 0 if no answer has it. `records_at` is
-    the address of their addresses, then of as many words for this function. Row by row, so that
-    each sum stays in the nearest cache until it is complete. Returns -1, and fills nothing, if a
+
+@compiled(4)
+def add_answers(records_at: int, num_records: int, out_at: int, fills: int) -> int:
+    """Add the answers to the newest request of each record; returns -1, and adds nothing, if a
     frame is not the answer, else 0.
+
+    They are added to out f32[T, H], a row in the records' order. `fills`: the rows that the first
+    record's part covers get the sums, and 0 if no answer has them. `records_at` is the address of
+    the records' addresses. Row by row, so that each sum stays in the nearest cache until it is
+    complete. Rows of choices are put into out [T * K, H], in the payload's dtype.
     """
     count = np.int64(num_records)
     records = carray(_pointer(records_at), (count,), np.uint64)
@@ -353,78 +295,77 @@ def add_answers(records_at: int, num_records: int, out_at: int, num_rows: int) -
         words = _words(records[idx])
         if not _is_answer(_words(words[IN_HEADER]), words):
             return -1
-    done = carray(_pointer(records_at + np.uint64(8) * num_records), (count,), np.int64)
-    done[:] = 0
-    size = np.int64(_words(records[0])[_HIDDEN_SIZE])
-    for row in range(np.int64(num_rows)):
+        words[NUM_ADDED] = np.uint64(0)
+    first = _words(records[0])
+    if first[PER_CHOICE] != 0:
+        for idx in range(count):
+            _put_choices(_words(records[idx]), out_at)
+        return 0
+    size = np.int64(first[_HIDDEN_SIZE])
+    for row in range(np.int64(first[FIRST_ROW]), np.int64(first[NEXT_ROW])):
         to_at = out_at + np.uint64(row) * np.uint64(4 * size)
-        is_first = True
+        adds = fills == 0
         for idx in range(count):
             words = _words(records[idx])
-            rows = carray(_pointer(words[_CHOSEN]), (np.int64(words[ROWS]),), np.int32)
-            if done[idx] == len(rows) or rows[done[idx]] != row:
+            rows = carray(_pointer(words[CHOSEN]), (np.int64(words[ROWS]),), np.int32)
+            added = np.int64(words[NUM_ADDED])
+            if added == len(rows) or rows[added] != row:
                 continue
-            from_at = words[_IN_HIDDEN] + np.uint64(done[idx]) * words[ROW_BYTES]
-            if is_first and idx > 0:
-                carray(_pointer(to_at), (size,), np.float32)[:] = np.float32(0)
-            _add_row(to_at, from_at, size, words[_IS_BF16] != 0, idx > 0)
-            is_first = False
-            done[idx] += 1
-        if is_first:
+            from_at = words[IN_HIDDEN] + words[NUM_ADDED] * words[ROW_BYTES]
+            _add_row(to_at, from_at, size, words[IS_BF16] != 0, adds)
+            words[NUM_ADDED] += np.uint64(1)
+            adds = True
+        if not adds:
             carray(_pointer(to_at), (size,), np.float32)[:] = np.float32(0)
     return 0
 
 
-@compiled(5)
-def add_bf16(out_at: int, rows_at: int, from_at: int, count: int, size: int) -> int:
-    """Add rows bf16[count, size] to rows `rows` i64[count] of out f32[:, size], all contiguous.
-
-    `rows_at` 0: to the first ones, in order. torch would widen them all before it adds.
-    """
-    in_bf16 = carray(_pointer(from_at), (np.int64(count), np.int64(size)), np.uint16)
-    rows = carray(_pointer(rows_at), (np.int64(count),), np.int64)
-    for idx in range(np.int64(count)):
-        row = idx if rows_at == 0 else rows[idx]
-        to_at = out_at + np.uint64(row) * size * np.uint64(4)
-        out = carray(_pointer(to_at), (np.int64(size),), np.float32)
-        for column in range(np.int64(size)):
-            out[column] += _as_float(np.uint32(in_bf16[idx, column]) << np.uint32(16))
-    return int(count)
-
-
-@compiled(6)
+@compiled(8)
 def take_request(
-    record: int, layer: int, version: int, step: int, sequence: int, num_slots: int
+    record: int,
+    layer: int,
+    part: int,
+    max_parts: int,
+    version: int,
+    step: int,
+    sequence: int,
+    num_slots: int,
 ) -> int:
     """Check the request in the inbox and keep its header; return its rows.
 
-    Returns -1 if it has several parts, is not the next one of this step, or names a slot that is
-    not below num_slots.
+    Returns -1 if it is not the next one of this step, part `part` of at most `max_parts`, or names
+    a slot that is not below num_slots.
     """
     words = _words(record)
     header = _words(words[IN_HEADER])
-    count = header[ROWS]
+    count, num_parts = header[ROWS], header[NUM_PARTS]
     is_next = (
         (header[_SEQUENCE] == sequence)
         & (header[_STEP] == step)
         & (header[_VERSION] == version)
         & (header[_LAYER] == layer)
-        & (count <= words[_WINDOW_ROWS])
-        & (header[_SIZE] == count * words[_REQUEST_ROW_BYTES])
+        & (header[_PART] == part)
+        & (part < num_parts)
+        & (num_parts <= max_parts)
+        & ((part == 0) | (num_parts == words[NUM_PARTS]))
+        & (count <= words[WINDOW_ROWS])
+        & (header[_SIZE] == count * words[REQUEST_ROW_BYTES])
     )
-    for idx in range(_PART, _SIZE):
+    for idx in range(_WRITER, _SIZE):
         is_next &= header[idx] == words[idx]
     if not is_next:
         return -1
     num_choices = np.int64(count * words[TOP_K])
-    slots = carray(_pointer(words[_IN_SLOTS]), (num_choices,), np.int32)
-    low, high = np.int32(-1), np.int32(-1)
+    slots = carray(_pointer(words[IN_SLOTS]), (num_choices,), np.int32)
+    low, high, num_served = np.int32(-1), np.int32(-1), np.int64(0)
     for idx in range(num_choices):
         low, high = min(low, slots[idx]), max(high, slots[idx])
+        num_served += slots[idx] >= 0
     if low < -1 or np.int64(high) >= np.int64(num_slots):
         return -1
     for idx in range(NUM_WORDS):
         words[idx] = header[idx]
+    words[ANSWER_ROWS] = np.uint64(num_served) if words[PER_CHOICE] != 0 else count
     return int(count)
 
 
@@ -438,9 +379,9 @@ def copy_request(record: int, hidden_at: int, slots_at: int, weights_at: int, bu
     words = _words(record)
     count, num_choices = words[ROWS], words[ROWS] * words[TOP_K]
     if hidden_at != 0:
-        _copy(hidden_at, words[_IN_HIDDEN], count * words[ROW_BYTES])
-    _copy(slots_at, words[_IN_SLOTS], np.uint64(4) * num_choices)
-    _copy(weights_at, words[_IN_WEIGHTS], np.uint64(4) * num_choices)
+        _copy(hidden_at, words[IN_HIDDEN], count * words[ROW_BYTES])
+    _copy(slots_at, words[IN_SLOTS], np.uint64(4) * num_choices)
+    _copy(weights_at, words[IN_WEIGHTS], np.uint64(4) * num_choices)
     size = np.int64(bucket * words[TOP_K])
     slots = carray(_pointer(slots_at), (size,), np.int32)
     for idx in range(np.int64(num_choices), size):
@@ -456,14 +397,14 @@ def write_answer(record: int, partial_at: int, compute_ns: int, idle_ns: int) ->
     """
     words = _words(record)
     header = _words(words[OUT_HEADER])
-    size = words[ROWS] * words[ANSWER_ROW_BYTES]
+    size = words[ANSWER_ROWS] * words[ANSWER_ROW_BYTES]
     if partial_at != 0:
         _copy(words[OUT_HIDDEN], partial_at, size)
     for idx in range(_SIZE):
         header[idx] = words[idx]
-    header[_KIND], header[_PAYLOAD] = _IS_ANSWER, words[_ANSWER_PAYLOAD]
+    header[_KIND], header[_PAYLOAD] = _IS_ANSWER, words[ANSWER_PAYLOAD]
     header[_WRITER], header[_READER] = words[_READER], words[_WRITER]
-    header[_SIZE] = size
+    header[ROWS], header[_SIZE] = words[ANSWER_ROWS], size
     header[_DELIVER] = np.uint64(0)
     header[_COMPUTE] = compute_ns
     header[_IDLE] = idle_ns
