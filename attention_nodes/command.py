@@ -10,10 +10,10 @@ from attention_nodes.step.relay import Relay
 from attention_nodes.worker import AttentionWorker, MakeDrafter, text_drafter
 from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
 from m2n_comm.net import AttentionNet, stage_shape
 from m2n_comm.open import connect_attention, connect_stage, waits_of
+from m2n_comm.pairing.hello import Identity
 from topspin.messages import Welcome
 from topspin.processes.channel import ControlClient
 from topspin.processes.node_command import run_command

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from m2n_comm.addresses import Between
-from m2n_comm.hello import Identity
 from m2n_comm.host.local import LocalHub
 from m2n_comm.net import AttentionNet, ExpertBatch, ExpertNet, NetShape
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
+from m2n_comm.pairing.addresses import Between
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertPeer, StepTicket

@@ -8,10 +8,10 @@ from typing import get_args
 
 from expert_nodes.experts import Experts
 from expert_nodes.worker import ExpertWorker
-from m2n_comm.addresses import Between
-from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertNet
 from m2n_comm.open import ExpertListener, listen_expert, waits_of
+from m2n_comm.pairing.addresses import Between
+from m2n_comm.pairing.hello import Identity
 from topspin.messages import Welcome
 from topspin.processes.channel import ControlClient
 from topspin.processes.node_command import run_command

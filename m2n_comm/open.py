@@ -18,7 +18,22 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from kernels.runtime import Runtime
-from m2n_comm.addresses import (
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.gpu.ipc_attention import IpcAttentionNet
+from m2n_comm.gpu.ipc_expert import IpcExpertNet
+from m2n_comm.gpu.ipc_forming import IpcForming
+from m2n_comm.gpu.staged import StagedExpertNet, StagedNet
+from m2n_comm.host.attention_side import AttentionSide
+from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.frames.memory_order import check_platform
+from m2n_comm.host.lines import Lines
+from m2n_comm.host.shm import ShmForming
+from m2n_comm.host.stage_link import StageLink
+from m2n_comm.host.tcp import TcpForming
+from m2n_comm.net import AttentionNet, ExpertNet, Senders, wait_policy
+from m2n_comm.nixl.agent import load_nixl
+from m2n_comm.nixl.forming import NixlForming
+from m2n_comm.pairing.addresses import (
     Between,
     connect,
     is_loopback,
@@ -27,24 +42,9 @@ from m2n_comm.addresses import (
     same_user,
     transport_of,
 )
-from m2n_comm.emulate import LinkEmulation
-from m2n_comm.gpu.ipc_attention import IpcAttentionNet
-from m2n_comm.gpu.ipc_expert import IpcExpertNet
-from m2n_comm.gpu.ipc_forming import IpcForming
-from m2n_comm.gpu.staged import StagedExpertNet, StagedNet
-from m2n_comm.handshake import Meeting, ask, introduce, send_message
-from m2n_comm.hello import Identity, PairHello
-from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import Lines
-from m2n_comm.host.memory_order import check_platform
-from m2n_comm.host.shm import ShmForming
-from m2n_comm.host.stage_link import StageLink
-from m2n_comm.host.tcp import TcpForming
-from m2n_comm.net import AttentionNet, ExpertNet, Senders, wait_policy
-from m2n_comm.nixl.agent import load_nixl
-from m2n_comm.nixl.forming import NixlForming
-from m2n_comm.reception import Reception
+from m2n_comm.pairing.handshake import Meeting, ask, introduce, send_message
+from m2n_comm.pairing.hello import Identity, PairHello
+from m2n_comm.pairing.reception import Reception
 from m2n_comm.waits import Waits
 from topspin.errors import ConfigError, PeerLost
 from topspin.expert_table import ExpertTable
@@ -53,7 +53,7 @@ from topspin.plan.spec import NodeConfig
 from topspin.processes.node_life import NodeLife
 
 if TYPE_CHECKING:
-    from m2n_comm.session import Session, Trust
+    from m2n_comm.pairing.session import Session, Trust
     from topspin.processes.keys import KeyDirectory
 
 # Peers are there once their checkpoints are loaded, which may take long; the scheduler ends the
@@ -466,7 +466,7 @@ def _trust(keys: KeyDirectory | None, groups: Collection[str] | None) -> Trust |
     """Return whom a node with `keys` trusts; without them its package need not be installed."""
     if keys is None:
         return None
-    from m2n_comm.session import Trust
+    from m2n_comm.pairing.session import Trust
 
     return Trust(keys, groups)
 

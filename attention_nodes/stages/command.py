@@ -9,12 +9,12 @@ from typing import get_args
 
 from attention_nodes.stages.runner import StageRunner
 from attention_nodes.stages.worker import StageWorker
-from m2n_comm.addresses import Between
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
 from m2n_comm.net import AttentionNet, stage_shape
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert, waits_of
+from m2n_comm.pairing.addresses import Between
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import TURN_S
 from topspin.messages import Welcome
 from topspin.processes.channel import ControlClient

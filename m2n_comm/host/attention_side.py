@@ -25,10 +25,8 @@ from torch import Tensor
 from kernels.cpu.compiled.runtime import launch_alone, refuse_recording
 from kernels.deterministic import add_by_expert, order_of
 from m2n_comm.emulate import LinkEmulation, wait_delivery
-from m2n_comm.hello import Identity
-from m2n_comm.host import hops
-from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
-from m2n_comm.host.records import (
+from m2n_comm.host.frames import hops
+from m2n_comm.host.frames.records import (
     ANSWER_ROWS,
     ARRIVED_NS,
     NUM_PARTS,
@@ -37,9 +35,8 @@ from m2n_comm.host.records import (
     Record,
     travels_plain,
 )
-from m2n_comm.host.times import AttentionTimes
-from m2n_comm.host.windows import PairLayout
-from m2n_comm.host.wire import (
+from m2n_comm.host.frames.windows import PairLayout
+from m2n_comm.host.frames.wire import (
     DELIVER_WORD,
     HEADER_BYTES,
     answer_to,
@@ -48,8 +45,11 @@ from m2n_comm.host.wire import (
     payload_code,
     read_header,
 )
+from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
+from m2n_comm.host.times import AttentionTimes
 from m2n_comm.layout import RouteMap, check_known, route_map
 from m2n_comm.net import NetTimes
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.payload import pack_rows
 from m2n_comm.rules import AttentionRules
 from m2n_comm.waits import Hop, WaitPolicy, late

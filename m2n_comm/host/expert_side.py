@@ -28,11 +28,8 @@ from torch import Tensor
 from kernels.cpu.compiled.runtime import is_recording, launch_alone, refuse_recording
 from kernels.recordings import MAX_RECORDED_ROWS
 from m2n_comm.emulate import LinkEmulation, wait_delivery
-from m2n_comm.hello import Identity
-from m2n_comm.host import hops
-from m2n_comm.host.join import Join, Taken
-from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
-from m2n_comm.host.records import (
+from m2n_comm.host.frames import hops
+from m2n_comm.host.frames.records import (
     ANSWER_ROWS,
     ARRIVED_NS,
     NUM_PARTS,
@@ -40,8 +37,8 @@ from m2n_comm.host.records import (
     Record,
     travels_plain,
 )
-from m2n_comm.host.windows import PairLayout
-from m2n_comm.host.wire import (
+from m2n_comm.host.frames.windows import PairLayout
+from m2n_comm.host.frames.wire import (
     DELIVER_WORD,
     HEADER_BYTES,
     MAX_PARTS,
@@ -51,7 +48,10 @@ from m2n_comm.host.wire import (
     payload_code,
     read_header,
 )
+from m2n_comm.host.join import Join, Taken
+from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
 from m2n_comm.net import ExpertBatch, Senders
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.rules import ExpertRules
 from m2n_comm.waits import Hop, WaitPolicy, late
 from topspin.errors import FrameError

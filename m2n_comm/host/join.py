@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from m2n_comm.host.native import copy_request
-from m2n_comm.host.records import Record
-from m2n_comm.host.windows import Window
+from m2n_comm.host.frames.native import copy_request
+from m2n_comm.host.frames.records import Record
+from m2n_comm.host.frames.windows import Window
 from m2n_comm.net import NetShape
 from m2n_comm.payload import unpack_rows
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 
-from m2n_comm.host import hops
+from m2n_comm.host.frames import hops
 from m2n_comm.net import NetTimes
 
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import cast, get_args
 
-from m2n_comm.addresses import Between
-from m2n_comm.hello import Identity
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.open import listen_expert
+from m2n_comm.pairing.addresses import Between
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, serve_steps
 from topspin.processes.keys import KeyDirectory

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.windows import PairLayout
+from m2n_comm.host.frames.windows import PairLayout
 from tests.m2n_comm.harness import (
     NIXL,
     TRANSPORTS,

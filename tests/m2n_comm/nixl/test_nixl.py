@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from m2n_comm import open as opener
-from m2n_comm.handshake import Meeting
-from m2n_comm.hello import Identity, PairMemory
 from m2n_comm.net import NetShape
 from m2n_comm.nixl.agent import load_nixl, row_buckets
 from m2n_comm.nixl.forming import NixlForming
 from m2n_comm.nixl.lines import NOTE, notes_of
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.handshake import Meeting
+from m2n_comm.pairing.hello import Identity, PairMemory
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     NIXL,

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.frame_header import FrameHeader, word
-from m2n_comm.host.native import add_answers, take_request, write_answer, write_request
-from m2n_comm.host.records import MAX_RUNS, NUM_PARTS, Record
-from m2n_comm.host.windows import PairLayout, PairWindows, private_memory
-from m2n_comm.host.wire import (
+from m2n_comm.host.frames.native import add_answers, take_request, write_answer, write_request
+from m2n_comm.host.frames.records import MAX_RUNS, NUM_PARTS, Record
+from m2n_comm.host.frames.windows import PairLayout, PairWindows, private_memory
+from m2n_comm.host.frames.wire import (
     ANSWER,
     HEADER_BYTES,
     MAX_PARTS,

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from app.cli.keys import make
-from m2n_comm.hello import Identity
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.faults import Delay, FaultInjector
 from m2n_comm.host.tcp import TcpLines
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.expert_process import ATTENTION_INCARNATION, EXPERT_INCARNATION, STEPS
+from tests.m2n_comm.faults import Delay, FaultInjector
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, random_rows
 from topspin.errors import ConfigError
 from topspin.messages import ExpertPeer
@@ -66,7 +66,7 @@ def test_rows_travel_between_two_hosts_with_codes(other_host: str, tmp_path: Pat
     command.append(str(keys / "expert"))
     process = subprocess.Popen(
         ["ip", "netns", "exec", other_host, *command],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

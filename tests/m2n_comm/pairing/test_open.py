@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from m2n_comm import reception
-from m2n_comm.addresses import Between, tune_socket
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.hello import Identity
 from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.frames.windows import PairLayout
 from m2n_comm.host.shm import create_handles, map_handles
-from m2n_comm.host.windows import PairLayout
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing import reception
+from m2n_comm.pairing.addresses import Between, tune_socket
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import NIXL, make_shape, make_table
 from topspin.errors import (

@@ -27,15 +27,15 @@ from kernels.cpu.simd.system import (
 )
 from kernels.cpu.simd.tasks import leave_undone
 from kernels.frame_header import word
-from m2n_comm.host import records
-from m2n_comm.host.native import (
+from m2n_comm.host.frames import records
+from m2n_comm.host.frames.native import (
     add_answers,
     copy_request,
     take_request,
     write_answer,
     write_request,
 )
-from m2n_comm.host.tcp_frames import (
+from m2n_comm.host.frames.tcp_frames import (
     AWAITS,
     CODED,
     ENDED,
@@ -53,7 +53,7 @@ from m2n_comm.host.tcp_frames import (
     seal_frame,
     send_segments,
 )
-from m2n_comm.host.wire import HEADER_BYTES
+from m2n_comm.host.frames.wire import HEADER_BYTES
 
 YIELD_NS: Final = 2_000_000
 """How long a hop of a step is awaited awake: several times as long as a usual layer takes."""

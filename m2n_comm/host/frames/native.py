@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu.compiled.runtime import compiled
 from kernels.frame_header import NUM_WORDS, word
-from m2n_comm.host.records import (
+from m2n_comm.host.frames.records import (
     ANSWER_PAYLOAD,
     ANSWER_ROW_BYTES,
     ANSWER_ROWS,
@@ -51,7 +51,7 @@ from m2n_comm.host.records import (
     TOP_K,
     WINDOW_ROWS,
 )
-from m2n_comm.host.wire import ANSWER
+from m2n_comm.host.frames.wire import ANSWER
 
 # The loops below rely on the order of the header fields that they name.
 _SEQUENCE, _STEP, _VERSION = map(word, ("sequence", "step", "table_version"))

@@ -22,16 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.cli.keys import make, rotate
-from m2n_comm import reception
-from m2n_comm.addresses import check_host
-from m2n_comm.handshake import Reader, ask, introduce, send_message
-from m2n_comm.hello import Identity, KeyOffer, KeyProof, PairHello, PairRefusal
-from m2n_comm.host import tcp_frames
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.frames import tcp_frames
 from m2n_comm.host.tcp import TcpLines
 from m2n_comm.open import connect_attention, connect_stage, listen_expert
-from m2n_comm.session import Session, Trust
+from m2n_comm.pairing import reception
+from m2n_comm.pairing.addresses import check_host
+from m2n_comm.pairing.handshake import Reader, ask, introduce, send_message
+from m2n_comm.pairing.hello import Identity, KeyOffer, KeyProof, PairHello, PairRefusal
+from m2n_comm.pairing.session import Session, Trust
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     FakeExperts,
@@ -41,7 +41,7 @@ from tests.m2n_comm.harness import (
     random_rows,
     serve_steps,
 )
-from tests.m2n_comm.test_session import agreed
+from tests.m2n_comm.pairing.test_session import agreed
 from topspin.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -539,7 +539,7 @@ def test_a_host_beyond_this_one_needs_keys_and_nixl_a_trusted_network(keys: Path
 
 def test_nodes_without_keys_need_no_package_for_them() -> None:
     code = "import sys, m2n_comm.open; sys.exit('cryptography' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
 @pytest.fixture(scope="module")

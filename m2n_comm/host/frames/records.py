@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from typing import NamedTuple
 
 import torch
 
 from kernels.frame_header import NUM_WORDS, word
 from m2n_comm.emulate import LinkShaper
-from m2n_comm.host.lines import Port
-from m2n_comm.host.tcp_frames import IS_PLACED
-from m2n_comm.host.windows import PairLayout, Window
-from m2n_comm.host.wire import REQUEST, payload_code
+from m2n_comm.host.frames.tcp_frames import IS_PLACED
+from m2n_comm.host.frames.windows import PairLayout, Window
+from m2n_comm.host.frames.wire import REQUEST, payload_code
 from m2n_comm.net import NetShape
 
 # A record: the header of the newest request, then words that do not change, then (from CHOSEN_ROWS
@@ -67,6 +67,25 @@ ROWS, NUM_PARTS, EXPERT = map(word, ("rows", "num_parts", "expert"))
     RECORD_WORDS,
 ) = range(NUM_WORDS, NUM_WORDS + 40)
 MAX_RUNS = 128
+
+
+class Port(NamedTuple):
+    """One micro-batch's windows of a pair, for compiled code: addresses of 64-bit words.
+
+    The flags of outbox and inbox, whether their readers are awake, and the sequence consumed last;
+    `bell` is the eventfd that wakes the peer. All 0: Python publishes and waits. Frames on a
+    connection have its words (tcp_frames.LineWords) at `line`, those of the micro-batch at `block`,
+    and neither flag of the outbox nor bell.
+    """
+
+    out_flag: int = 0
+    out_is_awake: int = 0
+    bell: int = 0
+    in_flag: int = 0
+    in_is_awake: int = 0
+    consumed: int = 0
+    line: int = 0
+    block: int = 0
 
 
 class Record:
