@@ -49,9 +49,7 @@ def connect_worker(
             runtime=open_runtime(node.device) if node.place.is_device else None,
             max_rows=node.max_num_batched_tokens,
             link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
-            keys=network.keys,
-            groups=network.peers,
-            trusted_network=network.trusted_network,
+            network=network,
         )
 
     def relay(welcome: Welcome, runner: ModelRunner, life: NodeLife) -> Relay:
@@ -74,9 +72,7 @@ def connect_worker(
                 peer,
                 waits_of(config, life),
                 link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
-                keys=network.keys,
-                groups=network.peers,
-                trusted_network=network.trusted_network,
+                network=network,
             )
             links.append(link)
         return Relay(links, runner.runtime)

@@ -50,13 +50,7 @@ def run_worker(
     network: NodeNetwork = ON_ONE_HOST,
 ) -> None:
     """Run expert node `index` with the attention nodes in other processes."""
-    listener = listen_expert(
-        transport,
-        host=network.host,
-        keys=network.keys,
-        groups=network.peers,
-        trusted_network=network.trusted_network,
-    )
+    listener = listen_expert(transport, network)
     try:
         ExpertWorker(
             control,

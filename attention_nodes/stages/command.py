@@ -42,9 +42,7 @@ def connect_experts(
         welcome.table,
         waits_of(config, life),
         link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
-        keys=network.keys,
-        groups=network.peers,
-        trusted_network=network.trusted_network,
+        network=network,
     )
 
 
@@ -84,13 +82,7 @@ def run_worker(
     network: NodeNetwork = ON_ONE_HOST,
 ) -> None:
     """Run stage `index`; the other nodes are other processes."""
-    listener = listen_expert(
-        transport,
-        host=network.host,
-        keys=network.keys,
-        groups=network.peers,
-        trusted_network=network.trusted_network,
-    )
+    listener = listen_expert(transport, network)
     try:
         StageWorker(
             control,
