@@ -10,15 +10,15 @@ from attention_nodes.step.model_runner import ModelRunner
 from attention_nodes.worker import AttentionWorker, MakeDrafter, text_drafter
 from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
 from m2n_comm.net import AttentionNet, stage_shape
 from m2n_comm.open import connect_attention, connect_stage, waits_of
+from m2n_comm.pairing.hello import Identity
 from topspin.messages import Welcome
 from topspin.processes.channel import ControlClient
 from topspin.processes.node_command import run_command
 from topspin.processes.node_life import NodeLife
-from topspin.processes.node_network import ON_ONE_HOST, Wires
+from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
 
 
 def connect_worker(
@@ -27,7 +27,7 @@ def connect_worker(
     index: int,
     model_path: Path,
     make_drafter: MakeDrafter = text_drafter,
-    wires: Wires = ON_ONE_HOST,
+    network: NodeNetwork = ON_ONE_HOST,
     expects_grammars: bool = False,
 ) -> None:
     """Run attention node `index` with its experts in other processes."""
@@ -49,9 +49,7 @@ def connect_worker(
             runtime=open_runtime(node.device) if node.place.is_device else None,
             max_rows=node.max_num_batched_tokens,
             link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
-            keys=wires.keys,
-            groups=wires.peers,
-            trusted_network=wires.trusted_network,
+            network=network,
         )
 
     def relay(welcome: Welcome, runner: ModelRunner, life: NodeLife) -> Relay:
@@ -74,9 +72,7 @@ def connect_worker(
                 peer,
                 waits_of(config, life),
                 link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
-                keys=wires.keys,
-                groups=wires.peers,
-                trusted_network=wires.trusted_network,
+                network=network,
             )
             links.append(link)
         return Relay(links, runner.runtime)
@@ -94,17 +90,17 @@ def connect_worker(
     worker.serve()
 
 
-def main(drafter_for: Callable[[Wires], MakeDrafter] = lambda wires: text_drafter) -> int:
-    """Run one attention node, with the drafter for its wires; returns its exit status."""
+def main(drafter_for: Callable[[NodeNetwork], MakeDrafter] = lambda network: text_drafter) -> int:
+    """Run one attention node, with the drafter for its network; returns its exit status."""
     return run_command(
         "attention",
         "attention_nodes",
-        lambda control, args, wires: connect_worker(
+        lambda control, args, network: connect_worker(
             control,
             index=args.index,
             model_path=args.model,
-            make_drafter=drafter_for(wires),
-            wires=wires,
+            make_drafter=drafter_for(network),
+            network=network,
             expects_grammars=True,
         ),
         about=__doc__,

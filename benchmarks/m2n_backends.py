@@ -19,15 +19,16 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from m2n_comm.addresses import Between
-from m2n_comm.hello import Identity
 from m2n_comm.host.local import LocalHub
 from m2n_comm.net import AttentionNet, ExpertBatch, ExpertNet, NetShape
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
+from m2n_comm.pairing.addresses import Between
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertPeer, StepTicket
 from topspin.processes.keys import KeyDirectory
+from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
 
 HIDDEN_SIZE = 2048
 ROW_BYTES = HIDDEN_SIZE * 2
@@ -209,7 +210,7 @@ def our_attention(case: Case, index: int, addresses: list[str]) -> OurAttention:
         [ExpertPeer(address=address, incarnation=2) for address in addresses],
         _table(case.num_experts),
         _waits(case),
-        keys=_keys(case, "attention"),
+        network=_network(case, "attention"),
     )
     return OurAttention(case, net)
 
@@ -428,11 +429,11 @@ def open_listener(case: Case) -> ExpertListener:
     """Listen for the attention nodes of a case over Topspin."""
     transport = case.backend.split()[0]
     assert transport in get_args(Between)
-    return listen_expert(cast(Between, transport), keys=_keys(case, "expert"))
+    return listen_expert(cast(Between, transport), _network(case, "expert"))
 
 
-def _keys(case: Case, group: str) -> KeyDirectory | None:
-    """Return the keys of a group, if frames of the case carry authentication codes."""
+def _network(case: Case, group: str) -> NodeNetwork:
+    """Return a network with the keys of a group, if frames of the case carry codes."""
     if not case.backend.endswith("keys"):
-        return None
-    return KeyDirectory(Path(case.keys) / group, group)
+        return ON_ONE_HOST
+    return NodeNetwork(keys=KeyDirectory(Path(case.keys) / group, group))

@@ -19,9 +19,9 @@ from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import select_ops
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.hello import Identity
 from m2n_comm.net import AttentionNet
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from models.checkpoints.weights import (
     AttentionWeights,

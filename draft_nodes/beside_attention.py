@@ -13,4 +13,4 @@ settle_process()  # before torch is imported: its libraries read the environment
 from attention_nodes.command import main  # noqa: E402
 from draft_nodes.drafter import make_drafter  # noqa: E402
 
-raise SystemExit(main(lambda wires: partial(make_drafter, keys=wires.keys)))
+raise SystemExit(main(lambda network: partial(make_drafter, keys=network.keys)))

@@ -13,11 +13,11 @@ from spec_decode.forest import Growth
 from topspin.plan.spec import NodeConfig
 from topspin.processes.channel import ControlClient
 from topspin.processes.node_command import run_command
-from topspin.processes.node_network import ON_ONE_HOST, Wires
+from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
 
 
 def run_worker(
-    control: ControlClient, *, index: int, model_path: Path, wires: Wires = ON_ONE_HOST
+    control: ControlClient, *, index: int, model_path: Path, network: NodeNetwork = ON_ONE_HOST
 ) -> None:
     """Run draft node `index` for the model at `model_path`."""
 
@@ -31,7 +31,7 @@ def run_worker(
         )
         return model, growth_of(speculation)
 
-    DraftWorker(control, index=index, load=load, wires=wires).serve()
+    DraftWorker(control, index=index, load=load, network=network).serve()
 
 
 def main() -> int:
@@ -39,8 +39,8 @@ def main() -> int:
     return run_command(
         "draft",
         "draft_nodes",
-        lambda control, args, wires: run_worker(
-            control, index=args.index, model_path=args.model, wires=wires
+        lambda control, args, network: run_worker(
+            control, index=args.index, model_path=args.model, network=network
         ),
         about=__doc__,
     )

@@ -22,7 +22,7 @@ from topspin.plan.spec import NodeConfig
 from topspin.processes.channel import ControlClient, ControlServer, Event, PeerGone, Received
 from topspin.processes.listening import in_url
 from topspin.processes.node_life import CacheSize, NodeLife
-from topspin.processes.node_network import ON_ONE_HOST, Wires
+from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
 from topspin.processes.trace_node import ring_of
 from topspin.trace import Kind, Ring
 
@@ -45,10 +45,10 @@ class DraftWorker:
         index: int,
         load: Load,
         clock: Callable[[], float] = time.monotonic,
-        wires: Wires = ON_ONE_HOST,
+        network: NodeNetwork = ON_ONE_HOST,
     ) -> None:
-        """`load` returns the model and how its trees grow; `wires` say who may connect."""
-        self._wires = wires
+        """`load` returns the model and how its trees grow; `network` says who may connect."""
+        self._network = network
         self._life = NodeLife(control, role="draft", index=index, can_reform=False)
         self._index = index
         self._load = load
@@ -75,10 +75,10 @@ class DraftWorker:
         self._trace = self._life.inbox.trace = ring_of(config)
         address = config.node.address
         assert address is not None, "the launcher gives draft nodes their addresses"
-        if self._wires.host is not None:
+        if self._network.host is not None:
             # Others find it by a name, to which no socket can be bound.
-            address = f"tcp://{in_url(self._wires.host)}:{address.rpartition(':')[2]}"
-        self._server = ControlServer(address, keys=self._wires.keys, groups=self._wires.peers)
+            address = f"tcp://{in_url(self._network.host)}:{address.rpartition(':')[2]}"
+        self._server = ControlServer(address, keys=self._network.keys, groups=self._network.peers)
         return CacheSize()
 
     def _warm_up(self, rounds: DraftRounds) -> None:

@@ -8,15 +8,15 @@ from typing import get_args
 
 from expert_nodes.experts import Experts
 from expert_nodes.worker import ExpertWorker
-from m2n_comm.addresses import Between
-from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertNet
 from m2n_comm.open import ExpertListener, listen_expert, waits_of
+from m2n_comm.pairing.addresses import Between
+from m2n_comm.pairing.hello import Identity
 from topspin.messages import Welcome
 from topspin.processes.channel import ControlClient
 from topspin.processes.node_command import run_command
 from topspin.processes.node_life import NodeLife
-from topspin.processes.node_network import ON_ONE_HOST, Wires
+from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
 
 
 def accept_attention(
@@ -47,16 +47,10 @@ def run_worker(
     index: int,
     model_path: Path,
     transport: Between,
-    wires: Wires = ON_ONE_HOST,
+    network: NodeNetwork = ON_ONE_HOST,
 ) -> None:
     """Run expert node `index` with the attention nodes in other processes."""
-    listener = listen_expert(
-        transport,
-        host=wires.host,
-        keys=wires.keys,
-        groups=wires.peers,
-        trusted_network=wires.trusted_network,
-    )
+    listener = listen_expert(transport, network)
     try:
         ExpertWorker(
             control,
@@ -73,12 +67,12 @@ def main() -> int:
     return run_command(
         "expert",
         "expert_nodes",
-        lambda control, args, wires: run_worker(
+        lambda control, args, network: run_worker(
             control,
             index=args.index,
             model_path=args.model,
             transport=args.transport,
-            wires=wires,
+            network=network,
         ),
         about=__doc__,
         transports=get_args(Between),

@@ -1,7 +1,7 @@
 """The header of every M2N frame: one table of 64-bit fields, the same for all transports.
 
-Owns the order of the fields. Knows no transport: m2n_comm.host.wire packs and compares headers
-in Python, m2n_comm.host.native in compiled code, and kernels.m2n_windows gives its first fields
+Owns the order of the fields. Knows no transport: in m2n_comm.host.frames, wire.py packs and
+compares headers in Python, native.py in compiled code; kernels.m2n_windows gives its first fields
 to kernels on GPUs, which use no others.
 """
 
@@ -16,7 +16,7 @@ class FrameHeader(NamedTuple):
     `sequence` counts the frames of one (pair, micro-batch), from 1; an answer carries the
     sequence of its request. `part` of `num_parts` counts the windows that one dispatch takes.
     `incarnation` is of the frame's writer. GPUs use only the fields up to here. `kind` and
-    `payload` are codes of m2n_comm.host.wire. The fields from `payload_bytes` on are not compared.
+    `payload` are codes of that wire.py. The fields from `payload_bytes` on are not compared.
     `deliver_ns` is the CLOCK_MONOTONIC time at which an emulated link delivers the frame; 0 on a
     real link. In an answer `compute_ns` is the expert node's time from having the rows to
     replying, `idle_ns` how long it had waited for them (0: the rows were there first). The seal

@@ -43,7 +43,7 @@ class LinkEmulation:
 class LinkShaper:
     """The sending end of one direction of one pair: frames leave one after the other.
 
-    `address` is that of three i64, which compiled code (m2n_comm.host.hops) reads and writes too:
+    `address` is that of three i64, which compiled code (host.frames.hops) reads and writes too:
     when the link is free, its latency, and its picoseconds per byte.
     """
 

@@ -12,13 +12,29 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
 from kernels.runtime import Runtime
-from m2n_comm.addresses import (
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.gpu.ipc_attention import IpcAttentionNet
+from m2n_comm.gpu.ipc_expert import IpcExpertNet
+from m2n_comm.gpu.ipc_forming import IpcForming
+from m2n_comm.gpu.ipc_pairs import IpcPairs
+from m2n_comm.gpu.staged import StagedExpertNet, StagedNet
+from m2n_comm.host.attention_side import AttentionSide
+from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.frames.memory_order import check_platform
+from m2n_comm.host.lines import Lines
+from m2n_comm.host.shm import ShmForming
+from m2n_comm.host.stage_link import StageLink
+from m2n_comm.host.tcp import TcpForming
+from m2n_comm.net import AttentionNet, ExpertNet, Senders, wait_policy
+from m2n_comm.nixl.agent import load_nixl
+from m2n_comm.nixl.forming import NixlForming
+from m2n_comm.pairing.addresses import (
     Between,
     connect,
     is_loopback,
@@ -27,40 +43,26 @@ from m2n_comm.addresses import (
     same_user,
     transport_of,
 )
-from m2n_comm.emulate import LinkEmulation
-from m2n_comm.gpu.ipc_attention import IpcAttentionNet
-from m2n_comm.gpu.ipc_expert import IpcExpertNet
-from m2n_comm.gpu.ipc_forming import IpcForming
-from m2n_comm.gpu.staged import StagedExpertNet, StagedNet
-from m2n_comm.handshake import Meeting, ask, introduce, send_message
-from m2n_comm.hello import Identity, PairHello
-from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import Lines
-from m2n_comm.host.memory_order import check_platform
-from m2n_comm.host.shm import ShmForming
-from m2n_comm.host.stage_link import StageLink
-from m2n_comm.host.tcp import TcpForming
-from m2n_comm.net import AttentionNet, ExpertNet, Senders, wait_policy
-from m2n_comm.nixl.agent import load_nixl
-from m2n_comm.nixl.forming import NixlForming
-from m2n_comm.reception import Reception
+from m2n_comm.pairing.handshake import Meeting, ask, introduce, send_message
+from m2n_comm.pairing.hello import Identity, PairHello
+from m2n_comm.pairing.reception import Reception
 from m2n_comm.waits import Waits
 from topspin.errors import ConfigError, PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertPeer
 from topspin.plan.spec import NodeConfig
 from topspin.processes.node_life import NodeLife
+from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
 
 if TYPE_CHECKING:
-    from m2n_comm.session import Session, Trust
-    from topspin.processes.keys import KeyDirectory
+    from m2n_comm.pairing.session import Session, Trust
 
 # Peers are there once their checkpoints are loaded, which may take long; the scheduler ends the
 # wait if one of them is lost (Inbox.check).
 CONNECT_TIMEOUT_S = 3600.0
 
 Formed = TypeVar("Formed", covariant=True)
+Node = TypeVar("Node", int, ExpertPeer)
 
 
 def waits_of(config: NodeConfig, life: NodeLife) -> Waits:
@@ -99,17 +101,6 @@ class Forming(Protocol[Formed]):
         """Free everything, after an error."""
 
 
-def _forming(
-    transport: Between, me: Identity, waits: Waits, deadline_s: float, *, one_host: bool
-) -> Forming[Lines]:
-    """Return the Forming of a transport whose rows are in host memory."""
-    if transport == "nixl":
-        return NixlForming(me, waits, deadline_s=deadline_s, one_host=one_host)
-    if transport == "shm":
-        return ShmForming(me, waits)
-    return TcpForming(me, waits)
-
-
 class ExpertListener:
     """The address at which one expert node waits for its attention nodes.
 
@@ -119,8 +110,8 @@ class ExpertListener:
 
     def __init__(self, sock: socket.socket, address: str, trust: Trust | None = None) -> None:
         self._sock = sock
-        self._trust = None if sock.family == socket.AF_UNIX else trust
-        self._transport = transport_of(address)
+        self._is_unix = sock.family == socket.AF_UNIX
+        self._trust = None if self._is_unix else trust
         self.address = address
 
     def accept(
@@ -142,48 +133,30 @@ class ExpertListener:
         field in which a peer differs, ConfigError if a device's memory cannot be allocated or
         mapped.
         """
+        num_attention = len(attention_incarnations)
         with contextlib.ExitStack() as undo:
-            net = self._accept(me, attention_incarnations, table, waits, runtime, undo, senders)
+            met, formed = self._meet(me, _present(attention_incarnations), waits, undo, runtime)
+            if isinstance(formed, IpcPairs):
+                net: ExpertNet = IpcExpertNet(me, table=table, pairs=formed)
+            else:
+                net = ExpertSide(
+                    me,
+                    attention_incarnations=attention_incarnations,
+                    lines=formed,
+                    links=[
+                        met[peer].hello.link if peer in met else None
+                        for peer in range(num_attention)
+                    ],
+                    table=table,
+                    wait=waits.policy,
+                    senders=senders,
+                )
+                if runtime is not None:
+                    net = StagedExpertNet(net, runtime, shape=me.shape, num_attention=num_attention)
             undo.pop_all()
         if not reuse:
             self.close()
         return net
-
-    def _accept(
-        self,
-        me: Identity,
-        incarnations: Sequence[int | None],
-        table: ExpertTable,
-        waits: Waits,
-        runtime: Runtime | None,
-        undo: contextlib.ExitStack,
-        senders: Senders,
-    ) -> ExpertNet:
-        deadline_s = time.monotonic() + waits.timeout_s
-        present = {peer: each for peer, each in enumerate(incarnations) if each is not None}
-        reception = self._reception(me, present, waits, deadline_s)
-        if self._transport == "cuda_ipc":
-            ipc = IpcForming(me, waits, _device(runtime))
-            undo.callback(ipc.close)
-            _receive(reception, ipc, undo)
-            pairs = ipc.finish()
-            undo.callback(pairs.close)
-            return IpcExpertNet(me, table=table, pairs=pairs)
-        met, lines = self._lines(me, reception, waits, deadline_s, undo)
-        net = ExpertSide(
-            me,
-            attention_incarnations=incarnations,
-            lines=lines,
-            links=[
-                met[peer].hello.link if peer in met else None for peer in range(len(incarnations))
-            ],
-            table=table,
-            wait=waits.policy,
-            senders=senders,
-        )
-        if runtime is None:
-            return net
-        return StagedExpertNet(net, runtime, shape=me.shape, num_attention=len(incarnations))
 
     def accept_head(
         self, me: Identity, attention: int, incarnation: int, waits: Waits
@@ -192,10 +165,9 @@ class ExpertListener:
 
         Raises as accept().
         """
-        deadline_s = time.monotonic() + waits.timeout_s
         with contextlib.ExitStack() as undo:
-            reception = self._reception(me, {attention: incarnation}, waits, deadline_s)
-            met, lines = self._lines(me, reception, waits, deadline_s, undo)
+            met, lines = self._meet(me, {attention: incarnation}, waits, undo)
+            assert not isinstance(lines, IpcPairs), "an engine with stages has no GPUs"
             link = StageLink(
                 me,
                 peer=attention,
@@ -207,62 +179,71 @@ class ExpertListener:
             undo.pop_all()
         return link
 
-    def _reception(
-        self, me: Identity, present: dict[int, int], waits: Waits, deadline_s: float
-    ) -> Reception:
-        return Reception(
+    def _meet(
+        self,
+        me: Identity,
+        incarnations: Mapping[int, int],
+        waits: Waits,
+        undo: contextlib.ExitStack,
+        runtime: Runtime | None = None,
+    ) -> tuple[Mapping[int, Meeting], Lines | IpcPairs]:
+        """Form the pairs with these attention nodes, which `undo` closes.
+
+        One that disconnects meanwhile may return.
+        """
+        deadline_s = time.monotonic() + waits.timeout_s
+        one_host = self._is_unix or is_loopback(self._sock.getsockname()[0])
+        transport = transport_of(self.address)
+        forming = _forming(transport, me, waits, deadline_s, runtime, one_host=one_host)
+        undo.callback(forming.close)
+        reception = Reception(
             self._sock,
-            expected={peer: me.hello(peer, each) for peer, each in present.items()},
-            trusted=same_user if self._is_unix else _anyone,
+            expected={peer: me.hello(peer, each) for peer, each in incarnations.items()},
+            # On loopback tcp the incarnations in a hello are the check.
+            trusted=same_user if self._is_unix else lambda sock: True,
             deadline_s=deadline_s,
             check=waits.check,
             trust=self._trust,
         )
 
-    def _lines(
-        self,
-        me: Identity,
-        reception: Reception,
-        waits: Waits,
-        deadline_s: float,
-        undo: contextlib.ExitStack,
-    ) -> tuple[Mapping[int, Meeting], Lines]:
-        """Meet all peers; return the lines to them, which `undo` closes."""
-        one_host = self._is_unix or is_loopback(self._sock.getsockname()[0])
-        forming = _forming(self._transport, me, waits, deadline_s, one_host=one_host)
-        undo.callback(forming.close)
-        met = _receive(reception, forming, undo)
-        lines = forming.finish()
-        undo.callback(lines.close)
-        return met, lines
+        def welcome(met: Meeting) -> None:
+            peer = met.hello.attention
+            try:
+                hello = msgspec.structs.replace(met.hello, memory=None, region=None)
+                answer, fds = forming.offer(peer, hello)
+                forming.take(peer, met)
+                send_message(met.sock, answer, fds, session=met.session)
+                forming.prove(peer)
+            except BaseException as error:
+                forming.drop(peer)
+                met.sock.close()
+                if isinstance(error, PeerLost):
+                    raise ConnectionError(0, str(error)) from error
+                raise
 
-    @property
-    def _is_unix(self) -> bool:
-        return self._sock.family == socket.AF_UNIX
+        met = reception.run(welcome)
+        for meeting in met.values():
+            undo.callback(meeting.sock.close)
+        formed = forming.finish()
+        undo.callback(formed.close)
+        return met, formed
 
     def close(self) -> None:
         """Stop listening; safe to call twice. Returned nets stay open."""
         self._sock.close()
 
 
-def listen_expert(
-    transport: Between,
-    *,
-    host: str | None = None,
-    keys: KeyDirectory | None = None,
-    groups: Collection[str] | None = None,
-    trusted_network: bool = False,
-) -> ExpertListener:
+def listen_expert(transport: Between, network: NodeNetwork = ON_ONE_HOST) -> ExpertListener:
     """Open the address of an expert node: "unix:@NAME" for shm, "tcp:HOST:PORT" for tcp.
 
     For cuda_ipc it is "cuda_ipc:unix:@NAME". For nixl the address, "nixl:" before either form, is
-    that of the handshake: tcp if `host` is given.
+    that of the handshake: tcp if `network` has a host.
 
-    With `keys`, peers over tcp must prove a key of one of `groups` (None: of any group that `keys`
-    accepts), and tcp frames carry authentication codes, though they are not encrypted; only then
-    may `host` be another address than loopback. nixl also needs `trusted_network` for that,
-    as its frames have no codes. Raises ConfigError for such a host, another transport, an
-    unsupported machine, a missing package.
+    With keys, peers over tcp must prove a key of one of the groups in `network.peers` (None: of any
+    group that the keys accept), and tcp frames carry authentication codes, though they are not
+    encrypted; only then may the host be another address than loopback. nixl also needs
+    `trusted_network` for that, as its frames have no codes. Raises ConfigError for such a host,
+    another transport, an unsupported machine, a missing package.
     """
     if transport not in ("shm", "tcp", "nixl", "cuda_ipc"):
         raise ConfigError(
@@ -272,8 +253,7 @@ def listen_expert(
         load_nixl()
     if transport == "shm":
         check_platform()
-    found = listen(transport, host=host, has_keys=keys is not None, trusted_network=trusted_network)
-    return ExpertListener(*found, _trust(keys, groups))
+    return ExpertListener(*listen(transport, network), _trust(network))
 
 
 def connect_attention(
@@ -285,61 +265,31 @@ def connect_attention(
     runtime: Runtime | None = None,
     max_rows: int | None = None,
     link: LinkEmulation | None = None,
-    keys: KeyDirectory | None = None,
-    groups: Collection[str] | None = None,
-    trusted_network: bool = False,
+    network: NodeNetwork = ON_ONE_HOST,
 ) -> AttentionNet:
     """Connect to every expert node (None: an absent one) and return the side of all pairs.
 
     Its rows are on the device of `runtime` (None: the host), `max_rows` of them in a step (None: a
-    window). `link` is emulated in both directions. `keys`, `groups` and `trusted_network` are as
-    for listen_expert. Raises DeadlineExceeded or PeerLost naming the expert node, UntrustedPeer
-    naming its address, StaleFrame if it is not the incarnation in `experts`, VersionMismatch or
-    FrameError naming the field that differs, ConfigError if expert nodes use several transports or
-    a device's memory cannot be allocated.
+    window). `link` is emulated in both directions. `network` is as for listen_expert. Raises
+    DeadlineExceeded or PeerLost naming the expert node, UntrustedPeer naming its address,
+    StaleFrame if it is not the incarnation in `experts`, VersionMismatch or FrameError naming the
+    field that differs, ConfigError if expert nodes use several transports or a device's memory
+    cannot be allocated.
     """
-    deadline_s = time.monotonic() + waits.timeout_s
-    present = {expert: peer for expert, peer in enumerate(experts) if peer is not None}
-    addresses = {expert: peer.address for expert, peer in present.items()}
-    transport = _one_transport(addresses.values())
-    one_host = all(map(is_on_this_host, addresses.values()))
-    hellos = {
-        expert: me.hello(expert, peer.incarnation, link=link) for expert, peer in present.items()
-    }
-    trust = _trust(keys, groups)
-
-    def dial(expert: int) -> socket.socket:
-        return connect(
-            addresses[expert],
-            expert=expert,
-            deadline_s=deadline_s,
-            has_keys=trust is not None,
-            trusted_network=trusted_network,
-        )
-
     with contextlib.ExitStack() as undo:
-        if transport == "cuda_ipc":
-            ipc = IpcForming(me, waits, _device(runtime))
-            undo.callback(ipc.close)
-            _call(hellos, dial, ipc, undo, waits=waits, deadline_s=deadline_s)
-            pairs = ipc.finish()
-            undo.callback(pairs.close)
+        formed = _connect(
+            me, _present(experts), waits, undo, runtime=runtime, link=link, network=network
+        )
+        if isinstance(formed, IpcPairs):
             net: AttentionNet = IpcAttentionNet(
-                me, num_experts=len(experts), table=table, pairs=pairs
+                me, num_experts=len(experts), table=table, pairs=formed
             )
         else:
-            forming = _forming(transport, me, waits, deadline_s, one_host=one_host)
-            undo.callback(forming.close)
-            _call(hellos, dial, forming, undo, waits=waits, deadline_s=deadline_s, trust=trust)
-            lines = forming.finish()
-            undo.callback(lines.close)
             net = AttentionSide(
                 me,
-                expert_incarnations=[
-                    None if peer is None else peer.incarnation for peer in experts
-                ],
+                expert_incarnations=[each.incarnation if each else None for each in experts],
                 table=table,
-                lines=lines,
+                lines=formed,
                 link=link,
                 wait=waits.policy,
             )
@@ -357,32 +307,12 @@ def connect_stage(
     waits: Waits,
     *,
     link: LinkEmulation | None = None,
-    keys: KeyDirectory | None = None,
-    groups: Collection[str] | None = None,
-    trusted_network: bool = False,
+    network: NodeNetwork = ON_ONE_HOST,
 ) -> StageLink:
     """Connect attention node `me` to one of its stages; raises as connect_attention()."""
-    deadline_s = time.monotonic() + waits.timeout_s
-    one_host = is_on_this_host(peer.address)
-    hello = me.hello(stage, peer.incarnation, link=link)
-    trust = _trust(keys, groups)
-
-    def dial(expert: int) -> socket.socket:
-        return connect(
-            peer.address,
-            expert=expert,
-            deadline_s=deadline_s,
-            has_keys=trust is not None,
-            trusted_network=trusted_network,
-        )
-
     with contextlib.ExitStack() as undo:
-        transport = transport_of(peer.address)
-        forming = _forming(transport, me, waits, deadline_s, one_host=one_host)
-        undo.callback(forming.close)
-        _call({stage: hello}, dial, forming, undo, waits=waits, deadline_s=deadline_s, trust=trust)
-        lines = forming.finish()
-        undo.callback(lines.close)
+        lines = _connect(me, {stage: peer}, waits, undo, link=link, network=network)
+        assert not isinstance(lines, IpcPairs), "an engine with stages has no GPUs"
         found = StageLink(
             me,
             peer=stage,
@@ -395,53 +325,38 @@ def connect_stage(
     return found
 
 
-def _receive(
-    reception: Reception, forming: Forming[object], undo: contextlib.ExitStack
-) -> Mapping[int, Meeting]:
-    """Form pairs with all attention nodes; one that disconnects meanwhile may return."""
-
-    def welcome(met: Meeting) -> None:
-        peer = met.hello.attention
-        try:
-            answer, fds = forming.offer(peer, _without_memory(met.hello))
-            forming.take(peer, met)
-            send_message(met.sock, answer, fds, session=met.session)
-            forming.prove(peer)
-        except BaseException as error:
-            forming.drop(peer)
-            met.sock.close()
-            if isinstance(error, PeerLost):
-                raise ConnectionError(0, str(error)) from error
-            raise
-
-    met = reception.run(welcome)
-    for meeting in met.values():
-        undo.callback(meeting.sock.close)
-    return met
-
-
-def _call(
-    hellos: dict[int, PairHello],
-    dial: Callable[[int], socket.socket],
-    forming: Forming[object],
+def _connect(
+    me: Identity,
+    peers: Mapping[int, ExpertPeer],
+    waits: Waits,
     undo: contextlib.ExitStack,
     *,
-    waits: Waits,
-    deadline_s: float,
-    trust: Trust | None = None,
-) -> None:
-    """Send every expert node a hello, then read all answers.
+    link: LinkEmulation | None,
+    network: NodeNetwork,
+    runtime: Runtime | None = None,
+) -> Lines | IpcPairs:
+    """Form the pairs with these expert nodes, which `undo` closes: send all hellos, then read.
 
     With keys the first hello is sent when all expert nodes have proved theirs. Each pair is proved
     before the next answer is read, in the same order on every attention node, so that no two wait
     for each other.
     """
+    deadline_s = time.monotonic() + waits.timeout_s
+    addresses = [peer.address for peer in peers.values()]
+    one_host = all(map(is_on_this_host, addresses))
+    transport = _one_transport(addresses)
+    forming = _forming(transport, me, waits, deadline_s, runtime, one_host=one_host)
+    undo.callback(forming.close)
+    hellos = {
+        expert: me.hello(expert, peer.incarnation, link=link) for expert, peer in peers.items()
+    }
     offers = {expert: forming.offer(expert, hello)[0] for expert, hello in hellos.items()}
     socks = {}
-    for expert in offers:
-        sock = socks[expert] = dial(expert)
+    for expert, peer in peers.items():
+        sock = socks[expert] = connect(peer.address, network, expert=expert, deadline_s=deadline_s)
         undo.callback(sock.close)
     sessions: Mapping[int, Session] = {}
+    trust = _trust(network)
     if trust is not None:
         wired = {expert: sock for expert, sock in socks.items() if sock.family != socket.AF_UNIX}
         sessions = introduce(wired, trust, deadline_s=deadline_s, check=waits.check)
@@ -460,20 +375,44 @@ def _call(
         )
         forming.take(expert, met)
         forming.prove(expert)
+    formed = forming.finish()
+    undo.callback(formed.close)
+    return formed
 
 
-def _trust(keys: KeyDirectory | None, groups: Collection[str] | None) -> Trust | None:
-    """Return whom a node with `keys` trusts; without them its package need not be installed."""
-    if keys is None:
+def _forming(
+    transport: Between,
+    me: Identity,
+    waits: Waits,
+    deadline_s: float,
+    runtime: Runtime | None,
+    *,
+    one_host: bool,
+) -> Forming[Lines | IpcPairs]:
+    """Return the Forming of a transport. Raises ConfigError for cuda_ipc without a device."""
+    if transport == "cuda_ipc":
+        if runtime is None:
+            raise ConfigError("--transport cuda_ipc: only between nodes on GPUs; use shm")
+        return IpcForming(me, waits, runtime)
+    if transport == "nixl":
+        return NixlForming(me, waits, deadline_s=deadline_s, one_host=one_host)
+    if transport == "shm":
+        return ShmForming(me, waits)
+    return TcpForming(me, waits)
+
+
+def _present(nodes: Sequence[Node | None]) -> dict[int, Node]:
+    """Return the nodes that are there, by index."""
+    return {index: each for index, each in enumerate(nodes) if each is not None}
+
+
+def _trust(network: NodeNetwork) -> Trust | None:
+    """Return whom a node with keys trusts; without them their package need not be installed."""
+    if network.keys is None:
         return None
-    from m2n_comm.session import Trust
+    from m2n_comm.pairing.session import Trust
 
-    return Trust(keys, groups)
-
-
-def _without_memory(hello: PairHello) -> PairHello:
-    """Return the hello of an attention node without its memory."""
-    return msgspec.structs.replace(hello, memory=None, region=None)
+    return Trust(network.keys, network.peers)
 
 
 def _one_transport(addresses: Collection[str]) -> Between:
@@ -483,15 +422,3 @@ def _one_transport(addresses: Collection[str]) -> Between:
         found = " and ".join(transports) or "none"
         raise ConfigError(f"expert nodes of one engine must all use one transport, found {found}")
     return transports[0]
-
-
-def _device(runtime: Runtime | None) -> Runtime:
-    """Return the runtime of a net whose windows are on a device. Raises ConfigError."""
-    if runtime is None:
-        raise ConfigError("--transport cuda_ipc: only between nodes on GPUs; use shm")
-    return runtime
-
-
-def _anyone(_: socket.socket) -> bool:
-    """Accept any connection: on loopback tcp the incarnations in its hello are the check."""
-    return True

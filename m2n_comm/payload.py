@@ -1,9 +1,9 @@
 """Compressed request rows of one byte per element: fp8-e4m3 or int8, with a scale per token.
 
 Owns the arithmetic (scale = largest magnitude / largest code); knows no windows and no frames.
-host/parts.py packs rows into a request window, host/expert_side.py unpacks them into the dtype that
-experts compute in. Answers are not compressed. A row with a NaN or an infinity becomes a row of
-NaN, never finite numbers.
+host/attention_side.py packs rows into a request window, host/join.py unpacks them into the dtype
+that experts compute in. Answers are not compressed. A row with a NaN or an infinity becomes a row
+of NaN, never finite numbers.
 """
 
 from __future__ import annotations

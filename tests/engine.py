@@ -24,7 +24,7 @@ from attention_nodes.stages.command import run_worker as run_stage_worker
 from draft_nodes.command import run_worker as run_draft_worker
 from draft_nodes.drafter import make_drafter
 from expert_nodes.command import run_worker
-from m2n_comm.addresses import Between
+from m2n_comm.pairing.addresses import Between
 from models.description.config import load_model_config
 from server.scheduler.engine_facts import read_facts
 from server.scheduler.service import Service

@@ -1,7 +1,7 @@
 """Faults on demand in nets that nodes open themselves.
 
 Owns the patch of the two functions by which nodes open their nets. Used in the process of the tests
-(threads for nodes) and in tests.system.chaos_node (real nodes). m2n_comm.host.faults defines the
+(threads for nodes) and in tests.system.chaos_node (real nodes). tests.m2n_comm.faults defines the
 effect of a fault on a frame.
 """
 
@@ -15,8 +15,8 @@ from unittest import mock
 
 from attention_nodes import command
 from attention_nodes.stages import command as stage_command
-from m2n_comm.host.faults import Fault, FaultInjector
 from m2n_comm.open import ExpertListener, connect_attention
+from tests.m2n_comm.faults import Fault, FaultInjector
 
 
 class OnDemand(FaultInjector):

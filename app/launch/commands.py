@@ -47,9 +47,9 @@ def node_commands(plan: EnginePlan, control: str) -> list[RoleCommand]:
 
 
 def node_command(
-    plan: EnginePlan, node: NodeSpec, control: str, *, wires: Sequence[str] = ()
+    plan: EnginePlan, node: NodeSpec, control: str, *, further: Sequence[str] = ()
 ) -> RoleCommand:
-    """Return the command of one node; `wires` are further arguments (processes.node_network).
+    """Return the command of one node; `further` are more arguments (processes.node_network).
 
     The engine starts without an optional node, and goes on without a draft node.
     """
@@ -60,7 +60,7 @@ def node_command(
         *("--control", control, "--model", plan.model.path, "--index", str(node.index)),
         *(("--transport", plan.link.transport) if node.role in ("expert", "stage") else ()),
         *(("--failover",) if plan.failover.restart and not is_draft else ()),
-        *wires,
+        *further,
     )
     return RoleCommand(
         name=str(node),

@@ -20,7 +20,7 @@ from topspin.errors import ConfigError
 from topspin.plan.network import NetworkSpec
 from topspin.plan.spec import EnginePlan, NodeSpec, ServeConfig
 from topspin.processes.listening import address_of, in_url
-from topspin.processes.node_network import Wires, argv_of
+from topspin.processes.node_network import NodeNetwork, argv_of
 from topspin.processes.secure_channel import check_protected
 
 
@@ -40,7 +40,7 @@ def gateway_command(config: ServeConfig, config_fd: int, *, keys: Path | None) -
 
 
 def _server(role: str, config_fd: int, control: str, keys: Path | None) -> RoleCommand:
-    own = argv_of(Wires(), keys=keys, group=role)
+    own = argv_of(NodeNetwork(), keys=keys, group=role)
     argv = module_argv(
         f"server.{role}", "--config", f"/dev/fd/{config_fd}", "--control", control, *own
     )
@@ -59,13 +59,13 @@ def one_node_command(
     if node.role != "draft":
         receives = plan.link.transport in ("tcp", "nixl") and node.role in ("expert", "stage")
         host = advertise or node.host if receives else None
-    wires = Wires(
+    own_network = NodeNetwork(
         host=None if host is None else _address_of(host),
         peers=None if keys is None else peer_groups(plan, node),
         trusted_network=network.trusted,
     )
-    own = argv_of(wires, keys=keys, group=node.key_group)
-    return node_command(plan, node, network.control, wires=own)
+    own = argv_of(own_network, keys=keys, group=node.key_group)
+    return node_command(plan, node, network.control, further=own)
 
 
 def peer_groups(plan: EnginePlan, node: NodeSpec) -> tuple[str, ...]:

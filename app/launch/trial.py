@@ -34,11 +34,11 @@ from expert_nodes.worker import graphs_of, run_ticket
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import open_runtime
 from m2n_comm.gpu.local import DeviceNet, takes_rows_of_host
-from m2n_comm.hello import Identity
-from m2n_comm.host import hops
+from m2n_comm.host.frames import hops
 from m2n_comm.host.local import LocalHub
 from m2n_comm.net import AttentionNet, ExpertNet, wait_policy
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weights import stream_attention_weights, stream_expert_weights

@@ -9,22 +9,22 @@ from typing import get_args
 
 from attention_nodes.stages.runner import StageRunner
 from attention_nodes.stages.worker import StageWorker
-from m2n_comm.addresses import Between
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
 from m2n_comm.net import AttentionNet, stage_shape
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert, waits_of
+from m2n_comm.pairing.addresses import Between
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import TURN_S
 from topspin.messages import Welcome
 from topspin.processes.channel import ControlClient
 from topspin.processes.node_command import run_command
 from topspin.processes.node_life import NodeLife
-from topspin.processes.node_network import ON_ONE_HOST, Wires
+from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
 
 
 def connect_experts(
-    welcome: Welcome, runner: StageRunner, life: NodeLife, *, index: int, wires: Wires
+    welcome: Welcome, runner: StageRunner, life: NodeLife, *, index: int, network: NodeNetwork
 ) -> AttentionNet:
     """Connect to the expert nodes as the sender of some layers of its attention node."""
     config, topology = welcome.config, welcome.topology
@@ -42,9 +42,7 @@ def connect_experts(
         welcome.table,
         waits_of(config, life),
         link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
-        keys=wires.keys,
-        groups=wires.peers,
-        trusted_network=wires.trusted_network,
+        network=network,
     )
 
 
@@ -81,22 +79,16 @@ def run_worker(
     index: int,
     model_path: Path,
     transport: Between,
-    wires: Wires = ON_ONE_HOST,
+    network: NodeNetwork = ON_ONE_HOST,
 ) -> None:
     """Run stage `index`; the other nodes are other processes."""
-    listener = listen_expert(
-        transport,
-        host=wires.host,
-        keys=wires.keys,
-        groups=wires.peers,
-        trusted_network=wires.trusted_network,
-    )
+    listener = listen_expert(transport, network)
     try:
         StageWorker(
             control,
             index=index,
             model_path=model_path,
-            open_net=partial(connect_experts, index=index, wires=wires),
+            open_net=partial(connect_experts, index=index, network=network),
             open_link=partial(accept_head, listener, index=index),
         ).serve(listener.address)
     finally:
@@ -108,12 +100,12 @@ def main() -> int:
     return run_command(
         "stage",
         "attention_nodes.stages",
-        lambda control, args, wires: run_worker(
+        lambda control, args, network: run_worker(
             control,
             index=args.index,
             model_path=args.model,
             transport=args.transport,
-            wires=wires,
+            network=network,
         ),
         about=__doc__,
         transports=get_args(Between),

@@ -31,9 +31,9 @@ from deploy.profiling.parts import Measured, config_of, table_of
 from deploy.profiling.solo import Sides
 from deploy.profiling.steps import Load, plans, tickets
 from expert_nodes.worker import graphs_of, run_ticket
-from m2n_comm.hello import Identity
 from m2n_comm.net import wait_policy
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from topspin.cores import split_cores
 from topspin.messages import ExpertPeer, StepTicket, StepTimings

@@ -34,8 +34,8 @@ from torch import Tensor
 from kernels.m2n_windows import step_words
 from m2n_comm.gpu.ipc_life import IpcLife, parts_of
 from m2n_comm.gpu.ipc_pairs import IpcPairs
-from m2n_comm.hello import Identity
 from m2n_comm.net import NetTimes
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.rules import AttentionRules
 from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable

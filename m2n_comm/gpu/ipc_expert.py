@@ -15,8 +15,8 @@ from torch import Tensor
 from kernels.m2n_windows import step_words
 from m2n_comm.gpu.ipc_life import IpcLife, parts_of
 from m2n_comm.gpu.ipc_pairs import IpcPairs
-from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.rules import ExpertRules
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket

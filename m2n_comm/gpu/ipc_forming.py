@@ -13,8 +13,8 @@ import msgspec
 from kernels.runtime import Runtime
 from m2n_comm.gpu.ipc_pairs import IpcPair, IpcPairs, inbox_bytes
 from m2n_comm.gpu.memory import Allocation, open_memory
-from m2n_comm.handshake import Meeting
-from m2n_comm.hello import Identity, PairHello, PairRegion
+from m2n_comm.pairing.handshake import Meeting
+from m2n_comm.pairing.hello import Identity, PairHello, PairRegion
 from m2n_comm.waits import Waits
 from topspin.errors import FrameError
 

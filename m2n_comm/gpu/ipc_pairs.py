@@ -46,8 +46,8 @@ from kernels.m2n_windows import (
 )
 from kernels.runtime import Event, Runtime
 from m2n_comm.gpu.memory import Allocation, PeerMemory
-from m2n_comm.hello import NodeRole, other_role
 from m2n_comm.net import NetShape
+from m2n_comm.pairing.hello import NodeRole, other_role
 from m2n_comm.waits import CHECK_INTERVAL_S, Check, Hop, late, lost
 from topspin.errors import ConfigError, FrameError, StaleFrame, TransportError
 

@@ -1,10 +1,10 @@
 """The attention node's end of M2N, the same for every transport: implements AttentionNet.
 
-Owns the order of frames, the credits, and the measured times; frames are written and answers
-checked and added by hops.py (one frame of plain rows for each expert node, the common case, which a
-recording can hold) or parts.py (all other cases); rules.AttentionRules has the rules that all nets
-share. Knows no socket and no memory mapping: windows come from lines.Lines. Runs in the one busy
-thread of an attention node.
+Owns the order of frames, and the credits. hops.py writes frames, and checks and adds answers, also
+in recorded steps; Python does what it leaves undone: it waits for long, names what is wrong, and
+packs rows that travel compressed. rules.AttentionRules has the rules that all nets share. Knows no
+socket and no memory mapping: windows come from lines.Lines. Runs in the one busy thread of an
+attention node.
 
 Credits: a (pair, micro-batch) has one window each way. dispatch() sends part 0 to every
 expert node; combine() receives part r, adds it up, and only then sends part r+1: a window
@@ -16,29 +16,41 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from kernels.cpu.compiled.runtime import is_recording, launch_alone, refuse_recording
+from kernels.cpu.compiled.runtime import launch_alone, refuse_recording
+from kernels.deterministic import add_by_expert, order_of
 from m2n_comm.emulate import LinkEmulation, wait_delivery
-from m2n_comm.hello import Identity
-from m2n_comm.host import hops
-from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
-from m2n_comm.host.native import ARRIVED_NS, ROWS, SENT_NS, WAIT_BEGAN_NS, Record
-from m2n_comm.host.native import serves as native_serves
-from m2n_comm.host.parts import PartFrames, Parts
-from m2n_comm.host.windows import PairLayout
-from m2n_comm.host.wire import (
-    COMPUTE_WORD,
+from m2n_comm.host.frames import hops
+from m2n_comm.host.frames.records import (
+    ANSWER_ROWS,
+    ARRIVED_NS,
+    NUM_PARTS,
+    ROWS,
+    SENT_NS,
+    Record,
+    travels_plain,
+)
+from m2n_comm.host.frames.windows import PairLayout
+from m2n_comm.host.frames.wire import (
     DELIVER_WORD,
     HEADER_BYTES,
-    IDLE_WORD,
+    answer_to,
+    check_header,
+    check_size,
+    payload_code,
     read_header,
 )
+from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
+from m2n_comm.host.times import AttentionTimes
 from m2n_comm.layout import RouteMap, check_known, route_map
 from m2n_comm.net import NetTimes
+from m2n_comm.pairing.hello import Identity
+from m2n_comm.payload import pack_rows
 from m2n_comm.rules import AttentionRules
 from m2n_comm.waits import Hop, WaitPolicy, late
 from topspin.errors import FrameError
@@ -47,54 +59,21 @@ from topspin.messages import StepTicket
 from topspin.trace import Kind, Stamps
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A dispatch with answers not yet consumed; `parts` is None if each is one frame."""
+class _Flight(NamedTuple):
+    """A dispatch with answers not yet consumed: hidden [T, H], experts and chosen [T, K].
+
+    `chosen` are the columns of the layer's routing table. `order` is that of kernels.deterministic,
+    in which rows of choices are added (None: sums come back).
+    """
 
     layer: int
     size: torch.Size
-    dispatched_ns: int = 0
-    parts: Parts | None = None
-
-
-class _Measured:
-    """The times of one step, as NetTimes says, in words that hops.add_rows writes too."""
-
-    def __init__(self, num_experts: int) -> None:
-        self._words = array("q", bytes(hops.EXPERT_NS + 8 * num_experts))
-        self.address: int = self._words.buffer_info()[0]
-
-    def begin(self) -> None:
-        """Begin a step."""
-        for idx in range(len(self._words)):
-            self._words[idx] = 0
-
-    def count(
-        self, expert: int, waited_ns: int, compute_ns: int, idle_ns: int, trip_ns: int
-    ) -> None:
-        """Count an answer, `trip_ns` after its dispatch (0: not its first part)."""
-        words = self._words
-        words[hops.NUM_ANSWERS // 8] += 1
-        words[hops.WAIT_NS // 8] += waited_ns
-        words[hops.EXPERT_NS // 8 + expert] += compute_ns
-        if trip_ns and waited_ns > hops.WAITED_NS and idle_ns > hops.WAITED_NS:
-            words[hops.LINK_NS // 8] += max(0, trip_ns - compute_ns) // 2
-            words[hops.NUM_LINKS // 8] += 1
-
-    @property
-    def has_answers(self) -> bool:
-        """Return whether an answer has come in this step."""
-        return self._words[hops.NUM_ANSWERS // 8] > 0
-
-    @property
-    def times(self) -> NetTimes:
-        """Return the sums so far."""
-        _, wait_ns, link_ns, num_links, *expert_ns = self._words
-        return NetTimes(
-            wait_s=wait_ns * 1e-9,
-            expert_s=max(expert_ns, default=0) * 1e-9,
-            link_s=link_ns * 1e-9 / num_links if num_links else None,
-        )
+    route: RouteMap
+    hidden: Tensor
+    experts: Tensor
+    chosen: Tensor
+    weights: Tensor
+    order: tuple[Tensor, Tensor] | None
 
 
 class AttentionSide:
@@ -117,25 +96,34 @@ class AttentionSide:
         self.trace: Stamps | None = None
         self._me = me
         self._spins = wait == "spin"
-        self._experts = tuple(each or 0 for each in expert_incarnations)
-        present = {expert for expert, each in enumerate(expert_incarnations) if each is not None}
-        self._everyone = tuple(sorted(present))
+        self._num_experts = len(expert_incarnations)
+        self._experts = {
+            expert: each for expert, each in enumerate(expert_incarnations) if each is not None
+        }
+        self._everyone = tuple(self._experts)
         self._rules: AttentionRules[_Flight, RouteMap] = AttentionRules(
             me.index if me.participant is None else me.participant,
             shape,
-            num_experts=len(self._experts),
+            num_experts=self._num_experts,
             make_route=route_map,
-            absent=set(range(len(self._experts))) - present,
+            absent=set(range(self._num_experts)) - set(self._everyone),
         )
         self._layout = PairLayout(shape)
-        self._shapers = [link.shaper if link else None for _ in self._experts]
+        self._shapers = [link.shaper if link else None for _ in range(self._num_experts)]
         # By expert node and micro-batch, the number of frames sent.
-        self._sequences = [array("Q", bytes(8 * shape.num_micro_batches)) for _ in self._experts]
+        self._sequences = {
+            expert: array("Q", bytes(8 * shape.num_micro_batches)) for expert in self._everyone
+        }
         self._step_words = array("Q", (0, 0))
-        self._parts = PartFrames(me, experts=self._experts)
+        self._step_at = self._step_words.buffer_info()[0]
         self._route: RouteMap | None = None
         self._epoch = 0
-        self._measured = _Measured(len(self._experts))
+        self._times = AttentionTimes(self._num_experts)
+        packed_rows = shape.window_rows if shape.compressed else 0
+        self._scratch = torch.empty((packed_rows, shape.hidden_size))
+        # Rows of choices, of the largest dispatch so far: combine() runs one dispatch at a time.
+        choices = shape.window_rows * shape.top_k if shape.per_expert_answers else 0
+        self._choices = torch.empty((choices, shape.hidden_size), dtype=shape.payload)
         self.use(lines)
         self.set_table(table)
 
@@ -143,49 +131,35 @@ class AttentionSide:
         """Send and receive over `lines` from now on."""
         self.lines = lines
         self._in_place = lines if isinstance(lines, InPlaceLines) else None
-        self._has_ports = self._has_flags = False
-        # By micro-batch, what native.add_answers reads.
-        self._answering: list[array[int]] = []
-        self._records = self._make_records() if native_serves(self.shape) else None
-        self._answer_words = {
-            expert: [
-                lines.inbox(expert, each).words for each in range(self.shape.num_micro_batches)
-            ]
-            for expert in self._everyone
-        }
-
-    def _make_records(self) -> dict[int, list[Record]]:
-        micro_batches = range(self.shape.num_micro_batches)
-        ports = {
-            (expert, each): self.lines.port(expert, each)
-            for expert in self._everyone
-            for each in micro_batches
-        }
-        self._has_ports = None not in ports.values()
-        self._has_flags = any(port is not None and port.in_flag for port in ports.values())
         hops.prepare()
-        records = {
-            expert: [
-                Record(
-                    self._layout,
-                    (self._me.index, expert, micro_batch),
-                    (self._me.incarnation, self._experts[expert]),
-                    outbox=self.lines.outbox(expert, micro_batch),
-                    inbox=self.lines.inbox(expert, micro_batch),
-                    count=self._sequences[expert],
-                    port=ports[expert, micro_batch],
-                    shaper=self._shapers[expert],
-                    sends_all=len(self._experts) == 1,
-                    in_place=self._in_place is not None,
-                )
-                for micro_batch in micro_batches
-            ]
+        pairs = [
+            (expert, micro_batch)
             for expert in self._everyone
+            for micro_batch in range(self.shape.num_micro_batches)
+        ]
+        ports = {pair: lines.port(*pair) for pair in pairs}
+        self._has_ports = None not in ports.values()
+        self._records = {
+            (expert, micro_batch): Record(
+                self._layout,
+                (self._me.index, expert, micro_batch),
+                (self._me.incarnation, self._experts[expert]),
+                outbox=lines.outbox(expert, micro_batch),
+                inbox=lines.inbox(expert, micro_batch),
+                count=self._sequences[expert],
+                port=ports[expert, micro_batch],
+                shaper=self._shapers[expert],
+                sends_all=self._num_experts == 1,
+                in_place=self._in_place is not None,
+            )
+            for expert, micro_batch in pairs
         }
-        for micro_batch in micro_batches:
-            addresses = [records[expert][micro_batch].address for expert in self._everyone]
-            self._answering.append(array("Q", addresses + [0] * len(addresses)))
-        return records
+        # By micro-batch, the addresses of the records.
+        self._addresses = [
+            array("Q", [self._records[expert, each].address for expert in self._everyone])
+            for each in range(self.shape.num_micro_batches)
+        ]
+        self._addresses_at = [each.buffer_info()[0] for each in self._addresses]
 
     @property
     def local(self) -> frozenset[int]:
@@ -197,6 +171,7 @@ class AttentionSide:
         """Return whether compiled code can do the hops of this step, if there are any."""
         return len(self.local) == self.shape.num_layers or (
             self._has_ports
+            and travels_plain(self.shape)
             and self.shape.payload == self.shape.compute
             and self._route is not None
             and not any(self._route.choices)
@@ -209,8 +184,8 @@ class AttentionSide:
 
     @property
     def registered_bytes(self) -> int:
-        """Return the bytes held from start to close: all windows and the sum's scratch."""
-        return self.lines.registered_bytes + self._parts.registered_bytes
+        """Return the bytes held from start to close: all windows and the buffers."""
+        return self.lines.registered_bytes + self._scratch.nbytes + self._choices.nbytes
 
     def set_table(self, table: ExpertTable) -> None:
         """Keep `table` for the steps whose tickets name its version; see m2n_comm.net.
@@ -230,17 +205,17 @@ class AttentionSide:
             self._epoch += 1
         words = self._step_words
         words[hops.STEP // 8], words[hops.VERSION // 8] = ticket.step, ticket.table_version
-        self._measured.begin()
+        self._times.begin()
         self.lines.begin(ticket)
 
     def dispatch(
         self,
         micro_batch: int,
         layer: int,
-        hidden: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        num_rows: torch.Tensor | None = None,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        num_rows: Tensor | None = None,
     ) -> None:
         """Send hidden [T, H] to the nodes of experts [T, K] int64 (logical), weights [T, K].
 
@@ -253,155 +228,96 @@ class AttentionSide:
             assert route is not None, "begin() first"
             assert self._rules.flights[micro_batch] is None, "combine() the last dispatch first"
             self._rules.check_rows(hidden, experts, weights)
-            if hidden.dtype != self.shape.payload and self.shape.compressed is None:
-                hidden = hidden.to(self.shape.payload)
-            if weights.dtype != torch.float32:
-                weights = weights.to(torch.float32)
-            flight = _Flight(layer, hidden.shape)
+            if self.shape.compressed is None:
+                hidden = _at_hand(hidden, self.shape.payload)
+            experts = chosen = _at_hand(experts, torch.int64)
+            weights = _at_hand(weights, torch.float32)
+            choice = route.choices[layer]
+            if choice is not None:
+                check_known(route, layer, experts)
+                chosen = choice.choose(experts.view(-1))
+            order = order_of(experts, weights) if self.shape.per_expert_answers else None
+            flight = _Flight(layer, hidden.shape, route, hidden, experts, chosen, weights, order)
             self._rules.flights[micro_batch] = flight
-            if (
-                self._records is not None
-                and flight.size[0] <= self.shape.window_rows
-                and experts.dtype == torch.int64
-                and _is_at_hand(hidden)
-                and _is_at_hand(experts)
-                and _is_at_hand(weights)
-            ):
-                self._send_whole(layer, micro_batch, route, hidden, experts, weights)
-            else:
-                refuse_recording(f"a dispatch of {flight.size[0]} rows takes more than one frame")
-                flight.parts = self._parts.plan(route, layer, hidden, experts, weights)
-                for expert in self._everyone:
-                    self._send_part(flight.parts, layer, expert, micro_batch, 0)
-            flight.dispatched_ns = time.monotonic_ns()
+            if len(hidden) > self.shape.window_rows:
+                refuse_recording(f"a dispatch of {len(hidden)} rows takes more than one frame")
+            self._send_parts(flight, micro_batch, 0, self._everyone)
         except BaseException as error:
             self._rules.fail(error)
             raise
 
-    def _send_whole(
-        self,
-        layer: int,
-        micro_batch: int,
-        route: RouteMap,
-        hidden: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
+    def _send_parts(
+        self, flight: _Flight, micro_batch: int, part: int, experts: tuple[int, ...]
     ) -> None:
-        """Send every expert node its rows in one frame, written by one call."""
-        assert self._records is not None
-        chosen = experts
-        choice = route.choices[layer]
-        if choice is not None:
-            check_known(route, layer, experts)
-            chosen = choice.choose(experts.view(-1))
-        columns = route.slot_of[layer]
+        """Send each of `experts` a part of its rows, in one frame."""
+        columns = flight.route.slot_of[flight.layer]
         num_columns, columns_at = columns.shape[1], columns.data_ptr()
-        for expert in self._everyone:
+        for expert in experts:
             arguments = (
-                self._records[expert][micro_batch].address,
-                chosen.data_ptr(),
+                self._records[expert, micro_batch].address,
+                flight.chosen.data_ptr(),
                 columns_at + expert * num_columns * columns.itemsize,
                 num_columns,
-                hidden.shape[0],
-                hidden.data_ptr(),
-                weights.data_ptr(),
-                layer,
-                self._step_words.buffer_info()[0],
+                flight.size[0],
+                flight.hidden.data_ptr(),
+                flight.weights.data_ptr(),
+                flight.layer,
+                part,
+                self._step_at,
             )
-            finish = partial(self._finish_send, route, layer, expert, micro_batch, experts, hidden)
+            finish = partial(self._finish_send, flight, expert, micro_batch)
             launch_alone(hops.send_rows, arguments, finish)
 
-    def _finish_send(
-        self,
-        route: RouteMap,
-        layer: int,
-        expert: int,
-        micro_batch: int,
-        experts: torch.Tensor,
-        hidden: torch.Tensor,
-    ) -> None:
+    def _finish_send(self, flight: _Flight, expert: int, micro_batch: int) -> None:
         """Publish the frame that hops.send_rows has written; or it has written none."""
         with self._rules:
-            assert self._records is not None
-            record = self._records[expert][micro_batch]
+            record = self._records[expert, micro_batch]
             if not record.words[SENT_NS]:
-                check_known(route, layer, experts)
+                check_known(flight.route, flight.layer, flight.experts)
                 raise AssertionError("every expert id has a column")
-            sources = []
-            if runs := record.runs:
+            rows, hidden = record.words[ROWS], flight.hidden
+            window = self.lines.outbox(expert, micro_batch)
+            if self.shape.compressed is not None:
+                to = window.first(rows)
+                if rows < len(hidden):
+                    hidden = hidden.index_select(0, record.chosen[:rows])
+                pack_rows(hidden, to.hidden, to.scales, self._scratch)
+            shaper = self._shapers[expert]
+            if shaper is not None:
+                size = HEADER_BYTES + rows * self._layout.request_row_bytes
+                deliver_ns = shaper.deliver_ns(size, now_ns=time.monotonic_ns())
+                window.words[DELIVER_WORD] = deliver_ns
+            hop = self._hop(flight.layer, expert, micro_batch)
+            sequence = self._sequences[expert][micro_batch]
+            if self._in_place is not None and (runs := record.runs):
                 data, size = bytes_of(hidden), hidden.shape[1] * hidden.itemsize
                 sources = [data[first * size : end * size] for first, end in runs]
-            sequence = self._sequences[expert][micro_batch]
-            self._send(layer, expert, micro_batch, record.words[ROWS], sequence, sources)
-
-    def _send_part(
-        self, parts: Parts, layer: int, expert: int, micro_batch: int, part: int
-    ) -> None:
-        """Write one part straight into the request window and publish it."""
-        sequence = self._next_sequence(expert, micro_batch)
-        sources = []
-        if self._in_place is not None:
-            sources = self._parts.in_place(parts, expert=expert, part=part)
-        rows = self._parts.write(
-            parts,
-            self.lines.outbox(expert, micro_batch),
-            expert=expert,
-            micro_batch=micro_batch,
-            layer=layer,
-            part=part,
-            step=self._rules.step,
-            sequence=sequence,
-            with_hidden=not sources,
-        )
-        self._send(layer, expert, micro_batch, rows, sequence, sources)
-
-    def _next_sequence(self, expert: int, micro_batch: int) -> int:
-        sequences = self._sequences[expert]
-        sequences[micro_batch] += 1
-        return sequences[micro_batch]
-
-    def _send(
-        self,
-        layer: int,
-        expert: int,
-        micro_batch: int,
-        rows: int,
-        sequence: int,
-        sources: list[memoryview],
-    ) -> None:
-        """Publish the content of the request window, over the emulated link if there is one.
-
-        `sources` are the hidden rows if they are not in it.
-        """
-        shaper = self._shapers[expert]
-        if shaper is not None:
-            size = HEADER_BYTES + rows * self._layout.request_row_bytes
-            deliver_ns = shaper.deliver_ns(size, now_ns=time.monotonic_ns())
-            self.lines.outbox(expert, micro_batch).words[DELIVER_WORD] = deliver_ns
-        hop = self._hop(layer, expert, micro_batch)
-        if sources:
-            assert self._in_place is not None
-            self._in_place.send_from(hop, rows, sequence, sources)
-        else:
-            self.lines.send(hop, rows, sequence)
+                self._in_place.send_from(hop, rows, sequence, sources)
+            else:
+                self.lines.send(hop, rows, sequence)
 
     def _hop(self, layer: int, expert: int, micro_batch: int) -> Hop:
         """Return the hop of a frame whose wait begins now; that of a step's first may be long."""
-        is_first = not self._measured.has_answers
+        is_first = not self._times.has_answers
         patience_s = self._rules.patience_s if is_first else self.shape.deadline_s
         return Hop(expert, micro_batch, layer, time.monotonic() + patience_s)
 
-    def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
+    def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
         """Fill out [T, H] fp32 with the sum of all partials of that dispatch and return it."""
         self._rules.check_usable()
         try:
             flight = self._rules.flight(micro_batch, layer, out)
-            if flight.parts is None:
-                self._consume_whole(layer, micro_batch, out)
+            if flight.order is not None:
+                if len(self._choices) < flight.chosen.numel():
+                    size = (flight.chosen.numel(), self.shape.hidden_size)
+                    self._choices = self._choices.new_empty(size)
+                self._receive(flight, micro_batch, self._choices)
+                add_by_expert(self._choices, *flight.order, out)
             else:
-                if not self._parts.writes_first(flight.parts):
-                    out.zero_()
-                self._consume_parts(flight, flight.parts, micro_batch, out)
+                total = _at_hand(out, torch.float32)
+                self._receive(flight, micro_batch, total)
+                if total is not out:
+                    out.copy_(total)
         except BaseException as error:
             self._rules.fail(error)
             raise
@@ -412,121 +328,98 @@ class AttentionSide:
 
     def wait_s(self) -> float:
         """Return the seconds spent waiting in combine() since begin()."""
-        return self._measured.times.wait_s
+        return self._times.read().wait_s
 
     def times(self) -> NetTimes:
         """Return the measured times since begin()."""
-        return self._measured.times
+        return self._times.read()
 
     def close(self) -> None:
         """Release all memory and descriptors; safe to call twice."""
         self._rules.close()
-        self._records, self._answer_words = None, {}
+        self._records = {}
         self.lines.close()
 
-    def _consume_whole(self, layer: int, micro_batch: int, out: torch.Tensor) -> None:
-        """Receive every node's single answer; one call checks and adds them all."""
-        assert self._records is not None
-        everyone = self._everyone
-        total = out if _is_at_hand(out) else torch.empty(out.shape, dtype=torch.float32)
-        for position, expert in enumerate(everyone):
-            record = self._records[expert][micro_batch]
-            if self._has_flags or is_recording():
-                wait = partial(self._await_whole, layer, expert, micro_batch, everyone[position:])
-                launch_alone(hops.await_frame, (record.place, 0, 0), wait)
-            else:
-                record.words[WAIT_BEGAN_NS] = time.monotonic_ns()
-                self._await_whole(layer, expert, micro_batch, everyone[position:])
-            if self.trace is not None:
-                self.trace.stamp(Kind.ARRIVED, layer, micro_batch, expert)
-        records, num_records = self._answering[micro_batch], len(everyone)
-        arguments = (
-            records.buffer_info()[0],
-            num_records,
-            total.data_ptr(),
-            total.shape[0],
-            self._measured.address,
-        )
-        launch_alone(hops.add_rows, arguments, partial(self._refuse_answer, micro_batch))
-        if total is not out:
-            out.copy_(total)
+    def _receive(self, flight: _Flight, micro_batch: int, total: Tensor) -> None:
+        """Add the answers to all parts to `total`; send a node's next part after each one's.
 
-    def _await_whole(
-        self, layer: int, expert: int, micro_batch: int, awaited: tuple[int, ...]
-    ) -> None:
-        """Wait for an answer for longer than hops.await_frame does, or see what is wrong."""
-        with self._rules:
-            assert self._records is not None
-            self._await(layer, expert, micro_batch, awaited)
-            self._records[expert][micro_batch].words[ARRIVED_NS] = time.monotonic_ns()
-
-    def _refuse_answer(self, micro_batch: int) -> None:
-        """Raise FrameError or StaleFrame for an answer that does not match its request."""
-        with self._rules:
-            assert self._records is not None
-            for expert in self._everyone:
-                header = read_header(self.lines.inbox(expert, micro_batch).header)
-                sent = read_header(self._records[expert][micro_batch].request)
-                self._parts.check_answer(header, sent, expert)
-            raise FrameError("an answer changed while it was read")
-
-    def _consume_parts(
-        self, flight: _Flight, parts: Parts, micro_batch: int, out: torch.Tensor
-    ) -> None:
-        """Receive every part of every node; send the next part after each received one."""
-        pending = self._everyone
-        part = 0
+        Of a dispatch that one frame for each node holds, all answers are added by one call.
+        """
+        layer, everyone = flight.layer, self._everyone
+        is_whole = flight.size[0] <= self.shape.window_rows
+        fills = is_whole or len(everyone) == 1
+        if not fills and flight.order is None:
+            total.zero_()
+        pending, part = everyone, 0
         while pending:
             for position, expert in enumerate(pending):
-                raw = self._receive_part(flight, parts, expert, micro_batch, pending[position:])
-                window = self.lines.inbox(expert, micro_batch)
-                self._parts.read(parts, raw, window, expert=expert, out=out)
-                if part + 1 < parts.counts[expert]:
-                    self._send_part(parts, flight.layer, expert, micro_batch, part + 1)
+                self._await(layer, micro_batch, pending[position:])
+                if is_whole:
+                    continue
+                self._add(micro_batch, (expert,), total, fills=fills)
+                if self._records[expert, micro_batch].words[NUM_PARTS] > part + 1:
+                    self._send_parts(flight, micro_batch, part + 1, (expert,))
+            if is_whole:
+                self._add(micro_batch, everyone, total, fills=True)
+                return
             part += 1
-            pending = tuple(expert for expert in pending if parts.counts[expert] > part)
-        self._parts.finish(parts, out)
+            num_parts = {
+                each: self._records[each, micro_batch].words[NUM_PARTS] for each in pending
+            }
+            pending = tuple([each for each in pending if num_parts[each] > part])
 
-    def _receive_part(
-        self,
-        flight: _Flight,
-        parts: Parts,
-        expert: int,
-        micro_batch: int,
-        awaited: tuple[int, ...],
-    ) -> bytes:
-        """Wait for the answer to the last part to `expert`; return its header, unchecked.
-
-        Counts the wait, the expert's time and, if the frame never waited on either side, the
-        link's.
-        """
-        start_ns = time.monotonic_ns()
-        raw = self._await(flight.layer, expert, micro_batch, awaited)
-        now_ns = time.monotonic_ns()
+    def _await(self, layer: int, micro_batch: int, awaited: tuple[int, ...]) -> None:
+        """Wait for the next answer of the first node of `awaited`."""
+        record = self._records[awaited[0], micro_batch]
+        wait = partial(self._await_long, layer, micro_batch, awaited)
+        launch_alone(hops.await_frame, (record.place, 0, 0), wait)
         if self.trace is not None:
-            self.trace.stamp(Kind.ARRIVED, flight.layer, micro_batch, expert)
-        words = self._answer_words[expert][micro_batch]
-        is_first = parts.sent[expert].part == 0
-        self._measured.count(
-            expert,
-            now_ns - start_ns,
-            words[COMPUTE_WORD],
-            words[IDLE_WORD],
-            now_ns - flight.dispatched_ns if is_first else 0,
-        )
-        return raw
+            self.trace.stamp(Kind.ARRIVED, layer, micro_batch, awaited[0])
 
-    def _await(self, layer: int, expert: int, micro_batch: int, awaited: tuple[int, ...]) -> bytes:
-        """Wait for the answer to the last frame to `expert`; return its header, unchecked."""
-        hop = self._hop(layer, expert, micro_batch)
-        raw = self.lines.receive(hop, awaited)
-        if self._answer_words[expert][micro_batch][DELIVER_WORD]:
-            deliver_ns = read_header(raw).deliver_ns
-            if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s, spins=self._spins):
+    def _await_long(self, layer: int, micro_batch: int, awaited: tuple[int, ...]) -> None:
+        """Wait for an answer for longer than hops.await_frame does, or see what is wrong."""
+        with self._rules:
+            hop = self._hop(layer, awaited[0], micro_batch)
+            header = read_header(self.lines.receive(hop, awaited))
+            if header.deliver_ns and not wait_delivery(
+                header.deliver_ns, deadline_s=hop.deadline_s, spins=self._spins
+            ):
                 raise late("expert", hop)
-        return raw
+            self._records[awaited[0], micro_batch].words[ARRIVED_NS] = time.monotonic_ns()
+
+    def _add(
+        self, micro_batch: int, experts: tuple[int, ...], total: Tensor, *, fills: bool
+    ) -> None:
+        """Check and add up the answers of `experts`: all nodes, or one."""
+        arguments = (
+            self._addresses_at[micro_batch] + 8 * self._everyone.index(experts[0]),
+            len(experts),
+            total.data_ptr(),
+            int(fills),
+            self._times.address,
+        )
+        launch_alone(hops.add_rows, arguments, partial(self._refuse, micro_batch, experts))
+
+    def _refuse(self, micro_batch: int, experts: tuple[int, ...]) -> None:
+        """Raise FrameError or StaleFrame for an answer that does not match its request."""
+        with self._rules:
+            for expert in experts:
+                record = self._records[expert, micro_batch]
+                sent = read_header(record.request)._replace(rows=record.words[ANSWER_ROWS])
+                header = read_header(self.lines.inbox(expert, micro_batch).header)
+                expected = answer_to(sent, payload=payload_code(self.shape.payload))
+                check_header(header, expected, origin=f"expert {expert}")
+                check_size(
+                    header,
+                    window_rows=self.shape.answer_rows,
+                    row_bytes=self._layout.answer_row_bytes,
+                    origin=f"expert {expert}",
+                )
+            raise FrameError("an answer changed while it was read")
 
 
-def _is_at_hand(tensor: torch.Tensor) -> bool:
-    """Return whether compiled code may access the tensor's memory."""
-    return tensor.is_cpu and tensor.is_contiguous()
+def _at_hand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor as compiled code reads it."""
+    if tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous():
+        return tensor
+    return tensor.to("cpu", dtype).contiguous()

@@ -12,37 +12,19 @@ import select
 import socket
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from m2n_comm.hello import NodeRole, other_role
-from m2n_comm.host.windows import PairLayout, PairWindows, Window
+from m2n_comm.host.frames.records import Port
+from m2n_comm.host.frames.windows import PairLayout, PairWindows, Window
+from m2n_comm.pairing.hello import NodeRole, other_role
 from m2n_comm.waits import Hop
 from topspin.errors import StaleFrame
 from topspin.messages import StepTicket
 
 _MAX_POLLERS = 64
-
-
-class Port(NamedTuple):
-    """One micro-batch's windows of a pair, for compiled code: addresses of 64-bit words.
-
-    The flags of outbox and inbox, whether their readers are awake, and the sequence consumed last;
-    `bell` is the eventfd that wakes the peer. All 0: Python publishes and waits. Frames on a
-    connection have its words (tcp_frames.LineWords) at `line`, those of the micro-batch at `block`,
-    and neither flag of the outbox nor bell.
-    """
-
-    out_flag: int = 0
-    out_is_awake: int = 0
-    bell: int = 0
-    in_flag: int = 0
-    in_is_awake: int = 0
-    consumed: int = 0
-    line: int = 0
-    block: int = 0
 
 
 class Lines(Protocol):

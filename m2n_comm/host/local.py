@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.hello import Identity, NodeRole
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import NodeLines, Port
-from m2n_comm.host.memory_order import consume, publish
-from m2n_comm.host.windows import PairLayout, PairWindows, private_memory
+from m2n_comm.host.frames.memory_order import consume, publish
+from m2n_comm.host.frames.records import Port
+from m2n_comm.host.frames.windows import PairLayout, PairWindows, private_memory
+from m2n_comm.host.lines import NodeLines
 from m2n_comm.net import NetShape, Serve
+from m2n_comm.pairing.hello import Identity, NodeRole
 from m2n_comm.rules import describe
 from m2n_comm.waits import Hop, late, lost
 from topspin.errors import PeerLost

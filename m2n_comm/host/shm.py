@@ -24,11 +24,12 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from m2n_comm.handshake import Meeting
-from m2n_comm.hello import Identity, NodeRole, PairHello
-from m2n_comm.host.lines import NodeLines, Port, Watches
-from m2n_comm.host.memory_order import check_platform, consume, fall_asleep, publish_fenced
-from m2n_comm.host.windows import PairLayout, PairWindows
+from m2n_comm.host.frames.memory_order import check_platform, consume, fall_asleep, publish_fenced
+from m2n_comm.host.frames.records import Port
+from m2n_comm.host.frames.windows import PairLayout, PairWindows
+from m2n_comm.host.lines import NodeLines, Watches
+from m2n_comm.pairing.handshake import Meeting
+from m2n_comm.pairing.hello import Identity, NodeRole, PairHello
 from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
 from topspin.errors import FrameError, PeerLost
 

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from kernels.frame_header import FrameHeader
 from m2n_comm.emulate import LinkEmulation, wait_delivery
-from m2n_comm.hello import Identity
-from m2n_comm.host.lines import Lines, NodeLines
-from m2n_comm.host.windows import PairLayout
-from m2n_comm.host.wire import (
+from m2n_comm.host.frames.windows import PairLayout
+from m2n_comm.host.frames.wire import (
     ANSWER,
     HEADER_BYTES,
     REQUEST,
@@ -27,7 +25,9 @@ from m2n_comm.host.wire import (
     read_header,
     write_header,
 )
+from m2n_comm.host.lines import Lines, NodeLines
 from m2n_comm.net import NO_TIMES, NetTimes
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.rules import NetRules
 from m2n_comm.waits import Hop, WaitPolicy, late
 from topspin.errors import FrameError

@@ -25,10 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.cpu.compiled.runtime import make_callable
 from kernels.frame_header import FrameHeader
-from m2n_comm.handshake import Meeting
-from m2n_comm.hello import Identity, NodeRole, PairHello
-from m2n_comm.host.lines import NodeLines, Port
-from m2n_comm.host.tcp_frames import (
+from m2n_comm.host.frames.records import Port
+from m2n_comm.host.frames.tcp_frames import (
     CODED,
     ENDED,
     FORGED,
@@ -43,19 +41,22 @@ from m2n_comm.host.tcp_frames import (
     accept_frame,
     read_line,
 )
-from m2n_comm.host.windows import PairLayout, Window, private_memory
-from m2n_comm.host.wire import (
+from m2n_comm.host.frames.windows import PairLayout, Window, private_memory
+from m2n_comm.host.frames.wire import (
     SEAL_AT,
     check_seal,
     check_size,
     read_header,
     seal,
 )
+from m2n_comm.host.lines import NodeLines
+from m2n_comm.pairing.handshake import Meeting
+from m2n_comm.pairing.hello import Identity, NodeRole, PairHello
 from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
 from topspin.errors import FrameError, StaleFrame
 
 if TYPE_CHECKING:
-    from m2n_comm.session import Session
+    from m2n_comm.pairing.session import Session
 
 
 class TcpPair(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from m2n_comm.host.windows import PairLayout, PairWindows, Window, private_memory
+from m2n_comm.host.frames.windows import PairLayout, PairWindows, Window, private_memory
 from topspin.errors import ConfigError, FrameError, PeerLost
 
 _MEMORY = "DRAM"

@@ -12,11 +12,11 @@ import time
 
 import msgspec
 
-from m2n_comm.handshake import Meeting
-from m2n_comm.hello import Identity, PairHello, PairMemory
-from m2n_comm.host.windows import PairLayout
+from m2n_comm.host.frames.windows import PairLayout
 from m2n_comm.nixl.agent import NixlPeer, NodeAgent, PairKeys
 from m2n_comm.nixl.lines import NOTE, NixlLines, NixlPair, notes_of
+from m2n_comm.pairing.handshake import Meeting
+from m2n_comm.pairing.hello import Identity, PairHello, PairMemory
 from m2n_comm.waits import CHECK_INTERVAL_S, Waits
 from topspin.errors import DeadlineExceeded, FrameError, PeerLost, TopspinError
 

@@ -19,11 +19,11 @@ import struct
 import time
 from typing import NamedTuple
 
-from m2n_comm.hello import NodeRole
+from m2n_comm.host.frames.windows import PairLayout
+from m2n_comm.host.frames.wire import check_seal, seal
 from m2n_comm.host.lines import NodeLines, Watches
-from m2n_comm.host.windows import PairLayout
-from m2n_comm.host.wire import check_seal, seal
 from m2n_comm.nixl.agent import Handle, NixlPeer, NodeAgent
+from m2n_comm.pairing.hello import NodeRole
 from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
 from topspin.errors import FrameError, PeerLost
 

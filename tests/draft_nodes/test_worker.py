@@ -39,7 +39,7 @@ from topspin.messages import (
 from topspin.processes.channel import ControlClient, ControlServer, Received
 from topspin.processes.keys import KeyDirectory
 from topspin.processes.node_life import run_node
-from topspin.processes.node_network import ON_ONE_HOST, Wires
+from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
 
 TIMEOUT_S = 30.0
 
@@ -76,20 +76,24 @@ class World:
         self.scheduler = ControlServer(address)
         self.status: list[int] = []
         plan = with_draft_addresses(make_config(draft_nodes=1), address)
-        wires, own = ON_ONE_HOST, None
+        network, own = ON_ONE_HOST, None
         if keys is not None:
             [draft] = plan.drafts
             others = [each for each in plan.nodes if each != draft]
             plan = replace(plan, nodes=(*others, replace(draft, address=free_address())))
             groups = peer_groups(plan, plan.drafts[0])
-            wires = Wires(keys=KeyDirectory(keys / "draft", "draft"), peers=groups)
+            network = NodeNetwork(keys=KeyDirectory(keys / "draft", "draft"), peers=groups)
             own = KeyDirectory(keys / "attention", "attention")
         model: Any = Model()
 
         def body(control: ControlClient) -> None:
             growth = Growth(passes=3, width=2, num_top=2)
             worker = DraftWorker(
-                control, index=0, load=lambda config: (model, growth), clock=Clock(), wires=wires
+                control,
+                index=0,
+                load=lambda config: (model, growth),
+                clock=Clock(),
+                network=network,
             )
             worker.serve()
 

@@ -15,8 +15,8 @@ from expert_nodes.command import accept_attention
 from expert_nodes.experts import Experts
 from expert_nodes.worker import load_experts, warm_up_rows
 from kernels.runtime import DeviceMemory, HostRuntime, NoSync, Runtime
-from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_tables import node_config

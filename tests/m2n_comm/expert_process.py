@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 from typing import cast, get_args
 
-from m2n_comm.addresses import Between
-from m2n_comm.hello import Identity
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.open import listen_expert
+from m2n_comm.pairing.addresses import Between
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, serve_steps
 from topspin.processes.keys import KeyDirectory
+from topspin.processes.node_network import NodeNetwork
 
 EXPERT_INCARNATION = 2**63 + 5
 ATTENTION_INCARNATION = 2**64 - 1
@@ -28,12 +29,8 @@ def main(transport: str, host: str | None = None, keys: str | None = None) -> No
     shape = make_shape()
     table = make_table(shape, 1)
     assert transport in get_args(Between)
-    listener = listen_expert(
-        cast(Between, transport),
-        host=host,
-        keys=None if keys is None else KeyDirectory(Path(keys), "expert"),
-        groups={"attention"},
-    )
+    mine = None if keys is None else KeyDirectory(Path(keys), "expert")
+    listener = listen_expert(cast(Between, transport), NodeNetwork(host, mine, ("attention",)))
     print(listener.address, flush=True)
     me = Identity(role="expert", index=0, incarnation=EXPERT_INCARNATION, shape=shape)
     net = listener.accept(me, (ATTENTION_INCARNATION,), table, Waits(timeout_s=20.0))

@@ -20,12 +20,12 @@ import torch
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.gpu.staged import ExpertStaging, StagedExpertNet, StagedNet
-from m2n_comm.hello import Identity
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.local import LocalHub
 from m2n_comm.net import ExpertBatch, NetShape
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertPeer, StepTicket

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.faults import (
+from tests.m2n_comm.faults import (
     Change,
     Damage,
     Delay,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from m2n_comm.hello import Identity
 from m2n_comm.open import connect_attention
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.expert_process import ATTENTION_INCARNATION, EXPERT_INCARNATION, STEPS
 from tests.m2n_comm.harness import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.windows import PairLayout
+from m2n_comm.host.frames.windows import PairLayout
 from tests.m2n_comm.harness import (
     NIXL,
     TRANSPORTS,
@@ -72,8 +72,7 @@ def test_steps_take_nothing_that_is_not_given_back(transport: Transport) -> None
 def test_registered_bytes_count_every_window(transport: Transport) -> None:
     fleet = open_one_by_two(transport)
     pair = PairLayout(fleet.shape).total_bytes
-    scratch = fleet.shape.window_rows * fleet.shape.hidden_size * 4
-    assert fleet.attention[0].registered_bytes == 2 * pair + scratch
+    assert fleet.attention[0].registered_bytes == 2 * pair
     joined = fleet.shape.window_rows * (24 * 4 + 3 * 4 + 3 * 4)
     own_windows = 0 if transport == "local" else pair
     assert fleet.experts[0].registered_bytes == own_windows + joined

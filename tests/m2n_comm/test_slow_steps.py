@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch
 from m2n_comm.open import CONNECT_TIMEOUT_S, connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     TRANSPORTS,
@@ -101,8 +101,8 @@ def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch)
     offset_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + offset_s)
     monkeypatch.setattr("m2n_comm.open.time", clock)
-    monkeypatch.setattr("m2n_comm.handshake.time", clock)
-    monkeypatch.setattr("m2n_comm.reception.time", clock)
+    monkeypatch.setattr("m2n_comm.pairing.handshake.time", clock)
+    monkeypatch.setattr("m2n_comm.pairing.reception.time", clock)
     asked = threading.Semaphore(0)
     opened: list[object] = []
     listener = listen_expert("shm")

@@ -12,8 +12,8 @@ import signal
 import sys
 from types import FrameType
 
-from m2n_comm.host.faults import Delay, Drop, Duplicate, Fault, Reorder
 from tests.faults import OnDemand, faulty_nets
+from tests.m2n_comm.faults import Delay, Drop, Duplicate, Fault, Reorder
 
 FAULT_OF_SIGNAL: dict[int, Fault] = {
     signal.SIGUSR1: Drop(),

@@ -175,8 +175,8 @@ def data_links(stack: ExitStack) -> Iterator[list[Link]]:
     """Route connections to expert nodes that open in the context over links."""
     links: list[Link] = []
 
-    def listen(transport: Any, **settings: Any) -> ExpertListener:
-        listener = listen_expert(transport, **settings)
+    def listen(*settings: Any) -> ExpertListener:
+        listener = listen_expert(*settings)
         port = int(listener.address.rpartition(":")[2])
         link = Link(lambda: socket.create_connection(("127.0.0.1", port)))
         links.append(stack.enter_context(link))

@@ -21,11 +21,11 @@ import pytest
 
 from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
-from m2n_comm.host.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
+from tests.m2n_comm.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
 from tests.structs import changed, with_nodes
 from tests.system.conftest import NUM_TOKENS, Tiny
 from topspin.plan.settings import FailoverSection

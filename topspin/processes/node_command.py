@@ -22,9 +22,9 @@ from topspin.processes.channel import (
     Heartbeat,
 )
 from topspin.processes.node_life import run_node
-from topspin.processes.node_network import Wires, add_arguments, read_wires
+from topspin.processes.node_network import NodeNetwork, add_arguments, read_network
 
-Body = Callable[[ControlClient, argparse.Namespace, Wires], None]
+Body = Callable[[ControlClient, argparse.Namespace, NodeNetwork], None]
 """Serves with a control connection, and `index`, `model` and `transport` of the command line."""
 
 
@@ -49,15 +49,15 @@ def run_command(
     args = parser.parse_args()
     logger = start_logging(role)
     try:
-        wires = read_wires(args)
+        network = read_network(args)
         return run_node(
             role,
             args.index,
             args.control,
             logger=logger,
-            body=lambda control: body(control, args, wires),
+            body=lambda control: body(control, args, network),
             heartbeat=heartbeat_of(args),
-            keys=wires.keys,
+            keys=network.keys,
         )
     except ConfigError as error:
         logger.error("%s %d: %s", role, args.index, error)

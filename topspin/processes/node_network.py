@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package 
     from topspin.processes.keys import KeyDirectory
 
 
-class Wires(NamedTuple):
+class NodeNetwork(NamedTuple):
     """Where a process listens for rows (None: on this host only), and its keys, if it has some.
 
     `peers`: the key groups of those with whom it exchanges rows, or drafts (None: all that `keys`
@@ -29,7 +29,7 @@ class Wires(NamedTuple):
     trusted_network: bool = False
 
 
-ON_ONE_HOST: Final = Wires()
+ON_ONE_HOST: Final = NodeNetwork()
 """Of a process whose engine is all on its host."""
 
 
@@ -49,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def argv_of(wires: Wires, *, keys: Path | None, group: str) -> Sequence[str]:
-    """Return the flags that read_wires() turns into `wires`, with the keys of `group` in `keys`."""
+def argv_of(network: NodeNetwork, *, keys: Path | None, group: str) -> Sequence[str]:
+    """Return the flags that read_network() turns into `network`, with the keys of a `group`."""
     argv = [] if keys is None else ["--keys", str(keys), "--group", group]
-    argv += [] if wires.host is None else ["--host", wires.host]
-    argv += [] if wires.peers is None else ["--peers", *wires.peers]
-    return argv + ["--trusted-network"] * wires.trusted_network
+    argv += [] if network.host is None else ["--host", network.host]
+    argv += [] if network.peers is None else ["--peers", *network.peers]
+    return argv + ["--trusted-network"] * network.trusted_network
 
 
 def read_keys_of(args: argparse.Namespace) -> KeyDirectory | None:
@@ -66,7 +66,7 @@ def read_keys_of(args: argparse.Namespace) -> KeyDirectory | None:
     return KeyDirectory(args.keys, args.group)
 
 
-def read_wires(args: argparse.Namespace) -> Wires:
+def read_network(args: argparse.Namespace) -> NodeNetwork:
     """Return what the flags say. Raises ConfigError as read_keys_of()."""
     peers = None if args.peers is None else tuple(args.peers)
-    return Wires(args.host, read_keys_of(args), peers, args.trusted_network)
+    return NodeNetwork(args.host, read_keys_of(args), peers, args.trusted_network)

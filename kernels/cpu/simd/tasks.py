@@ -17,8 +17,8 @@ A kernel returns when all its tasks are done, so that the next one may read its 
 A kernel that one thread runs alone claims nothing. It may leave its work to Python
 (`leave_undone`), since only the thread that began a program can go there.
 
-Knows no kernel. Used by `kernels.cpu.compiled` and `m2n_comm.host.hops`, inside compiled functions
-only.
+Knows no kernel. Used by `kernels.cpu.compiled` and `m2n_comm.host.frames.hops`, inside compiled
+functions only.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from kernels.m2n_windows import (
 )
 from kernels.triton.m2n import attention_port as triton_m2n
 from kernels.triton.m2n.attention_port import AttentionPort
-from m2n_comm.layout import SendPlan, plan_sends, route_map
+from m2n_comm.layout import route_map
 from m2n_comm.payload import pack_rows
 from tests.kernels.triton.m2n_bench import ATTENTION, EXPERT, SHORT_NS, Bench, runtime_of
 from tests.pairwise import cover_values
@@ -70,11 +70,11 @@ def draw(num_rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
     return hidden.to(device), experts.to(device), weights.to(device)
 
 
-def plan_of(experts: Tensor) -> tuple[Tensor, SendPlan]:
-    """Return slot_of [1, N, experts] and the send plan of the CPU's transports."""
+def plan_of(experts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return slot_of [1, N, experts], and the slots [N, T, K] of the CPU's transports."""
     table = ExpertTable(version=1, num_experts=NUM_EXPERTS, slots=NODES)
-    route = route_map(table)
-    return route.slot_of[0][None].to(experts.device), plan_sends(route, 0, experts.cpu())
+    slot_of = route_map(table).slot_of[0]
+    return slot_of[None].to(experts.device), slot_of[:, experts.cpu()]
 
 
 @pytest.mark.parametrize(
@@ -87,17 +87,17 @@ def test_windows_hold_what_the_cpus_transports_would_write(
     port = bench.attention_port()
     dtype = torch.bfloat16 if wire == torch.float8_e4m3fn else wire
     hidden, experts, weights = draw(num_rows, dtype, device)
-    slot_of, plan = plan_of(experts)
+    slot_of, planned = plan_of(experts)
     bench.begin(7, version=4)
     for _ in range(2):
         port.dispatch(hidden, experts, weights, slot_of, layer=5, part=1, parts=3)
     for node in range(3):
         slots, weight, rows, scales, header = bench.request(0, node)
-        count = plan.counts[node]
+        chosen = (planned[node] >= 0).any(1).nonzero().view(-1)
+        count = len(chosen)
         wanted = [2, count, 7, 4, 5, 1, 3, signed(ATTENTION)]
         assert header.tolist() == wanted
-        chosen = slice(None) if plan.rows[node] is None else plan.rows[node]
-        assert torch.equal(slots[:count].cpu(), plan.slots[node][chosen].int())
+        assert torch.equal(slots[:count].cpu(), planned[node][chosen])
         assert torch.equal(weight[:count], weights[chosen])
         sent = hidden[chosen].cpu()
         if wire == torch.float8_e4m3fn:
@@ -161,7 +161,7 @@ def test_answers_are_added_by_ascending_node(
     bench = make_bench(device, answer=answer)
     port = bench.attention_port()
     hidden, experts, weights = draw(num_rows, torch.float32, device)
-    slot_of, plan = plan_of(experts)
+    slot_of, planned = plan_of(experts)
     bench.begin(3)
     for layer, bias in enumerate((0.0, 5.0)):
         port.dispatch(hidden, experts, weights, slot_of, layer=layer)
@@ -170,7 +170,7 @@ def test_answers_are_added_by_ascending_node(
         assert port.combine(out, layer=layer) is out
         wanted = torch.zeros(num_rows, HIDDEN)
         for node in range(3):
-            held = (plan.slots[node] >= 0).any(1)
+            held = (planned[node] >= 0).any(1)
             part = (hidden.cpu() * 2 + node + bias).to(answer).float()
             wanted += torch.where(held[:, None], part, 0.0)
         assert torch.equal(out.cpu(), wanted)
@@ -225,12 +225,12 @@ def dispatched(device: torch.device, num_rows: int = 2) -> tuple[Bench, Attentio
     bench = make_bench(device)
     port = bench.attention_port()
     hidden, experts, weights = draw(num_rows, torch.float32, device)
-    slot_of, plan = plan_of(experts)
+    slot_of, planned = plan_of(experts)
     bench.begin(2, patience_ns=SHORT_NS)
     port.dispatch(hidden, experts, weights, slot_of, layer=4)
     answer_all(bench)
     assert bench.controls[0].fault is None
-    return bench, port, (plan.slots[1] >= 0).any(1)
+    return bench, port, (planned[1] >= 0).any(1)
 
 
 def check_fault(bench: Bench, port: AttentionPort, held: Tensor, fault: Fault, *words: int) -> None:

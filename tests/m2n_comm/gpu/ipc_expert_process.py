@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from kernels.runtime import open_runtime
-from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch, NetShape
 from m2n_comm.open import listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.gpu.ipc_fleet import DEVICE, ticket_of
 from tests.m2n_comm.harness import NUM_EXPERTS, FakeExperts, make_shape, make_table

@@ -19,9 +19,9 @@ import torch
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.gpu.ipc_attention import IpcAttentionNet
 from m2n_comm.gpu.ipc_expert import IpcExpertNet
-from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch, NetShape
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Check, Waits, wait_on
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,

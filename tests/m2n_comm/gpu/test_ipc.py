@@ -11,9 +11,9 @@ import torch
 from kernels.runtime import HostRuntime
 from m2n_comm.gpu.ipc_attention import IpcAttentionNet, slot_variants
 from m2n_comm.gpu.ipc_expert import IpcExpertNet
-from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.gpu.ipc_fleet import (
     NEEDS_INTERPRETER,

@@ -15,8 +15,8 @@ import torch
 from kernels.runtime import HostRuntime
 from m2n_comm.gpu.ipc_pairs import window_shape
 from m2n_comm.gpu.memory import HostMemory
-from m2n_comm.hello import Identity
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.gpu.ipc_fleet import (
     NEEDS_INTERPRETER,

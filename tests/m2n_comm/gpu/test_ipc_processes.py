@@ -18,8 +18,8 @@ import torch
 
 from kernels.runtime import open_runtime
 from m2n_comm.gpu.ipc_attention import IpcAttentionNet
-from m2n_comm.hello import Identity
 from m2n_comm.open import connect_attention
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.gpu.ipc_expert_process import (
     ATTENTION_INCARNATION,

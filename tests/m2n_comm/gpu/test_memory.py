@@ -17,8 +17,8 @@ from m2n_comm.gpu import memory as device_memory
 from m2n_comm.gpu.ipc_forming import IpcForming
 from m2n_comm.gpu.ipc_pairs import IpcPair, IpcPairs, inbox_bytes
 from m2n_comm.gpu.memory import CudaDriver, CudaMemory, HostMemory, IpcHandle
-from m2n_comm.handshake import Meeting
-from m2n_comm.hello import Identity, PairRegion
+from m2n_comm.pairing.handshake import Meeting
+from m2n_comm.pairing.hello import Identity, PairRegion
 from m2n_comm.waits import Waits, wait_on
 from tests.m2n_comm.harness import make_shape
 from topspin.errors import ConfigError, FrameError, PeerLost

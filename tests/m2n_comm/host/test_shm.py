@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.memory_order import publish
+from m2n_comm.host.frames.memory_order import publish
+from m2n_comm.host.frames.windows import PairLayout, private_memory
 from m2n_comm.host.shm import ShmLines, ShmPair
-from m2n_comm.host.windows import PairLayout, private_memory
 from m2n_comm.waits import Hop, Waits
 from tests.m2n_comm.harness import (
     FakeExperts,

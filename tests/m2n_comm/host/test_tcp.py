@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from kernels.frame_header import FrameHeader
-from m2n_comm.addresses import tune_socket
+from m2n_comm.host.frames.windows import PairLayout, Window
+from m2n_comm.host.frames.wire import HEADER_BYTES, REQUEST, read_header, seal, write_header
 from m2n_comm.host.lines import bytes_of
 from m2n_comm.host.tcp import TcpLines, TcpPair
-from m2n_comm.host.windows import PairLayout, Window
-from m2n_comm.host.wire import HEADER_BYTES, REQUEST, read_header, seal, write_header
 from m2n_comm.net import NetShape
+from m2n_comm.pairing.addresses import tune_socket
 from m2n_comm.waits import Hop, Waits
 from tests.m2n_comm.harness import make_shape
 from topspin.errors import DeadlineExceeded, FrameError, PeerLost, StaleFrame

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m2n_comm.host.frames.windows import PairLayout
+from m2n_comm.host.frames.wire import HEADER_BYTES, SEAL_AT, read_header, seal, write_header
 from m2n_comm.host.tcp import TcpLines, TcpPair
-from m2n_comm.host.windows import PairLayout
-from m2n_comm.host.wire import HEADER_BYTES, SEAL_AT, read_header, seal, write_header
 from m2n_comm.net import NetShape
-from m2n_comm.session import Session
+from m2n_comm.pairing.session import Session
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import make_shape
 from tests.m2n_comm.host.test_tcp import connected, fill, hop
-from tests.m2n_comm.test_session import agreed
+from tests.m2n_comm.pairing.test_session import agreed
 from topspin.errors import DeadlineExceeded, FrameError, PeerLost, StaleFrame
 
 ROWS = 3

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from m2n_comm import open as opener
-from m2n_comm.handshake import Meeting
-from m2n_comm.hello import Identity, PairMemory
 from m2n_comm.net import NetShape
 from m2n_comm.nixl.agent import load_nixl, row_buckets
 from m2n_comm.nixl.forming import NixlForming
 from m2n_comm.nixl.lines import NOTE, notes_of
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.handshake import Meeting
+from m2n_comm.pairing.hello import Identity, PairMemory
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     NIXL,
@@ -40,6 +40,7 @@ from tests.m2n_comm.harness import (
 )
 from topspin.errors import ConfigError, FrameError, PeerLost
 from topspin.messages import ExpertPeer
+from topspin.processes.node_network import NodeNetwork
 
 
 def mark(function: Any) -> Any:
@@ -90,11 +91,11 @@ def test_addresses_have_the_documented_form() -> None:
     listener = listen_expert("nixl")
     assert listener.address.startswith("nixl:unix:@topspin-")
     listener.close()
-    listener = listen_expert("nixl", host="127.0.0.1")
+    listener = listen_expert("nixl", NodeNetwork("127.0.0.1"))
     assert listener.address.startswith("nixl:tcp:127.0.0.1:")
     listener.close()
     with pytest.raises(ConfigError, match="not an IPv4 loopback address"):
-        listen_expert("nixl", host="10.0.0.1")
+        listen_expert("nixl", NodeNetwork("10.0.0.1"))
 
 
 @pytest.fixture

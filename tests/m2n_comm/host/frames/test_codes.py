@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kernels.cpu.compiled.runtime import Kernel, make_callable, offsets
 from kernels.cpu.simd.lanes import read_i64
-from m2n_comm.host.codes import CODE, CodeWords, add_to_code, begin_code, finish_code, make
-from m2n_comm.session import Codes
+from m2n_comm.host.frames.codes import CODE, CodeWords, add_to_code, begin_code, finish_code, make
+from m2n_comm.pairing.session import Codes
 
 WORDS, AT, FIRST, REST = offsets(4)
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from m2n_comm.host.memory_order import WORD_BYTES, word_at
-from m2n_comm.host.wire import HEADER_BYTES
+from m2n_comm.host.frames.memory_order import WORD_BYTES, word_at
+from m2n_comm.host.frames.wire import HEADER_BYTES
 from m2n_comm.net import NetShape
 
 _LINE_BYTES = 64

@@ -18,6 +18,7 @@ from typing import Literal
 
 from topspin.errors import ConfigError, DeadlineExceeded, PeerLost
 from topspin.processes.listening import in_url
+from topspin.processes.node_network import NodeNetwork
 
 UNIX = "unix:"
 TCP = "tcp:"
@@ -41,21 +42,19 @@ def transport_of(address: str) -> Between:
     return "shm" if address.startswith(UNIX) else "tcp"
 
 
-def listen(
-    transport: Between, *, host: str | None, has_keys: bool = False, trusted_network: bool = False
-) -> tuple[socket.socket, str]:
+def listen(transport: Between, network: NodeNetwork) -> tuple[socket.socket, str]:
     """Return a non-blocking listening socket and its address.
 
     Raises ConfigError for a host that is not allowed (check_host) or not available.
     """
     prefix = {"nixl": NIXL, "cuda_ipc": CUDA_IPC}.get(transport, "")
-    if transport in ("shm", "cuda_ipc") or (transport == "nixl" and host is None):
+    if transport in ("shm", "cuda_ipc") or (transport == "nixl" and network.host is None):
         name = f"topspin-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         where: str | tuple[str, int] = f"\0{name}"
     else:
-        host = host or "127.0.0.1"
-        check_host(transport, host, has_keys=has_keys, trusted_network=trusted_network)
+        host = network.host or "127.0.0.1"
+        check_host(transport, host, network)
         sock = socket.socket(_family_of(host), socket.SOCK_STREAM)
         where, place = (host, 0), in_url(host)
     try:
@@ -93,14 +92,7 @@ def tune_socket(sock: socket.socket, buffer_bytes: int = _BUFFER_BYTES) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
 
 
-def connect(
-    address: str,
-    *,
-    expert: int,
-    deadline_s: float,
-    has_keys: bool = False,
-    trusted_network: bool = False,
-) -> socket.socket:
+def connect(address: str, network: NodeNetwork, *, expert: int, deadline_s: float) -> socket.socket:
     """Return a connected socket.
 
     Raises ConfigError (see check_host too), PeerLost or DeadlineExceeded.
@@ -114,8 +106,7 @@ def connect(
         host = host.removeprefix("[").removesuffix("]")
         if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"expert {expert}: {address!r} is not tcp:HOST:PORT")
-        transport = transport_of(address)
-        check_host(transport, host, has_keys=has_keys, trusted_network=trusted_network)
+        check_host(transport_of(address), host, network)
         where = (host, int(port))
         sock = socket.socket(_family_of(host), socket.SOCK_STREAM)
     else:
@@ -142,17 +133,17 @@ def is_on_this_host(address: str) -> bool:
     return kind == "unix" or is_loopback(rest.rpartition(":")[0])
 
 
-def check_host(transport: str, host: str, *, has_keys: bool, trusted_network: bool) -> None:
+def check_host(transport: str, host: str, network: NodeNetwork) -> None:
     """Raise ConfigError unless `host` may be used by `transport`: not every network is trusted."""
     if is_loopback(host):
         return
-    if not has_keys:
+    if network.keys is None:
         raise ConfigError(
             f"--transport {transport}: host {host!r} is not an IPv4 loopback address (127.0.0.1) "
             "or ::1, and beyond this host nodes need keys, without which anybody could send them "
             "frames"
         )
-    if transport == "nixl" and not trusted_network:
+    if transport == "nixl" and not network.trusted_network:
         raise ConfigError(
             f"--transport nixl: host {host!r} is not an IPv4 loopback address (127.0.0.1) or ::1, "
             "and one-sided writes carry no authentication code; set trusted_network if nobody else "

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from m2n_comm.handshake import Meeting, Message, Reader, address_of, send_message, shown
-from m2n_comm.hello import KeyOffer, KeyProof, PairHello, PairRefusal, check_hello
+from m2n_comm.pairing.handshake import Meeting, Message, Reader, address_of, send_message, shown
+from m2n_comm.pairing.hello import KeyOffer, KeyProof, PairHello, PairRefusal, check_hello
 from m2n_comm.waits import CHECK_INTERVAL_S, Check
 from topspin.errors import (
     DeadlineExceeded,
@@ -33,7 +33,7 @@ from topspin.errors import (
 )
 
 if TYPE_CHECKING:
-    from m2n_comm.session import Trust
+    from m2n_comm.pairing.session import Trust
 
 SILENCE_S = 5.0
 MAX_PENDING = 256

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import Lines, Port
-from m2n_comm.host.windows import Window
-from m2n_comm.host.wire import read_header, write_header
+from m2n_comm.host.frames.records import Port
+from m2n_comm.host.frames.windows import Window
+from m2n_comm.host.frames.wire import read_header, write_header
+from m2n_comm.host.lines import Lines
 from m2n_comm.waits import Hop
 from topspin.messages import StepTicket
 

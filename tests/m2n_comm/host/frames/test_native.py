@@ -8,22 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernels.frame_header import FrameHeader, word
-from m2n_comm.host.native import (
-    MAX_RUNS,
-    Record,
-    add_answers,
-    add_bf16,
-    serves,
-    take_request,
-    write_answer,
-    write_request,
-)
-from m2n_comm.host.windows import PairLayout, PairWindows, private_memory
-from m2n_comm.host.wire import (
+from m2n_comm.host.frames.native import add_answers, take_request, write_answer, write_request
+from m2n_comm.host.frames.records import MAX_RUNS, NUM_PARTS, Record
+from m2n_comm.host.frames.windows import PairLayout, PairWindows, private_memory
+from m2n_comm.host.frames.wire import (
     ANSWER,
     HEADER_BYTES,
+    MAX_PARTS,
     REQUEST,
     WORD_BYTES,
     answer_to,
@@ -31,8 +26,10 @@ from m2n_comm.host.wire import (
     read_header,
     write_header,
 )
+from m2n_comm.layout import route_map
 from tests.m2n_comm.harness import make_shape
 from tests.pairwise import cover_pairs
+from topspin.expert_table import ExpertTable, Replica
 
 ATTENTION, EXPERT, MICRO_BATCH = 513, 7, 3
 # Incarnations are random 64-bit numbers, so the highest bit may be set.
@@ -52,9 +49,9 @@ class Pair:
         *,
         sends_all: bool = False,
         in_place: bool = False,
-        window_rows: int = 8,
+        **shape: Any,
     ) -> None:
-        self.shape = make_shape(payload=dtype, hidden_size=hidden_size, window_rows=window_rows)
+        self.shape = make_shape(payload=dtype, hidden_size=hidden_size, **shape)
         layout = PairLayout(self.shape)
         self.layout = layout
         self.windows: PairWindows = layout.map(private_memory(layout))
@@ -86,8 +83,9 @@ class Pair:
         chosen: torch.Tensor,
         weights: torch.Tensor,
         columns: torch.Tensor,
+        part: int = 0,
     ) -> int:
-        """Write a request to the node whose slots are `columns` i32[P]."""
+        """Write a part of a request to the node whose slots are `columns` i32[P]."""
         count: int = write_request(
             self.attention.address,
             chosen.data_ptr(),
@@ -97,6 +95,7 @@ class Pair:
             hidden.data_ptr(),
             weights.data_ptr(),
             LAYER,
+            part,
             VERSION,
             STEP,
             SEQUENCE,
@@ -107,6 +106,8 @@ class Pair:
         """Take it at the other end."""
         wanted = {
             "layer": LAYER,
+            "part": 0,
+            "max_parts": MAX_PARTS,
             "version": VERSION,
             "step": STEP,
             "sequence": SEQUENCE,
@@ -184,11 +185,10 @@ def test_an_unknown_expert_writes_no_header(unknown: int) -> None:
     assert bytes(pair.request.header) == bytes(HEADER_BYTES)
 
 
-def add(pairs: list[Pair], out: torch.Tensor) -> int:
-    """Fill `out` with the sum of the answers of all pairs."""
-    addresses = [pair.attention.address for pair in pairs]
-    records = array("Q", [*addresses, *[7] * len(pairs)])
-    taken: int = add_answers(records.buffer_info()[0], len(pairs), out.data_ptr(), out.shape[0])
+def add(pairs: list[Pair], out: torch.Tensor, *, fills: bool = True) -> int:
+    """Fill `out` with the sum of the answers of all pairs, or add them to it."""
+    records = array("Q", [pair.attention.address for pair in pairs])
+    taken: int = add_answers(records.buffer_info()[0], len(pairs), out.data_ptr(), int(fills))
     return taken
 
 
@@ -252,10 +252,10 @@ def test_any_damaged_byte_of_a_compared_field_is_refused_at_both_ends() -> None:
         count = pair.send(*routing(1, 6, torch.bfloat16))
         before = pair.expert.request
         pair.request.header[byte] ^= 0x40
-        assert pair.take() == -1
+        assert pair.take(max_parts=1) == -1
         assert pair.expert.request == before
         pair.request.header[byte] ^= 0x40
-        assert pair.take() == count
+        assert pair.take(max_parts=1) == count
         write_answer(pair.expert.address, 0, 0, 0)
         pair.answer.header[byte] ^= 0x40
         out = torch.zeros(6, 13)
@@ -273,9 +273,9 @@ def test_a_frame_of_another_kind_step_or_size_is_refused() -> None:
             value = getattr(right, name) + delta
             if value >= 0:
                 write_header(pair.request.header, right._replace(**{name: value}))
-                assert pair.take() == -1, (name, value)
+                assert pair.take(max_parts=1) == -1, (name, value)
         write_header(pair.request.header, right)
-        pair.take()
+        pair.take(max_parts=1)
         write_answer(pair.expert.address, 0, 0, 0)
         answer = read_header(bytes(pair.answer.header))
         out = torch.zeros(6, 13)
@@ -318,12 +318,6 @@ def test_a_slot_that_is_not_there_is_refused(slot: int) -> None:
     assert pair.take() == -1
 
 
-def test_codes_and_rows_of_experts_go_the_plain_way() -> None:
-    assert serves(make_shape())
-    assert not serves(make_shape(compressed=torch.int8))
-    assert not serves(make_shape(per_expert_answers=True))
-
-
 @pytest.mark.parametrize(
     ("num_rows", "every"),
     [(0, 1), (1, 1), (300, 1), (8, 2), (255, 2), (256, 2), (257, 2), (300, 2), (255, 3), (300, 3)],
@@ -350,10 +344,83 @@ def test_rows_that_lie_in_few_runs_are_left_where_they_are(num_rows: int, every:
     assert torch.equal(pair.request.slots[:rows, 0], torch.full((rows,), 4, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_rows_in_bf16_are_added_as_torch_adds_them(in_order: bool) -> None:
-    out, answer = torch.randn(40, 67), torch.randn(9, 67).to(torch.bfloat16)
-    rows = torch.arange(9) if in_order else torch.randperm(40)[:9]
-    want = out.index_add(0, rows, answer.float())
-    add_bf16(out.data_ptr(), 0 if in_order else rows.data_ptr(), answer.data_ptr(), 9, 67)
-    assert torch.equal(out, want)
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[ExpertTable, int, list[list[int]]]:
+    """Draw a table (replicas, any slot order), a layer, and distinct experts per token."""
+    num_experts, nodes = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    layers = []
+    for _ in range(2):
+        holders = [draw(st.sets(st.integers(0, nodes - 1), min_size=1)) for _ in range(num_experts)]
+        layers.append(
+            tuple(
+                tuple(draw(st.permutations([e for e in range(num_experts) if node in holders[e]])))
+                for node in range(nodes)
+            )
+        )
+    table = ExpertTable(version=3, num_experts=num_experts, slots=tuple(layers))
+    table.validate()
+    top_k = draw(st.integers(1, num_experts))
+    token = st.permutations(range(num_experts)).map(lambda order: list(order[:top_k]))
+    return table, draw(st.integers(0, 1)), draw(st.lists(token, max_size=12))
+
+
+@given(
+    routings(),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([{}, {"per_expert_answers": True}, {"compressed": torch.int8}]),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_choice_goes_once_to_one_of_its_replicas_and_its_row_comes_back(
+    routing: tuple[ExpertTable, int, list[list[int]]],
+    window_rows: int,
+    half: bool,
+    kind: dict[str, Any],
+) -> None:
+    """In as many parts as a node's share takes; expert nodes answer with the token's number."""
+    table, layer, tokens = routing
+    top_k = len(tokens[0]) if tokens else 1
+    experts = torch.tensor(tokens, dtype=torch.int64).view(-1, top_k)
+    chosen, num_tokens = experts, len(experts)
+    route = route_map(table)
+    if (choice := route.choices[layer]) is not None:
+        chosen = choice.choose(experts.view(-1))
+    hidden = torch.randn(num_tokens, 13).to(torch.bfloat16 if half else torch.float32)
+    weights, served = torch.rand(num_tokens, top_k), torch.zeros(num_tokens, top_k)
+    # 0 where no expert has the row; the rows of choices are put where they belong.
+    per_choice = "per_expert_answers" in kind
+    total = torch.zeros(num_tokens * top_k if per_choice else num_tokens, 13)
+    places = total.to(hidden.dtype) if per_choice else total
+    want = torch.zeros(num_tokens, 13)
+    for node in range(table.num_nodes):
+        sends_all, part, last = table.num_nodes == 1, 0, -1
+        pair = Pair(hidden.dtype, sends_all=sends_all, window_rows=window_rows, top_k=top_k, **kind)
+        columns = route.slot_of[layer][node].contiguous()
+        while part == 0 or part < pair.attention.words[NUM_PARTS]:
+            count = pair.send(hidden, chosen, weights, columns, part)
+            assert 0 < count <= window_rows or (count == part == 0)
+            assert pair.take(part=part, num_slots=99) == count
+            assert pair.take(part=part + 1, num_slots=99) == -1
+            rows = pair.attention.chosen[:count].long()
+            assert sorted({*rows.tolist(), last}) == [last, *rows.tolist()]
+            last = int(rows[-1]) if count else last
+            found = pair.request.first(count)
+            assert torch.equal(found.weights, weights[rows])
+            if "compressed" not in kind:
+                assert torch.equal(found.hidden, hidden[rows])
+            for token, slots in zip(rows.tolist(), found.slots.tolist(), strict=True):
+                for position, slot in enumerate(slots):
+                    if slot >= 0:
+                        assert Replica(node, slot) in table.replicas(layer)[tokens[token][position]]
+                        served[token, position] += 1
+            numbers = rows.repeat_interleave((found.slots >= 0).sum(1)) if per_choice else rows
+            answer = numbers.float()[:, None].expand(-1, 13).to(hidden.dtype).contiguous()
+            size = write_answer(pair.expert.address, answer.data_ptr(), 0, 0)
+            assert size == answer.nbytes
+            want[rows] += rows.float()[:, None]
+            assert add([pair], places, fills=False) == 0
+            part += 1
+    assert torch.equal(served, torch.ones_like(served))
+    if per_choice:
+        want = torch.arange(num_tokens).repeat_interleave(top_k).float()[:, None].expand(-1, 13)
+    assert torch.equal(places.float(), want)

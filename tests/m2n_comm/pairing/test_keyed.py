@@ -7,140 +7,49 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import tracemalloc
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from app.cli.keys import make, rotate
-from m2n_comm import reception
-from m2n_comm.addresses import check_host
-from m2n_comm.handshake import Reader, ask, introduce, send_message
-from m2n_comm.hello import Identity, KeyOffer, KeyProof, PairHello, PairRefusal
-from m2n_comm.host import tcp_frames
-from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.tcp import TcpLines
-from m2n_comm.open import connect_attention, connect_stage, listen_expert
-from m2n_comm.session import Session, Trust
+from m2n_comm.host.frames import tcp_frames
+from m2n_comm.open import connect_stage, listen_expert
+from m2n_comm.pairing import reception
+from m2n_comm.pairing.addresses import check_host
+from m2n_comm.pairing.handshake import send_message
+from m2n_comm.pairing.hello import Identity
+from m2n_comm.pairing.session import Trust
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
-    FakeExperts,
     make_shape,
     make_table,
     make_ticket,
-    random_rows,
-    serve_steps,
 )
-from tests.m2n_comm.test_session import agreed
+from tests.m2n_comm.pairing.meetings import ATTENTION, EXPERT, Meeting, meeting_of, of
 from topspin.errors import (
     ConfigError,
     DeadlineExceeded,
-    FrameError,
     PeerLost,
     StaleFrame,
     UntrustedPeer,
 )
 from topspin.messages import ExpertPeer
-from topspin.processes.keys import KeyDirectory
 from topspin.processes.listening import has_ipv6
+from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
 
 GROUPS = ("attention", "expert", "gateway")
-EXPERT, ATTENTION = 7, 50
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     make(tmp_path / "keys", GROUPS)
     return tmp_path / "keys"
-
-
-def of(keys: Path, group: str) -> KeyDirectory:
-    return KeyDirectory(keys / group, group)
-
-
-class Meeting:
-    """An expert node that accepts in a thread, and attention nodes that connect to it."""
-
-    def __init__(self, keys: KeyDirectory | None, pool: ThreadPoolExecutor, **others: Any) -> None:
-        self.shape = make_shape()
-        self.table = make_table(self.shape, 1)
-        self.listener = listen_expert("tcp", keys=keys, **others)
-        self._pool = pool
-        self._nets: list[Any] = []
-
-    def accept(
-        self,
-        count: int = 1,
-        *,
-        timeout_s: float = 10.0,
-        check: Callable[[], None] = lambda: None,
-        **others: Any,
-    ) -> Future[Any]:
-        me = Identity(role="expert", index=0, incarnation=EXPERT, shape=self.shape)
-        incarnations = tuple(range(ATTENTION, ATTENTION + count))
-        waits = Waits(timeout_s=timeout_s, check=check)
-        return self._pool.submit(self._accept, me, incarnations, waits, others)
-
-    def _accept(self, me: Identity, incarnations: Any, waits: Waits, others: Any) -> Any:
-        self._nets.append(self.listener.accept(me, incarnations, self.table, waits, **others))
-        return self._nets[-1]
-
-    def connect(self, keys: KeyDirectory | None, index: int = 0, **others: Any) -> Any:
-        incarnation = others.pop("incarnation", ATTENTION + index)
-        address = others.pop("address", self.listener.address)
-        me = Identity(role="attention", index=index, incarnation=incarnation, shape=self.shape)
-        peer = ExpertPeer(address=address, incarnation=EXPERT)
-        waits = Waits(timeout_s=others.pop("timeout_s", 10.0))
-        net = connect_attention(me, [peer], self.table, waits, keys=keys, **others)
-        self._nets.append(net)
-        return net
-
-    def check(self, attention: AttentionSide, expert: ExpertSide, step: int = 1) -> None:
-        """Let rows of one attention node travel with codes, and check their sums."""
-        assert isinstance(attention.lines, TcpLines)
-        assert attention.lines.authenticated == {0: True}
-        fake = FakeExperts(self.shape, 7)
-        ticket = make_ticket(step)
-        serve = fake.serve(self.table, 0)
-        served = self._pool.submit(serve_steps, expert, [ticket], serve)
-        attention.begin(ticket)
-        for layer in range(self.shape.num_layers):
-            rows = random_rows(self.shape, 5, choose_from=tuple(range(7)), seed=layer)
-            attention.dispatch(0, layer, rows.hidden, rows.experts, rows.weights)
-            got = attention.combine(0, layer, torch.empty(rows.hidden.shape))
-            want = fake.expected(self.table, layer, rows)
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
-        served.result(10)
-
-    def stranger(self) -> socket.socket:
-        """Return a connection of somebody."""
-        port = int(self.listener.address.rpartition(":")[2])
-        return socket.create_connection(("127.0.0.1", port), timeout=10)
-
-    def close(self) -> None:
-        for net in self._nets:
-            net.close()
-        self.listener.close()
-
-
-@contextmanager
-def meeting_of(keys: KeyDirectory | None, **others: Any) -> Iterator[Meeting]:
-    with ThreadPoolExecutor(4) as pool:
-        meeting = Meeting(keys, pool, **others)
-        try:
-            yield meeting
-        finally:
-            meeting.close()
 
 
 @pytest.mark.parametrize("ends", ["both", "one", "none"])
@@ -151,9 +60,9 @@ def test_nodes_with_keys_exchange_rows(
     made = {"both": [True] * 4, "one": [True, True, False, False], "none": [False] * 4}[ends]
     make_codes = tcp_frames.make
     monkeypatch.setattr(tcp_frames, "make", lambda each: make_codes(each) if made.pop() else None)
-    with meeting_of(of(keys, "expert"), groups={"attention"}) as meeting:
+    with meeting_of("tcp", of(keys, "expert", "attention")) as meeting:
         expert = meeting.accept()
-        attention = meeting.connect(of(keys, "attention"), groups={"expert"})
+        attention = meeting.connect(0, of(keys, "attention", "expert"))
         meeting.check(attention, expert.result(10))
     assert made == []
 
@@ -161,13 +70,13 @@ def test_nodes_with_keys_exchange_rows(
 @pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 @pytest.mark.parametrize("with_keys", [True, False])
 def test_rows_travel_over_ipv6(keys: Path, with_keys: bool) -> None:
-    expert, attention = (
-        of(keys, group) if with_keys else None for group in ("expert", "attention")
-    )
-    with meeting_of(expert, host="::1") as meeting:
+    expert, attention = NodeNetwork("::1"), ON_ONE_HOST
+    if with_keys:
+        expert, attention = of(keys, "expert", host="::1"), of(keys, "attention")
+    with meeting_of("tcp", expert) as meeting:
         assert meeting.listener.address.startswith("tcp:[::1]:")
         accepted = meeting.accept()
-        net = meeting.connect(attention)
+        net = meeting.connect(0, attention)
         if with_keys:
             meeting.check(net, accepted.result(10))
         else:
@@ -176,18 +85,18 @@ def test_rows_travel_over_ipv6(keys: Path, with_keys: bool) -> None:
 
 def test_stages_prove_their_keys_too(keys: Path) -> None:
     shape = make_shape()
-    listener = listen_expert("tcp", keys=of(keys, "attention"), groups={"attention"})
+    listener = listen_expert("tcp", of(keys, "attention", "attention"))
     stage = Identity(role="expert", index=0, incarnation=EXPERT, shape=shape)
     head = Identity(role="attention", index=0, incarnation=ATTENTION, shape=shape)
     peer = ExpertPeer(address=listener.address, incarnation=EXPERT)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept_head, stage, 0, ATTENTION, Waits(timeout_s=10.0))
         with pytest.raises(UntrustedPeer):
-            connect_stage(head, 0, peer, Waits(timeout_s=10.0), keys=of(keys, "gateway"))
+            connect_stage(head, 0, peer, Waits(timeout_s=10.0), network=of(keys, "gateway"))
         with pytest.raises(UntrustedPeer):
             connect_stage(head, 0, peer, Waits(timeout_s=10.0))
         first = connect_stage(
-            head, 0, peer, Waits(timeout_s=10.0), keys=of(keys, "attention"), groups={"attention"}
+            head, 0, peer, Waits(timeout_s=10.0), network=of(keys, "attention", "attention")
         )
         last = accepted.result(10)
     rows = torch.randn(3, shape.hidden_size)
@@ -204,9 +113,9 @@ def test_stages_prove_their_keys_too(keys: Path) -> None:
 def refused_then_formed(meeting: Meeting, keys: Path, intrude: Callable[[], None]) -> None:
     """Let somebody try between two nodes that connect; check that these form their pairs."""
     expert = meeting.accept(2)
-    before = meeting.connect(of(keys, "attention"), 0)
+    before = meeting.connect(0, of(keys, "attention"))
     intrude()
-    meeting.connect(of(keys, "attention"), 1)
+    meeting.connect(1, of(keys, "attention"))
     net = expert.result(10)
     assert isinstance(net, ExpertSide)
     meeting.check(before, net)
@@ -217,11 +126,11 @@ REFUSED_KEY = r"expert 0 at 127\.0\.0\.1:\d+: key [0-9a-f]{16}\.\.\. is not acce
 
 def test_an_unknown_key_is_refused(keys: Path, tmp_path: Path, caplog: Any) -> None:
     make(tmp_path / "others", GROUPS)
-    with meeting_of(of(keys, "expert")) as meeting:
+    with meeting_of("tcp", of(keys, "expert")) as meeting:
 
         def intrude() -> None:
             with pytest.raises(UntrustedPeer, match=REFUSED_KEY):
-                meeting.connect(of(tmp_path / "others", "attention"), 1)
+                meeting.connect(1, of(tmp_path / "others", "attention"))
 
         refused_then_formed(meeting, keys, intrude)
     assert any(
@@ -236,22 +145,22 @@ def test_an_expert_node_of_an_unknown_key_is_refused(keys: Path, tmp_path: Path)
     # It accepts our key, which is no secret.
     public = (keys / "attention" / "attention.public").read_bytes()
     (tmp_path / "others" / "expert" / "ours.public").write_bytes(public)
-    with meeting_of(of(tmp_path / "others", "expert")) as meeting:
+    with meeting_of("tcp", of(tmp_path / "others", "expert")) as meeting:
         expert = meeting.accept(timeout_s=0.5)
         with pytest.raises(UntrustedPeer, match=REFUSED_KEY):
-            meeting.connect(of(keys, "attention"))
+            meeting.connect(0, of(keys, "attention"))
         with pytest.raises(DeadlineExceeded, match=r"refused: 127\.0\.0\.1:\d+: "):
             expert.result(10)
 
 
 def test_a_key_of_another_group_is_refused_at_either_end(keys: Path) -> None:
-    with meeting_of(of(keys, "expert"), groups={"attention", "stage"}) as meeting:
+    with meeting_of("tcp", of(keys, "expert", "attention", "stage")) as meeting:
 
         def intrude() -> None:
             with pytest.raises(UntrustedPeer, match=REFUSED_KEY):
-                meeting.connect(of(keys, "gateway"), 1)
+                meeting.connect(1, of(keys, "gateway"))
             with pytest.raises(UntrustedPeer, match=REFUSED_KEY):
-                meeting.connect(of(keys, "attention"), 1, groups={"gateway"})
+                meeting.connect(1, of(keys, "attention", "gateway"))
 
         refused_then_formed(meeting, keys, intrude)
 
@@ -263,41 +172,41 @@ def test_a_revoked_key_is_refused_and_no_step_of_a_rotation_disturbs(
     old = tmp_path / "old"
     subprocess.run(["cp", "-a", keys, old], check=True)
     expert_keys, attention_keys = of(keys, "expert"), of(keys, "attention")
-    with meeting_of(expert_keys) as meeting:
+    with meeting_of("tcp", expert_keys) as meeting:
         for generation, step in enumerate(("add", "switch", "retire")):
             expert = meeting.accept(reuse=True)
-            attention = meeting.connect(attention_keys)
+            attention = meeting.connect(0, attention_keys)
             meeting.check(attention, expert.result(10), step=generation + 1)
             if step != "retire":
                 expert = meeting.accept(reuse=True)
-                attention = meeting.connect(of(old, "attention"))
+                attention = meeting.connect(0, of(old, "attention"))
                 meeting.check(attention, expert.result(10))
             rotate(keys, step)
 
         def intrude() -> None:
             with pytest.raises(UntrustedPeer, match=REFUSED_KEY):
-                meeting.connect(of(old, "attention"), 1)
+                meeting.connect(1, of(old, "attention"))
 
         refused_then_formed(meeting, keys, intrude)
 
 
 def test_a_peer_without_keys_is_refused_by_one_with_keys(keys: Path, caplog: Any) -> None:
-    with meeting_of(of(keys, "expert")) as meeting:
+    with meeting_of("tcp", of(keys, "expert")) as meeting:
 
         def intrude() -> None:
             with pytest.raises(UntrustedPeer, match=r"at 127.*: a peer must prove its key first"):
-                meeting.connect(None, 1)
+                meeting.connect(1)
 
         refused_then_formed(meeting, keys, intrude)
     assert "must prove its key first" in caplog.text
 
 
 def test_a_peer_with_keys_is_refused_by_one_without(keys: Path, caplog: Any) -> None:
-    with meeting_of(None) as meeting:
+    with meeting_of("tcp") as meeting:
         expert = meeting.accept()
         with pytest.raises(UntrustedPeer, match=r"expert 0 at 127.*: this node has no keys"):
-            meeting.connect(of(keys, "attention"))
-        meeting.connect(None)
+            meeting.connect(0, of(keys, "attention"))
+        meeting.connect()
         expert.result(10)
     assert "refused a connection: 127.0.0.1:" in caplog.text
 
@@ -305,7 +214,7 @@ def test_a_peer_with_keys_is_refused_by_one_without(keys: Path, caplog: Any) -> 
 def test_an_expert_node_that_answers_without_keys_is_refused(keys: Path) -> None:
     """It sends a hello where an offer of its key is due."""
     me = Identity(role="expert", index=0, incarnation=EXPERT, shape=make_shape())
-    with socket.create_server(("127.0.0.1", 0)) as server, meeting_of(None) as meeting:
+    with socket.create_server(("127.0.0.1", 0)) as server, meeting_of("tcp") as meeting:
 
         def answer() -> None:
             sock, _ = server.accept()
@@ -317,7 +226,7 @@ def test_an_expert_node_that_answers_without_keys_is_refused(keys: Path) -> None
         thread.start()
         address = f"tcp:127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(UntrustedPeer, match=r"expert 0 at 127.*: it offers no key"):
-            meeting.connect(of(keys, "attention"), address=address)
+            meeting.connect(0, of(keys, "attention"), address=address)
         thread.join(10)
 
 
@@ -391,12 +300,12 @@ def test_a_bit_that_flips_in_the_handshake_is_noticed(keys: Path, number: int, p
         changed[place] ^= 1
         return bytes(changed)
 
-    with meeting_of(of(keys, "expert")) as meeting:
+    with meeting_of("tcp", of(keys, "expert")) as meeting:
 
         def intrude() -> None:
             wire = Wire(meeting.listener.address, flip)
             with pytest.raises((UntrustedPeer, PeerLost)):
-                meeting.connect(of(keys, "attention"), 1, address=wire.address)
+                meeting.connect(1, of(keys, "attention"), address=wire.address)
             wire.close()
 
         refused_then_formed(meeting, keys, intrude)
@@ -404,10 +313,10 @@ def test_a_bit_that_flips_in_the_handshake_is_noticed(keys: Path, number: int, p
 
 def test_a_replayed_handshake_forms_no_pair(keys: Path, caplog: Any) -> None:
     """All that an attention node once sent, sent again: the other end has a new key by then."""
-    with meeting_of(of(keys, "expert")) as meeting:
+    with meeting_of("tcp", of(keys, "expert")) as meeting:
         expert = meeting.accept(reuse=True)
         wire = Wire(meeting.listener.address, lambda _, message: message)
-        net = meeting.connect(of(keys, "attention"), address=wire.address)
+        net = meeting.connect(0, of(keys, "attention"), address=wire.address)
         expert.result(10)
         net.close()
         wire.close()
@@ -424,11 +333,11 @@ def test_a_replayed_handshake_forms_no_pair(keys: Path, caplog: Any) -> None:
 
 def test_a_hello_that_does_not_fit_is_refused_with_a_code(keys: Path) -> None:
     """A refusal within a session is as trustworthy as a hello."""
-    with meeting_of(of(keys, "expert")) as meeting:
+    with meeting_of("tcp", of(keys, "expert")) as meeting:
 
         def intrude() -> None:
             with pytest.raises(StaleFrame, match="attention_incarnation is 3, expected 51"):
-                meeting.connect(of(keys, "attention"), 1, incarnation=3)
+                meeting.connect(1, of(keys, "attention"), incarnation=3)
 
         refused_then_formed(meeting, keys, intrude)
 
@@ -437,8 +346,8 @@ def test_who_offers_a_key_and_proves_none_is_refused(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reception, "SILENCE_S", 0.05)
-    offer = Trust(of(keys, "attention")).begin("attention").offer
-    with meeting_of(of(keys, "expert")) as meeting:
+    offer = Trust(of(keys, "attention").keys).begin("attention").offer
+    with meeting_of("tcp", of(keys, "expert")) as meeting:
 
         def intrude() -> None:
             with meeting.stranger() as sock:
@@ -459,16 +368,17 @@ def test_silent_strangers_do_not_keep_a_peer_out(
     """Also more of them than have room, and those who say whose key they have."""
     monkeypatch.setattr(reception, "SILENCE_S", 60.0)  # nobody's time runs out
     num_strangers = reception.MAX_PENDING + 50
-    offer = Trust(of(keys, "attention")).begin("attention").offer
+    offer = Trust(of(keys, "attention").keys).begin("attention").offer
     with ExitStack() as stack:
-        meeting = stack.enter_context(meeting_of(of(keys, "expert") if keyed else None))
+        network = of(keys, "expert") if keyed else ON_ONE_HOST
+        meeting = stack.enter_context(meeting_of("tcp", network))
         expert = meeting.accept()
         for _ in range(num_strangers):
             sock = stack.enter_context(meeting.stranger())
             with contextlib.suppress(OSError):  # it may have had to go already
                 if offers:
                     send_message(sock, offer)
-        meeting.connect(of(keys, "attention") if keyed else None)
+        meeting.connect(0, of(keys, "attention") if keyed else ON_ONE_HOST)
         expert.result(10)
     assert "it was silent, and others came" in caplog.text
 
@@ -491,31 +401,26 @@ def test_a_slow_expert_node_does_not_end_the_pairs_with_others(
 ) -> None:
     """The faster one knows the peer by then, and waits for its hello as long as for any peer."""
     monkeypatch.setattr(reception, "SILENCE_S", 0.1)
-    table = make_table(make_shape(), 2)
-    with meeting_of(of(keys, "expert")) as fast, meeting_of(of(keys, "expert")) as slow:
-        fast.table = table
-        me = Identity(role="expert", index=1, incarnation=EXPERT, shape=slow.shape)
-        head = Identity(role="attention", index=0, incarnation=ATTENTION, shape=slow.shape)
+    table, mine = make_table(make_shape(), 2), of(keys, "expert")
+    with (
+        meeting_of("tcp", mine) as fast,
+        meeting_of("tcp", mine) as slow,
+        ThreadPoolExecutor(1) as pool,
+    ):
         peers = [
             ExpertPeer(address=each.listener.address, incarnation=EXPERT) for each in (fast, slow)
         ]
-        with ThreadPoolExecutor(2) as pool:
-            nothing_came = Countdown(3)
-            first = fast.accept(check=nothing_came)
-            waits = Waits(timeout_s=10.0)
-            attention = pool.submit(
-                connect_attention, head, peers, table, waits, keys=of(keys, "attention")
-            )
-            # Each for as long as a stranger may keep silent, and longer.
-            assert nothing_came.done.wait(10)
-            second = pool.submit(slow.listener.accept, me, (ATTENTION,), table, waits)
-            nets = [attention.result(10), first.result(10), second.result(10)]
-        for net in nets:
-            net.close()
+        nothing_came = Countdown(3)
+        first = fast.accept(check=nothing_came, table=table)
+        attention = pool.submit(fast.connect, 0, of(keys, "attention"), experts=peers, table=table)
+        # Each for as long as a stranger may keep silent, and longer.
+        assert nothing_came.done.wait(10)
+        second = slow.accept(index=1)
+        for each in (attention, first, second):
+            each.result(10)
 
 
 def test_a_host_beyond_this_one_needs_keys_and_nixl_a_trusted_network(keys: Path) -> None:
-    mine = of(keys, "expert")
     shape = make_shape()
     me = Identity(role="attention", index=0, incarnation=1, shape=shape)
     host = "192.0.2.1"  # of no network: RFC 5737
@@ -527,139 +432,16 @@ def test_a_host_beyond_this_one_needs_keys_and_nixl_a_trusted_network(keys: Path
     with pytest.raises(ConfigError, match=f"tcp: host '{host}' is not .* nodes need keys"):
         dial(f"tcp:{host}:5")
     with pytest.raises(ConfigError, match="cannot listen: Cannot assign requested address"):
-        listen_expert("tcp", host=host, keys=mine)
+        listen_expert("tcp", of(keys, "expert", host=host))
     with pytest.raises((PeerLost, DeadlineExceeded)):
-        dial(f"tcp:{host}:5", keys=mine)
+        dial(f"tcp:{host}:5", network=of(keys, "expert"))
     with pytest.raises(ConfigError, match=f"nixl: host '{host}' is not .* nodes need keys"):
-        check_host("nixl", host, has_keys=False, trusted_network=True)
+        check_host("nixl", host, NodeNetwork(trusted_network=True))
     with pytest.raises(ConfigError, match=r"nixl: .* no authentication code; set trusted_network"):
-        check_host("nixl", host, has_keys=True, trusted_network=False)
-    check_host("nixl", host, has_keys=True, trusted_network=True)
+        check_host("nixl", host, of(keys, "expert"))
+    check_host("nixl", host, of(keys, "expert")._replace(trusted_network=True))
 
 
 def test_nodes_without_keys_need_no_package_for_them() -> None:
     code = "import sys, m2n_comm.open; sys.exit('cryptography' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-@pytest.fixture(scope="module")
-def some_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return keys that examples share."""
-    folder = tmp_path_factory.mktemp("shared") / "keys"
-    make(folder, GROUPS)
-    return folder
-
-
-# Hypothesis: whatever comes in the handshake.
-
-MESSAGES = st.one_of(
-    st.binary(max_size=300),
-    st.builds(
-        lambda length, body: b"TSHS" + length.to_bytes(4, "little") + body,
-        st.integers(0, 2**32 - 1),
-        st.binary(max_size=300),
-    ),
-    st.builds(
-        lambda body: b"TSHS" + len(body).to_bytes(4, "little") + body,
-        st.one_of(
-            st.binary(min_size=1, max_size=300),
-            st.recursive(
-                st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.text(max_size=9)),
-                lambda inner: (
-                    st.lists(inner, max_size=4)
-                    | st.dictionaries(
-                        st.sampled_from(["type", "static", "ephemeral", "code", "reason", "shape"])
-                        | st.text(max_size=5),
-                        inner,
-                        max_size=5,
-                    )
-                ),
-                max_leaves=12,
-            ).map(msgspec.msgpack.encode),
-            st.just(b"\x91" * 5000),  # nested deeply
-        ),
-    ),
-    st.builds(
-        lambda static, ephemeral: _encoded(KeyOffer(static=static, ephemeral=ephemeral)),
-        st.binary(max_size=40),
-        st.binary(max_size=40),
-    ),
-    st.sampled_from([KeyProof(), PairRefusal(code="x", reason="y" * 999)]).map(
-        lambda message: _encoded(message)
-    ),
-)
-
-
-def _encoded(message: Any) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return b"TSHS" + len(body).to_bytes(4, "little") + body
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=MESSAGES, keyed=st.booleans())
-def test_a_reader_of_any_bytes_raises_only_typed_errors_and_reads_no_more_than_it_may(
-    data: bytes, keyed: bool
-) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    session: Session | None = agreed()[0] if keyed else None
-    with ours, theirs:
-        ours.setblocking(False)
-        theirs.sendall(data)
-        theirs.close()
-        reader = Reader(ours, session)
-        tracemalloc.start()
-        try:
-            while True:
-                message = reader.advance()
-                if message is not None:
-                    assert session is None
-                    assert isinstance(message, KeyOffer | KeyProof | PairHello | PairRefusal)
-        except (FrameError, UntrustedPeer, PeerLost):
-            pass
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-        assert peak < 300_000
-
-
-@settings(max_examples=40, deadline=None)
-@given(first=MESSAGES, keyed=st.booleans(), offers=st.booleans())
-def test_no_stranger_ends_the_reception(
-    some_keys: Path, first: bytes, keyed: bool, offers: bool
-) -> None:
-    """Also after it has offered a key that is accepted, which it does not have."""
-    mine = of(some_keys, "attention")
-    with (
-        meeting_of(of(some_keys, "expert") if keyed else None) as meeting,
-        meeting.stranger() as stranger,
-    ):
-        if offers:
-            stranger.sendall(_encoded(Trust(mine).begin("attention").offer))
-        stranger.sendall(first)
-        stranger.shutdown(socket.SHUT_WR)
-        expert = meeting.accept()
-        meeting.connect(mine if keyed else None)
-        expert.result(10)
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=MESSAGES, keyed=st.booleans())
-def test_an_attention_node_meets_any_answer_with_a_typed_error(
-    some_keys: Path, data: bytes, keyed: bool
-) -> None:
-    ours, theirs = socket.socketpair()
-    end_s = time.monotonic() + 5
-    me = Identity(role="attention", index=0, incarnation=1, shape=make_shape())
-
-    def meet() -> None:
-        if keyed:
-            trust = Trust(of(some_keys, "attention"))
-            introduce({0: ours}, trust, deadline_s=end_s, check=lambda: None)
-        else:
-            ask(ours, me.hello(0, 2), deadline_s=end_s, check=lambda: None)
-
-    with ours, theirs:
-        theirs.sendall(data)
-        theirs.shutdown(socket.SHUT_WR)
-        with pytest.raises((FrameError, UntrustedPeer, PeerLost)):
-            meet()
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -18,7 +18,7 @@ from kernels.cpu.simd.lanes import read_i64, write_i64
 from kernels.cpu.simd.system import call_function
 
 if TYPE_CHECKING:
-    from m2n_comm.session import Codes
+    from m2n_comm.pairing.session import Codes
 
 _BEGIN, _ADD, _FINISH, _CONTROL, _CONTEXT, _COUNT, _NONCE, _, _LENGTH, _, CODE, _ = range(0, 96, 8)
 _NUM_WORDS: Final = 12

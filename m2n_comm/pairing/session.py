@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from m2n_comm.hello import KeyOffer, NodeRole
+from m2n_comm.pairing.hello import KeyOffer, NodeRole
 from topspin.errors import UntrustedPeer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Codes:
 
     def __init__(self, key: bytes) -> None:
         self.key = key
-        # In memory of its own, since compiled code makes codes too: see host/codes.py.
+        # In memory of its own, since compiled code makes codes too: see host/frames/codes.py.
         self.count = array("Q", (0,))
         self._cipher = AES(key)
         self._at_once = AESGCM(key)

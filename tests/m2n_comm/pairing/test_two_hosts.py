@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from app.cli.keys import make
-from m2n_comm.hello import Identity
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.faults import Delay, FaultInjector
 from m2n_comm.host.tcp import TcpLines
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.expert_process import ATTENTION_INCARNATION, EXPERT_INCARNATION, STEPS
+from tests.m2n_comm.faults import Delay, FaultInjector
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, random_rows
+from tests.m2n_comm.pairing.meetings import of
 from topspin.errors import ConfigError
 from topspin.messages import ExpertPeer
-from topspin.processes.keys import KeyDirectory
+from topspin.processes.node_network import NodeNetwork
 
 OURS, THEIRS = "10.213.77.1", "10.213.77.2"
 
@@ -66,7 +67,7 @@ def test_rows_travel_between_two_hosts_with_codes(other_host: str, tmp_path: Pat
     command.append(str(keys / "expert"))
     process = subprocess.Popen(
         ["ip", "netns", "exec", other_host, *command],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -77,10 +78,8 @@ def test_rows_travel_between_two_hosts_with_codes(other_host: str, tmp_path: Pat
         assert address.startswith(f"tcp:{THEIRS}:")
         me = Identity(role="attention", index=0, incarnation=ATTENTION_INCARNATION, shape=shape)
         peer = ExpertPeer(address=address, incarnation=EXPERT_INCARNATION)
-        mine = KeyDirectory(keys / "attention", "attention")
-        net = connect_attention(
-            me, [peer], table, Waits(timeout_s=20.0), keys=mine, groups={"expert"}
-        )
+        mine = of(keys, "attention", "expert")
+        net = connect_attention(me, [peer], table, Waits(timeout_s=20.0), network=mine)
         assert isinstance(net, AttentionSide)
         assert isinstance(net.lines, TcpLines)
         assert net.lines.authenticated == {0: True}
@@ -108,7 +107,7 @@ def test_rows_travel_between_two_hosts_with_codes(other_host: str, tmp_path: Pat
 
 def test_other_hosts_are_reached_only_with_keys() -> None:
     with pytest.raises(ConfigError, match=r"'0\.0\.0\.0' is not an IPv4 loopback .* need keys"):
-        listen_expert("tcp", host="0.0.0.0")
+        listen_expert("tcp", NodeNetwork("0.0.0.0"))
     me = Identity(role="attention", index=0, incarnation=1, shape=make_shape())
     peer = ExpertPeer(address=f"tcp:{THEIRS}:5", incarnation=2)
     with pytest.raises(ConfigError, match=r"not an IPv4 loopback address .* nodes need keys"):

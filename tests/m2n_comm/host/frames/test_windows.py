@@ -9,8 +9,8 @@ import mmap
 import pytest
 import torch
 
-from m2n_comm.host.windows import PairLayout, private_memory
-from m2n_comm.host.wire import HEADER_BYTES
+from m2n_comm.host.frames.windows import PairLayout, private_memory
+from m2n_comm.host.frames.wire import HEADER_BYTES
 from tests.m2n_comm.harness import make_shape
 
 

@@ -29,12 +29,12 @@ from kernels.cpu.simd.system import (
     yield_core,
 )
 from kernels.frame_header import NUM_WORDS, word
-from m2n_comm.host.codes import CODE, add_to_code, begin_code, finish_code, make
-from m2n_comm.host.windows import Window
-from m2n_comm.host.wire import HEADER_BYTES, MAX_PARTS, SEAL_AT
+from m2n_comm.host.frames.codes import CODE, add_to_code, begin_code, finish_code, make
+from m2n_comm.host.frames.windows import Window
+from m2n_comm.host.frames.wire import HEADER_BYTES, MAX_PARTS, SEAL_AT
 
 if TYPE_CHECKING:
-    from m2n_comm.session import Session
+    from m2n_comm.pairing.session import Session
 
 NOTHING, CODED, READ, ENDED, WRONG, FORGED = range(6)
 """What read_frame() has found: no more bytes; a whole frame whose code must be checked; a whole

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
 from m2n_comm.net import NetShape, NetTimes
 from m2n_comm.open import connect_stage, listen_expert
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
-from tests.m2n_comm.test_reform import give_up
+from tests.m2n_comm.pairing.test_reform import give_up
 from topspin.errors import (
     DeadlineExceeded,
     FrameError,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kernels import m2n_windows
 from kernels.frame_header import FrameHeader, word
-from m2n_comm.host.wire import (
+from m2n_comm.host.frames.wire import (
     ANSWER,
     HEADER_BYTES,
     REQUEST,

@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from m2n_comm.addresses import Between
-from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertNet
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing.addresses import Between
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import make_shape, make_table
-from tests.m2n_comm.test_open import BETWEEN, Meeting
+from tests.m2n_comm.pairing.meetings import Meeting
+from tests.m2n_comm.pairing.test_open import BETWEEN
 from topspin.errors import DeadlineExceeded, Interrupted, ProtocolError, StaleFrame
 from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertPeer, StepTicket

@@ -27,15 +27,15 @@ from kernels.cpu.simd.system import (
 )
 from kernels.cpu.simd.tasks import leave_undone
 from kernels.frame_header import word
-from m2n_comm.host import native
-from m2n_comm.host.native import (
+from m2n_comm.host.frames import records
+from m2n_comm.host.frames.native import (
     add_answers,
     copy_request,
     take_request,
     write_answer,
     write_request,
 )
-from m2n_comm.host.tcp_frames import (
+from m2n_comm.host.frames.tcp_frames import (
     AWAITS,
     CODED,
     ENDED,
@@ -53,7 +53,7 @@ from m2n_comm.host.tcp_frames import (
     seal_frame,
     send_segments,
 )
-from m2n_comm.host.wire import HEADER_BYTES
+from m2n_comm.host.frames.wire import HEADER_BYTES
 
 YIELD_NS: Final = 2_000_000
 """How long a hop of a step is awaited awake: several times as long as a usual layer takes."""
@@ -73,47 +73,39 @@ GATHERED_NS, IDLE_NS, BEGAN_NS, BUSY_NS = range(0, 32, 8)
 time that its thread had had a core by then, and has had for all batches."""
 
 (
-    RECORD, CHOSEN, COLUMNS, NUM_COLUMNS, NUM_ROWS, HIDDEN, WEIGHTS, LAYER, STEP_WORDS,
-) = offsets(9)  # fmt: skip
+    RECORD, CHOSEN, COLUMNS, NUM_COLUMNS, NUM_ROWS, HIDDEN, WEIGHTS, LAYER, PART, STEP_WORDS,
+) = offsets(10)  # fmt: skip
 """The arguments of `send_rows`; see native.write_request."""
 
 AWAITED, ROWS_TO, MAX_ROWS = offsets(3)
 """The arguments of `await_frame`: the address of a word with the record's address; on a connection
 ROWS_TO, if not 0, takes the frame's hidden rows, at most MAX_ROWS, in place of the inbox."""
 
-ANSWERED, NUM_ANSWERED, OUT, NUM_OUT, TIMES = offsets(5)
+ANSWERED, NUM_ANSWERED, OUT, FILLS, TIMES = offsets(5)
 """The arguments of `add_rows`: as native.add_answers; TIMES of all expert nodes."""
 
 (
-    TAKEN, TAKEN_LAYER, TAKEN_STEP, NUM_SLOTS, BUCKET, ROWS, SLOTS, WEIGHTS_OUT, BATCH, IS_FIRST,
-) = offsets(10)  # fmt: skip
-"""The arguments of `take_rows`: TAKEN as AWAITED; the rest as native.take_request and copy_request;
-BATCH are the batch's times; IS_FIRST of its participants."""
+    TAKEN, TAKEN_LAYER, TAKEN_PART, MAX_PARTS, TAKEN_STEP, NUM_SLOTS, BUCKET, ROWS, SLOTS,
+    WEIGHTS_OUT, BATCH, IS_FIRST,
+) = offsets(12)  # fmt: skip
+"""The arguments of `take_rows`: TAKEN as AWAITED; the rest as native.take_request and copy_request,
+SLOTS 0: the rows are not copied; BATCH are the batch's times; IS_FIRST of its participants."""
 
 ANSWERING, PARTIAL, SERVED, IS_LAST = offsets(4)
 """The arguments of `send_answer`: as AWAITED; rows in the payload's dtype, the batch's times;
 IS_LAST of its participants. PARTIAL 0: the rows are in the outbox."""
 
-_OUT_FLAG, _OUT_IS_AWAKE, _BELL, _IN_FLAG, _IN_IS_AWAKE, _CONSUMED = range(
-    8 * native.OUT_FLAG, 8 * native.CONSUMED + 1, 8
+_OUT_FLAG, _OUT_IS_AWAKE, _BELL, _IN_FLAG, _IN_IS_AWAKE, _CONSUMED, _LINE, _BLOCK = range(
+    8 * records.OUT_FLAG, 8 * records.BLOCK + 1, 8
 )
-_LINE, _BLOCK = 8 * native.LINE, 8 * native.BLOCK
-_EXPERT, _COUNT, _SENT_NS = 8 * native.EXPERT, 8 * native.COUNT, 8 * native.SENT_NS
-_WAIT_BEGAN_NS, _ARRIVED_NS = 8 * native.WAIT_BEGAN_NS, 8 * native.ARRIVED_NS
-_ROWS, _ROW_BYTES, _TOP_K = 8 * native.ROWS, 8 * native.ROW_BYTES, 8 * native.TOP_K
-_OUT_SLOTS, _OUT_WEIGHTS, _OUT_HIDDEN, _RUNS_AT, _NUM_RUNS = (
-    8 * each
-    for each in (
-        native.OUT_SLOTS,
-        native.OUT_WEIGHTS,
-        native.OUT_HIDDEN,
-        native.RUNS_AT,
-        native.NUM_RUNS,
-    )
+_OUT_HEADER, _OUT_SLOTS, _OUT_WEIGHTS, _OUT_HIDDEN, _IN_HEADER = range(
+    8 * records.OUT_HEADER, 8 * records.IN_HEADER + 1, 8
 )
-_IN_HEADER, _OUT_HEADER, _SHAPER = (
-    8 * each for each in (native.IN_HEADER, native.OUT_HEADER, native.SHAPER)
-)
+_SENT_NS, _WAIT_BEGAN_NS, _ARRIVED_NS = range(8 * records.SENT_NS, 8 * records.ARRIVED_NS + 1, 8)
+_ROWS, _ROW_BYTES, _TOP_K = 8 * records.ROWS, 8 * records.ROW_BYTES, 8 * records.TOP_K
+_ANSWER_ROWS, _IS_PLAIN = 8 * records.ANSWER_ROWS, 8 * records.IS_PLAIN
+_RUNS_AT, _NUM_RUNS = 8 * records.RUNS_AT, 8 * records.NUM_RUNS
+_EXPERT, _COUNT, _SHAPER = 8 * records.EXPERT, 8 * records.COUNT, 8 * records.SHAPER
 _SIZE, _DELIVER, _COMPUTE, _IDLE = (
     8 * word(name) for name in ("payload_bytes", "deliver_ns", "compute_ns", "idle_ns")
 )
@@ -154,11 +146,12 @@ def _send(record: int, line: int, hidden: int) -> bool:
 
     `hidden` is where its rows are: those of a request in the record's runs of them, if it has any.
     """
-    header, rows = read_i64(record + _OUT_HEADER), read_i64(record + _ROWS)
+    header, rows = read_i64(record + _OUT_HEADER), read_i64(record + _ANSWER_ROWS)
     row_bytes = read_i64(record + _ROW_BYTES)
     count = add_segment(line, 0, header, HEADER_BYTES)
     num_runs = 0
     if read_i64(record + _OUT_SLOTS):
+        rows = read_i64(record + _ROWS)
         routing_bytes = rows * read_i64(record + _TOP_K) * 4
         count = add_segment(line, count, read_i64(record + _OUT_SLOTS), routing_bytes)
         count = add_segment(line, count, read_i64(record + _OUT_WEIGHTS), routing_bytes)
@@ -180,7 +173,10 @@ def _send(record: int, line: int, hidden: int) -> bool:
 
 @Kernel
 def send_rows(block: int) -> None:
-    """Write and publish the share of one expert node; undone before that for an unknown expert."""
+    """Write and publish a part of an expert node's share; undone before that for an unknown id.
+
+    A frame whose rows do not travel as they are is not published.
+    """
     record, step = read_i64(block + RECORD), read_i64(block + STEP_WORDS)
     sequence = read_i64(read_i64(record + _COUNT)) + 1
     write_i64(record + _SENT_NS, 0)
@@ -193,6 +189,7 @@ def send_rows(block: int) -> None:
         read_i64(block + HIDDEN),
         read_i64(block + WEIGHTS),
         read_i64(block + LAYER),
+        read_i64(block + PART),
         read_i64(step + VERSION),
         read_i64(step + STEP),
         sequence,
@@ -202,7 +199,10 @@ def send_rows(block: int) -> None:
     else:
         write_i64(read_i64(record + _COUNT), sequence)
         write_i64(record + _SENT_NS, now_ns())
-        _publish(block, record, sequence, read_i64(block + HIDDEN))
+        if read_i64(record + _IS_PLAIN):
+            _publish(block, record, sequence, read_i64(block + HIDDEN))
+        else:
+            leave_undone(block)
 
 
 @Kernel
@@ -273,8 +273,7 @@ def _count(times: int, record: int) -> None:
 def add_rows(block: int) -> None:
     """Check and add up the answers that have arrived, and count their times; undone if wrong."""
     records, num_records = read_i64(block + ANSWERED), read_i64(block + NUM_ANSWERED)
-    out, num_rows = read_i64(block + OUT), read_i64(block + NUM_OUT)
-    if add_answers(records, num_records, out, num_rows) < 0:
+    if add_answers(records, num_records, read_i64(block + OUT), read_i64(block + FILLS)) < 0:
         leave_undone(block)
         return
     times = read_i64(block + TIMES)
@@ -284,12 +283,14 @@ def add_rows(block: int) -> None:
 
 @Kernel
 def take_rows(block: int) -> None:
-    """Check a request that has arrived and copy its rows; undone if it is wrong or too large."""
+    """Check a request that has arrived, and copy its rows; undone if it is wrong or too large."""
     record, step = read_i64(read_i64(block + TAKEN)), read_i64(block + TAKEN_STEP)
     sequence, bucket = read_i64(read_i64(record + _COUNT)) + 1, read_i64(block + BUCKET)
     rows = take_request(
         record,
         read_i64(block + TAKEN_LAYER),
+        read_i64(block + TAKEN_PART),
+        read_i64(block + MAX_PARTS),
         read_i64(step + VERSION),
         read_i64(step + STEP),
         sequence,
@@ -300,9 +301,10 @@ def take_rows(block: int) -> None:
         return
     write_i64(read_i64(record + _COUNT), sequence)
     hidden, slots = read_i64(block + ROWS), read_i64(block + SLOTS)
-    if read_i64(record + _LINE) and read_i64(read_i64(record + _BLOCK) + IS_PLACED):
-        hidden = 0
-    copy_request(record, hidden, slots, read_i64(block + WEIGHTS_OUT), bucket)
+    if slots:
+        if read_i64(record + _LINE) and read_i64(read_i64(record + _BLOCK) + IS_PLACED):
+            hidden = 0
+        copy_request(record, hidden, slots, read_i64(block + WEIGHTS_OUT), bucket)
     batch, arrived_ns = read_i64(block + BATCH), read_i64(record + _ARRIVED_NS)
     write_i64(batch + GATHERED_NS, arrived_ns)
     if read_i64(block + IS_FIRST):

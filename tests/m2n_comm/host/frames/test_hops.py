@@ -20,9 +20,9 @@ from kernels.runtime import Replay
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.faults import Change, Delay, Drop, Duplicate, Fault, FaultInjector
 from m2n_comm.host.tcp import TcpLines
 from m2n_comm.net import ExpertBatch, NetShape
+from tests.m2n_comm.faults import Change, Delay, Drop, Duplicate, Fault, FaultInjector
 from tests.m2n_comm.harness import (
     FakeExperts,
     Fleet,

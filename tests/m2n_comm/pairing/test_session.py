@@ -9,8 +9,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from m2n_comm.hello import KeyOffer
-from m2n_comm.session import Agreement, Codes, Session
+from m2n_comm.pairing.hello import KeyOffer
+from m2n_comm.pairing.session import Agreement, Codes, Session
 from topspin.errors import UntrustedPeer
 from topspin.processes.keys import new_secret, public_of_secret
 

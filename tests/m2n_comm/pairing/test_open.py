@@ -9,23 +9,23 @@ import os
 import re
 import socket
 import struct
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from m2n_comm import reception
-from m2n_comm.addresses import Between, tune_socket
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.hello import Identity
-from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.frames.windows import PairLayout
 from m2n_comm.host.shm import create_handles, map_handles
-from m2n_comm.host.windows import PairLayout
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.pairing import reception
+from m2n_comm.pairing.addresses import Between, tune_socket
+from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import NIXL, make_shape, make_table
+from tests.m2n_comm.pairing.meetings import Meeting
 from topspin.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -36,6 +36,7 @@ from topspin.errors import (
     VersionMismatch,
 )
 from topspin.messages import ExpertPeer
+from topspin.processes.node_network import NodeNetwork
 
 BETWEEN = ("shm", "tcp", NIXL)
 
@@ -49,65 +50,6 @@ def open_fds() -> set[str]:
         except OSError:
             continue
     return found
-
-
-def raw_connect(address: str) -> socket.socket:
-    """Connect to a listener as a stranger."""
-    address = address.removeprefix("nixl:")
-    if address.startswith("unix:@"):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect("\0" + address.removeprefix("unix:@"))
-        return sock
-    _, host, port = address.split(":")
-    return socket.create_connection((host, int(port)))
-
-
-class Meeting:
-    """An expert node that accepts in a thread, and attention nodes that connect to it."""
-
-    def __init__(self, transport: Between, pool: ThreadPoolExecutor) -> None:
-        self.listener = listen_expert(transport)
-        self._pool = pool
-        self._nets: list[Any] = []
-
-    def accept(self, num_attention: int = 1, **changes: Any) -> Future[ExpertSide]:
-        """Accept in the background."""
-        me, waits, others = _split({"role": "expert", "index": 0, "incarnation": 7} | changes)
-        incarnations = tuple(range(50, 50 + num_attention))
-        table = make_table(me.shape, me.index + 1)
-        return self._pool.submit(self._accept, me, incarnations, table, waits, **others)
-
-    def connect(self, index: int = 0, **changes: Any) -> Any:
-        """Connect as attention node `index`."""
-        expert_incarnation = changes.pop("expert_incarnation", 7)
-        peer = ExpertPeer(address=self.listener.address, incarnation=expert_incarnation)
-        own = {"role": "attention", "index": index, "incarnation": 50 + index}
-        me, waits, others = _split(own | changes)
-        experts = others.pop("experts", [peer])
-        table = others.pop("table", make_table(me.shape, 1))
-        net = connect_attention(me, experts, table, waits, **others)
-        self._nets.append(net)
-        return net
-
-    def close(self) -> None:
-        """Close everything that was opened."""
-        for net in self._nets:
-            net.close()
-        self.listener.close()
-
-    def _accept(self, *args: Any, **others: Any) -> ExpertSide:
-        net = self.listener.accept(*args, **others)
-        assert isinstance(net, ExpertSide)
-        self._nets.append(net)
-        return net
-
-
-def _split(values: dict[str, Any]) -> tuple[Identity, Waits, dict[str, Any]]:
-    """Split arguments into a node's identity, its waits, and the rest."""
-    values = {"shape": make_shape(), "timeout_s": 10.0} | values
-    me = {name: values.pop(name) for name in list(values) if name in Identity.__slots__}
-    waits = {name: values.pop(name) for name in list(values) if name in Waits.__slots__}
-    return Identity(**me), Waits(**waits), values
 
 
 def attention() -> Identity:
@@ -219,7 +161,7 @@ STRANGE = {
     indirect=["meeting"],
 )
 def test_a_stranger_does_not_disturb(meeting: Meeting, kind: str) -> None:
-    with raw_connect(meeting.listener.address) as stranger:
+    with meeting.stranger() as stranger:
         stranger.sendall(STRANGE[kind])
         expert = meeting.accept()
         meeting.connect()
@@ -228,7 +170,7 @@ def test_a_stranger_does_not_disturb(meeting: Meeting, kind: str) -> None:
 
 @pytest.mark.parametrize("meeting", ["tcp"], indirect=True)
 def test_who_is_missing_and_who_was_refused_is_named(meeting: Meeting) -> None:
-    with raw_connect(meeting.listener.address) as stranger:
+    with meeting.stranger() as stranger:
         stranger.sendall(STRANGE["huge"])
         expert = meeting.accept(3, timeout_s=0.5)
         meeting.connect(1)
@@ -243,7 +185,7 @@ def test_who_says_nothing_is_refused_while_the_others_are_waited_for(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reception, "SILENCE_S", 0.05)
-    with raw_connect(meeting.listener.address) as stranger:
+    with meeting.stranger() as stranger:
         expert = meeting.accept(timeout_s=0.4)
         stranger.settimeout(5.0)
         assert stranger.recv(1) == b""  # closed by the expert node before its own deadline
@@ -334,7 +276,7 @@ def test_connections_for_rows_are_not_paced() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "example.org"])
 def test_tcp_stays_on_loopback(host: str) -> None:
     with pytest.raises(ConfigError, match=r"not an IPv4 loopback .* nodes need keys"):
-        listen_expert("tcp", host=host)
+        listen_expert("tcp", NodeNetwork(host))
     peer = ExpertPeer(address=f"tcp:{host}:1", incarnation=1)
     shape = make_shape()
     with pytest.raises(ConfigError, match=r"not an IPv4 loopback .* nodes need keys"):
@@ -363,7 +305,7 @@ def test_another_user_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
             meeting.connect()
         expert = meeting.accept(timeout_s=0.3)
         with (
-            raw_connect(meeting.listener.address),
+            meeting.stranger(),
             pytest.raises(DeadlineExceeded, match="refused: a connection of another user"),
         ):
             expert.result(10)

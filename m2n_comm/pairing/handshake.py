@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from m2n_comm.hello import KeyOffer, KeyProof, PairHello, PairRefusal, check_hello
+from m2n_comm.pairing.hello import KeyOffer, KeyProof, PairHello, PairRefusal, check_hello
 from m2n_comm.waits import CHECK_INTERVAL_S, Check
 from topspin.errors import (
     DeadlineExceeded,
@@ -38,7 +38,7 @@ from topspin.errors import (
 from topspin.processes.listening import in_url
 
 if TYPE_CHECKING:
-    from m2n_comm.session import Agreement, Session, Trust
+    from m2n_comm.pairing.session import Agreement, Session, Trust
 
 _PREFIX = struct.Struct("<4sI")
 _MAGIC = b"TSHS"

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from m2n_comm.host.memory_order import check_platform, consume, publish, word_at
+from m2n_comm.host.frames.memory_order import check_platform, consume, publish, word_at
 from m2n_comm.open import listen_expert
 from topspin.errors import ConfigError
 
 ROUNDS = 1000
 ECHO = f"""
 import mmap, sys
-from m2n_comm.host.memory_order import consume, publish, word_at
+from m2n_comm.host.frames.memory_order import consume, publish, word_at
 
 view = memoryview(mmap.mmap(int(sys.argv[1]), mmap.PAGESIZE))
 there, back = word_at(view, 0), word_at(view, 64)
@@ -38,7 +38,7 @@ def test_what_one_process_publishes_the_other_consumes_with_its_data() -> None:
     there, back = word_at(view, 0), word_at(view, 64)
     child = subprocess.Popen(
         [sys.executable, "-c", ECHO, str(memory)],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
         pass_fds=(memory,),
     )
     os.close(memory)

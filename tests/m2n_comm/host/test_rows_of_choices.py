@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from m2n_comm.host.expert_rows import RowSum, plan_rows
-from m2n_comm.layout import plan_sends, route_map
 from m2n_comm.net import ExpertBatch, NetShape
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,
@@ -115,41 +113,6 @@ def test_a_node_without_any_of_the_experts() -> None:
     finally:
         fleet.close()
     assert torch.equal(results[1, 0, 1, 0], wanted(FakeExperts(shape, NUM_EXPERTS), 1, rows))
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_nodes", "window_rows"), cover_pairs((0, 1, 13), (1, 2, 3), (1, 4, 64))
-)
-def test_the_plan_puts_every_row_into_its_place(
-    num_rows: int, num_nodes: int, window_rows: int
-) -> None:
-    shape = row_shape(window_rows=window_rows)
-    rows = random_rows(shape, num_rows, choose_from=EVERYTHING, seed=num_rows)
-    fake = FakeExperts(shape, NUM_EXPERTS)
-    table = make_table(shape, num_nodes)
-    plan = plan_sends(route_map(table), 0, rows.experts)
-    planned = plan_rows(plan, rows.experts, rows.weights, window_rows=window_rows)
-    total = RowSum(shape)
-    brought = 0
-    for node in range(num_nodes):
-        compute = serve_rows(fake, table, node)
-        chosen = plan.rows[node]
-        tokens_there = torch.arange(num_rows) if chosen is None else chosen
-        for part in range(max(1, -(-len(tokens_there) // window_rows))):
-            here = tokens_there[part * window_rows : (part + 1) * window_rows]
-            slots = plan.slots[node][here].int()
-            batch = ExpertBatch(
-                0, 0, part, rows.hidden[here], slots, rows.weights[here], (len(here),)
-            )
-            answer = compute(batch)
-            assert len(answer) == planned.num_rows(node, part)
-            total.put(planned, node, part, answer)
-            brought += len(answer)
-    assert brought == num_rows * shape.top_k
-    out = torch.full((num_rows, shape.hidden_size), float("nan"))
-    total.add_up(planned, out)
-    assert torch.equal(out, wanted(fake, 0, rows))
-    assert total.size_bytes >= brought * shape.hidden_size * 4
 
 
 def test_a_partial_sum_is_not_taken_for_rows_of_experts() -> None:
