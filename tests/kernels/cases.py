@@ -7,6 +7,7 @@ result without reading a block table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,24 @@ class AttentionCase(NamedTuple):
     values: list[Tensor]
 
 
+Tree = Sequence[int | None]
+WIDE: Tree = (None, *(node // 3 for node in range(19)))
+TREES: Sequence[Tree] = ((None, 0, 0, 1, 1, 4, 2), (None,), (None, None, 1, 0), WIDE)
+# By name: lengths and query rows of the sequences, and their trees.
+BATCHES: dict[str, tuple[Sequence[int], Sequence[int], Sequence[Tree] | None]] = {
+    "mixed": ([1, 50, 16, 17, 33, 40, 25], [1, 1, 16, 17, 3, 0, 9], None),
+    "decode": ([1, 2, 15, 16, 17, 33, 65, 129], [1] * 8, None),
+    "long": ([140, 64, 65], [20, 9, 1], None),
+    "few rows": ([60, 5], [1, 4], None),
+    "all nodes": ([47, 1, 37, 23], [7, 1, 4, 20], TREES),
+    "few nodes": ([47, 1, 37], [7, 1, 4], TREES[:3]),
+    "last nodes": ([47, 1, 37, 23], [3, 1, 0, 17], TREES),
+    "one node": ([47, 1, 37, 23], [1, 1, 0, 1], TREES),
+    "no rows": ([20, 7], [0, 0], None),
+    "nothing": ([], [], None),
+}
+
+
 def attention_case(
     context_lens: Sequence[int],
     query_lens: Sequence[int],
@@ -38,7 +57,7 @@ def attention_case(
     heads: Heads,
     block_size: int,
     dtype: torch.dtype = torch.float32,
-    parents: Sequence[Sequence[int | None]] | None = None,
+    parents: Sequence[Tree] | None = None,
     padding_rows: int = 0,
     seed: int = 0,
     in_fp8: bool = False,
@@ -99,7 +118,17 @@ def attention_case(
     )
 
 
-def path(parents: Sequence[int | None], node: int) -> list[int]:
+def placed(case: AttentionCase, device: torch.device) -> AttentionCase:
+    """Return a case whose queries, caches and tables are on a device."""
+    tables = {
+        name: each.to(device) for name, each in vars(case.meta).items() if isinstance(each, Tensor)
+    }
+    q, k_cache, v_cache = (each.to(device) for each in case[:3])
+    meta = replace(case.meta, **tables, memo={})
+    return case._replace(q=q, k_cache=k_cache, v_cache=v_cache, meta=meta)
+
+
+def path(parents: Tree, node: int) -> list[int]:
     """Return the nodes from the root to `node`; parents[i] is None or a smaller index."""
     parent = parents[node]
     return [*([] if parent is None else path(parents, parent)), node]

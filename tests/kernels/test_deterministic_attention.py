@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -26,13 +26,6 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def attend(case: AttentionCase, window: int | None = None) -> Tensor:
     return deterministic.paged_attention(
         case.q, case.k_cache, case.v_cache, case.meta, scale=0.2, sliding_window=window
@@ -49,30 +42,6 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
     assert torch.equal(attend(case, window), result), "the memo changed the result"
 
 
-@pytest.mark.parametrize(
-    ("cache", "window", "heads"),
-    values_then_pairs([*product(DTYPES, [False, True])], [None, 1, 7, 100], HEADS),
-)
-def test_mixed_batch(heads: Heads, window: int | None, cache: tuple[torch.dtype, bool]) -> None:
-    dtype, in_fp8 = cache
-    lens, new = [1, 100, 16, 17, 33, 64, 65, 40, 300], [1, 1, 16, 17, 1, 30, 2, 3, 200]
-    case = attention_case(lens, new, heads=heads, block_size=4, dtype=dtype, in_fp8=in_fp8)
-    compare(case, window=window)
-
-
-def test_empty_slices_padding_rows_and_no_sequence() -> None:
-    heads = Heads(4, 2, 16)
-    compare(attention_case([20, 7, 5], [0, 1, 0], heads=heads, block_size=4, padding_rows=4))
-    compare(attention_case([], [], heads=heads, block_size=4))
-
-
-def test_a_query_inside_a_wider_buffer() -> None:
-    case = attention_case([30, 8], [1, 1], heads=Heads(4, 2, 16), block_size=4)
-    wide = torch.zeros(2, 8, 16)
-    wide[:, 2:6] = case.q
-    compare(case._replace(q=wide[:, 2:6]))
-
-
 def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = []
     product = torch.bmm
@@ -85,32 +54,6 @@ def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None
     compare(attention_case([1500] * 5, [1] * 5, heads=Heads(8, 8, 64), block_size=16))
     assert len(gathered) > 4
     assert max(gathered) <= MAX_GROUP_ELEMENTS
-
-
-TREES: Sequence[Sequence[int | None]] = (
-    (None, 0, 0, 1, 1, 4, 2),
-    (None,),
-    (None, None, 1, 0),
-    (None, *(n // 3 for n in range(20))),
-)
-
-
-@pytest.mark.parametrize(
-    ("window", "dtype_and_is_new"),
-    values_then_pairs([None, 1, 3, 70], [*product(DTYPES, [True, False])]),
-)
-def test_trees(window: int | None, dtype_and_is_new: tuple[torch.dtype, bool]) -> None:
-    dtype, is_new = dtype_and_is_new
-    committed = (10, 0, 62, 130)
-    case = attention_case(
-        [length + len(tree) for length, tree in zip(committed, TREES, strict=True)],
-        [len(t) if is_new else (len(t) + 1) // 2 for t in TREES],
-        heads=Heads(4, 2, 16),
-        block_size=4,
-        dtype=dtype,
-        parents=TREES,
-    )
-    compare(case, window=window)
 
 
 class Plain:

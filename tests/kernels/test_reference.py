@@ -28,11 +28,6 @@ from tests.pairwise import cover_pairs
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape"), values_then_pairs(DTYPES, [(0, 8), (7, 37), (1, 576), (3, 5, 64)])
 )

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,15 +9,7 @@ from torch import Tensor
 from kernels import retrieval
 from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS
 from kernels.cpu.compiled.codebooks import can_code, code_keys
-from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
 from tests.kernels.matrices import values_then_pairs
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def cached_keys(
@@ -95,7 +81,6 @@ def test_equal_keys_have_the_first_code() -> None:
     assert not codes[:, :, :80].any()
 
 
-@pytest.mark.usefixtures("threads")
 def test_threads_do_not_change_a_bit() -> None:
     cache, slots, _ = cached_keys(1024, num_groups=3, dtype=torch.bfloat16)
     results = []
@@ -114,20 +99,3 @@ def test_what_the_kernel_does_not_know() -> None:
     assert not can_code(cache.half())
     assert not can_code(cache[..., :48].contiguous())
     assert not can_code(cache.transpose(0, 1))
-
-
-@pytest.mark.slow
-def test_processors_without_wide_vectors() -> None:
-    program = (
-        "import torch; from tests.kernels.cpu.test_codebooks import *\n"
-        "check(500, 64, torch.bfloat16, 2)\n"
-        "check(100, 128, torch.float32, 2)\n"
-    )
-    environment = os.environ | {PORTABLE_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        env=environment,
-        cwd=Path(__file__).parents[3],
-        timeout=300,
-    )

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +13,6 @@ from kernels import reference
 from kernels.cpu.attention_rows import SPLIT_KEYS, Row, plan_work
 from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.cpu.simd.attention import CHUNK_KEYS
-from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
 from tests.kernels.cases import AttentionCase, Heads, attention_case
 from tests.kernels.matrices import values_then_pairs
 
@@ -34,13 +28,6 @@ HEADS = [
     Heads(6, 2, 8),
     Heads(7, 1, 256),
 ]
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def attend(case: AttentionCase, window: int | None = None) -> Tensor:
@@ -153,7 +140,6 @@ def move_key(source: AttentionCase, target: AttentionCase, idx: int, place: int,
     target.k_cache[write], target.v_cache[write] = source.k_cache[read], source.v_cache[read]
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("lens", [[1300], LENS])
 def test_threads_do_not_change_a_bit(lens: list[int]) -> None:
     case = attention_case(
@@ -209,24 +195,3 @@ def test_what_the_kernel_does_not_know() -> None:
     assert not can_attend(q, cache, tables.long(), q)
     assert not can_attend(q.transpose(0, 1).contiguous().transpose(0, 1), cache, tables, q)
     assert not can_attend(q[..., :63], cache[..., :63], tables, q[..., :63])
-
-
-@pytest.mark.slow
-def test_processors_without_bf16_instructions() -> None:
-    """The same checks with the portable dot product, in a separate process."""
-    program = (
-        "import torch; from tests.kernels.cpu.test_compiled_attention import *\n"
-        "for heads, in_fp8 in ((Heads(9, 3, 64), False), (Heads(8, 1, 80), True)):\n"
-        "    case = attention_case(LENS, [1] * len(LENS), heads=heads, block_size=16,"
-        " dtype=torch.bfloat16, in_fp8=in_fp8)\n"
-        "    check(case)\n"
-        "test_branches_give_the_bits_of_the_same_keys_in_a_row((torch.bfloat16, False), 16, None)\n"
-    )
-    environment = os.environ | {PORTABLE_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        env=environment,
-        cwd=Path(__file__).parents[3],
-        timeout=300,
-    )

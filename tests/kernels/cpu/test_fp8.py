@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ from kernels.cpu.compiled.gathered_rows import gather_widened
 from kernels.cpu.compiled.runtime import Kernel, launch, offsets
 from kernels.cpu.simd import fp8, vectors
 from kernels.cpu.simd import lanes as simd
-from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
 
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16]
@@ -105,17 +100,6 @@ def check_heads(size: int, dtype: torch.dtype) -> None:
 
 def test_all_numbers() -> None:
     check_all()
-
-
-def test_all_numbers_on_processors_without_look_ups() -> None:
-    program = "from tests.kernels.cpu.test_fp8 import check_all; check_all()"
-    subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        env=os.environ | {PORTABLE_VARIABLE: "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[3],
-        timeout=300,
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -109,15 +109,3 @@ def test_a_big_matrix_is_quantised_in_pieces(
         assert wanted.scales is not None
         assert torch.equal(found.scales, wanted.scales)
         assert found.scales.is_contiguous()
-
-
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    weight, x = pack_weight(draw(8, 16).to(device), "int8"), draw(3, 16).to(device)
-    with pytest.raises(ValueError, match=r"x is \(3, 15\).*16 inputs"):
-        linear(x[:, 1:], weight)
-    with pytest.raises(ValueError, match=r"out is \(3, 9\).*3 rows of 8"):
-        linear(x, weight, out=draw(3, 9).to(device))
-    with pytest.raises(ValueError, match=r"bias is \(9,\) for 8 outputs"):
-        linear(x, weight, draw(9).to(device))
-    with pytest.raises(ValueError, match=r"x is torch\.float16"):
-        linear(x.half(), weight)
