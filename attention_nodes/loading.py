@@ -29,7 +29,7 @@ from attention_nodes.step import kv_cache
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import ModelRunner
 from kernels.dispatch import select_ops
-from kernels.expert_layers import rows_to_warm_up
+from kernels.experts.layers import rows_to_warm_up
 from kernels.runtime import open_runtime
 from m2n_comm.net import AttentionNet
 from models.checkpoints.checkpoint import Checkpoint

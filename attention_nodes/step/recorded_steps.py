@@ -146,7 +146,7 @@ def recorded_steps(
     if layers.ops.name != "cpu":
         return None
     from kernels.cpu.attention import renew
-    from kernels.cpu.compiled.attention import HeadShape
+    from kernels.cpu.compiled.attention.rows import HeadShape
 
     config = layers.config
     if not HeadShape(config.num_heads, config.num_kv_heads, config.head_dim).fits:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.dispatch import select_ops
-from tests.kernels.against_reference import HOST, compare_all
-from tests.kernels.op_cases import OPS
+from tests.kernels.cases.against_reference import HOST, compare_all
+from tests.kernels.cases.ops import OPS
 from tests.pairwise import cover_pairs
 
 

@@ -15,13 +15,13 @@ from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
 from kernels.cpu import ops as cpu
 from kernels.cpu.quantised import QuantisedOps, QuantisedWeight, dequantise
 from kernels.dispatch import Ops
-from kernels.mixed_experts import MixedExperts
+from kernels.experts.mixed import MixedExperts
 from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
 from kernels.triton.ops import TritonOps
+from tests.kernels.cases.matrices import values_then_pairs
 from tests.kernels.cpu.test_matmul import unpacked
 from tests.kernels.generators import finish
-from tests.kernels.matrices import values_then_pairs
 from topspin.plan.precision import Format
 
 HIDDEN, WIDTH = 72, 64
@@ -133,7 +133,9 @@ def test_rebuilt_experts_compute_as_fresh_ones(kernels: Kernels, asked: list[For
 
     held = [0, 3]
     experts = fresh(held)
-    for order in ([3, 4, 5, 0], [4, 2, 5, 4], [1, 4], [4], [0, 4]):
+    orders = [[3, 4, 5, 0], [4, 2, 5, 4], [1, 4], [4], [0, 4]]
+    # An interpreted product takes a second.
+    for order in orders if ops.name == "cpu" else orders[1:4:2]:
         slots = [
             held.index(each)
             if each in held

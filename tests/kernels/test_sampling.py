@@ -33,7 +33,7 @@ from kernels.sampling import (
     process_logits,
 )
 from kernels.sampling import sample as define
-from tests.kernels.sampling_cases import batch, integers, mixed_batch
+from tests.kernels.cases.sampling import batch, integers, mixed_batch
 from tests.kernels.triton.tiles import small_splits
 
 # What the interpreter computes with is numpy.

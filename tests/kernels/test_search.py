@@ -10,10 +10,10 @@ import torch
 from kernels import reference
 from kernels.cpu import ops as cpu
 from kernels.triton.attention.launches import paged_attention
-from tests.kernels.cases import Heads, attention_case
-from tests.kernels.matrices import slow_rows, values_then_pairs
-from tests.kernels.retrieval_cases import coded
-from tests.kernels.searches import SCALE, arguments, attend, check, placed
+from tests.kernels.cases.attention import Heads, attention_case
+from tests.kernels.cases.matrices import slow_rows, values_then_pairs
+from tests.kernels.cases.retrieval import coded
+from tests.kernels.cases.searches import SCALE, arguments, attend, check, placed
 
 BF16, FP32 = torch.bfloat16, torch.float32
 HEADS = [

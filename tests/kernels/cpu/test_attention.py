@@ -12,7 +12,7 @@ from kernels import reference
 from kernels.contracts import AttentionMeta
 from kernels.cpu import ops as cpu
 from kernels.cpu.attention import MAX_GROUP_ELEMENTS, renew
-from tests.kernels.cases import AttentionCase, Heads, attention_case
+from tests.kernels.cases.attention import AttentionCase, Heads, attention_case
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},

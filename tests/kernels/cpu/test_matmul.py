@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
 from kernels.cpu import ops as cpu
-from kernels.cpu.compiled.matmul import packs_blocks
+from kernels.cpu.compiled.matmul.linear import packs_blocks
 from kernels.cpu.huge_pages import CHUNK_BYTES
 from kernels.cpu.matmul import can_prepack
 from kernels.cpu.simd.matmul import TASK_OUTPUTS

@@ -17,14 +17,14 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     "tests",
     [
-        "cpu/test_fp8.py",
+        "cpu/simd/test_fp8.py",
         *(
             pytest.param(each, marks=pytest.mark.slow)
             for each in (
-                "cpu/test_codebooks.py",
-                "cpu/test_compiled_attention.py",
+                "cpu/compiled/test_codebooks.py",
+                "cpu/compiled/test_attention.py",
                 "cpu/test_quantised.py",
-                "cpu/test_retrieval.py",
+                "cpu/compiled/test_retrieval.py",
                 "test_ops.py",
             )
         ),

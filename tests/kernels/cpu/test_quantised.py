@@ -23,7 +23,7 @@ from kernels.cpu.quantised import (
 )
 from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import select_ops
-from tests.kernels.matrices import values_then_pairs
+from tests.kernels.cases.matrices import values_then_pairs
 from topspin.errors import ConfigError
 from topspin.plan.precision import Format
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from kernels.cpu.sampling import sample
 from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
 from kernels.sampling import sample as define
-from tests.kernels.matrices import values_then_pairs
-from tests.kernels.sampling_cases import any_batch, any_logits, batch
+from tests.kernels.cases.matrices import values_then_pairs
+from tests.kernels.cases.sampling import any_batch, any_logits, batch
 
 NUM_ROWS = 24
 

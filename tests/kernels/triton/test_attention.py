@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from kernels.triton.attention.launches import (
     attend,
     plan_attention,
 )
-from tests.kernels.cases import AttentionCase, Heads, attention_case, placed
+from tests.kernels.cases.attention import AttentionCase, Heads, attention_case, placed
 from tests.kernels.triton.tiles import SMALL_TILES
 from tests.pairwise import cover_values
 
@@ -118,37 +117,6 @@ def test_blocks_beyond_32_bits_of_elements(device: torch.device) -> None:
     )
     out = attend(case.q, caches[0], caches[1], case.meta, scale=0.2, tiles=SMALL_TILES)
     torch.testing.assert_close(out, wanted, **TOLERANCE[torch.float32])
-
-
-TILES = AttentionTiles(programs=128, min_chunk=256, min_programs=8, max_splits=16)
-
-
-@pytest.mark.parametrize(
-    ("batch", "wanted"),
-    [
-        # One long sequence: all splits. Many: enough splits to fill the device. Short ones: none.
-        ((1, 2, 8, 1, 100_000, None), (1, 16, 16, 64, False)),
-        ((16, 2, 8, 1, 100_000, None), (1, 16, 4, 256, False)),
-        ((64, 2, 8, 1, 100_000, None), (1, 16, 1, 256, False)),
-        ((4, 2, 8, 1, 256, None), (1, 16, 1, 256, False)),
-        ((4, 2, 8, 1, 300, None), (1, 16, 2, 256, False)),
-        # Few sequences: shorter splits, of whole blocks.
-        ((1, 2, 8, 1, 512, None), (1, 16, 8, 64, False)),
-        ((2, 2, 8, 1, 512, None), (1, 16, 4, 128, False)),
-        ((3, 2, 8, 1, 384, None), (1, 16, 2, 192, False)),
-        ((1, 2, 8, 1, 256, None), (1, 16, 1, 256, False)),
-        # A window bounds the keys to split.
-        ((4, 2, 8, 1, 100_000, 512), (1, 16, 4, 256, False)),
-        # A tree's rows fill several tiles; a prompt makes single rows the only short slices.
-        ((1, 2, 8, 48, 100_000, None), (64, 64, 1, 256, False)),
-        ((9, 2, 8, 2, 100, None), (2, 16, 8, 256, False)),
-        ((4, 2, 8, 2000, 2000, None), (2, 16, 8, 256, True)),
-        ((4, 2, 24, 2000, 2000, None), (1, 32, 8, 256, True)),
-        ((2, 2, 1, 0, 50, None), (1, 16, 1, 256, False)),
-    ],
-)
-def test_plans(batch: tuple[Any, ...], wanted: tuple[int, int, int, int, bool]) -> None:
-    assert plan_attention(*batch, TILES) == wanted
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 24])

@@ -30,7 +30,7 @@ from kernels.triton.grouped_mlp.weights import (
     unpack_weight,
 )
 from kernels.triton.ops import TritonOps
-from tests.kernels.matrices import slow_rows
+from tests.kernels.cases.matrices import slow_rows
 from tests.pairwise import cover_values
 from topspin.plan.precision import UNQUANTISED, Format
 

@@ -18,9 +18,9 @@ from kernels.runtime import NoSync
 from kernels.triton.attention import launches
 from kernels.triton.sampling.launches import draw as draw_tokens
 from kernels.triton.sampling.launches import plan_sampling
-from tests.kernels.against_reference import compare_all
-from tests.kernels.op_cases import OPS
-from tests.kernels.sampling_cases import batch
+from tests.kernels.cases.against_reference import compare_all
+from tests.kernels.cases.ops import OPS
+from tests.kernels.cases.sampling import batch
 from tests.kernels.triton.tiles import SMALL_TILES
 from tests.pairwise import cover_pairs, cover_values
 

@@ -20,8 +20,8 @@ from kernels.triton.rotary import rotate_and_store
 from kernels.triton.router.launches import local_slots, route
 from kernels.triton.sampling.launches import draw, plan_sampling
 from kernels.triton.swiglu import swiglu
-from tests.kernels.cases import Heads, attention_case, placed
-from tests.kernels.sampling_cases import batch
+from tests.kernels.cases.attention import Heads, attention_case, placed
+from tests.kernels.cases.sampling import batch
 
 
 class Good:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.contracts import HeadRows
 from kernels.triton.rotary import rotate_and_store
-from tests.kernels.cases import Heads
+from tests.kernels.cases.attention import Heads
 from tests.pairwise import cover_values
 
 BLOCK_SIZE = 4

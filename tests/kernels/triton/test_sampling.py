@@ -16,7 +16,7 @@ from kernels.philox import Purpose, as_signed, uniforms
 from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, SamplingBatch, process_logits
 from kernels.triton.sampling import launches as triton_sampling
 from kernels.triton.sampling.launches import plan_sampling, processed
-from tests.kernels.sampling_cases import any_batch, any_logits, batch
+from tests.kernels.cases.sampling import any_batch, any_logits, batch
 from tests.kernels.triton.tiles import small_splits
 
 
