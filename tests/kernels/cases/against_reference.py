@@ -32,7 +32,7 @@ def compare_all(op: Op, ops: Ops, device: torch.device, rows: Sequence[tuple[Any
 
 def compare(op: Op, ops: Ops, device: torch.device, case: SimpleNamespace) -> None:
     """Compare all that an op computes or changes; a GPU's ops as in a CUDA graph."""
-    rtol, atol = op.tolerance[case.cache[0] if hasattr(case, "cache") else case.dtype]
+    rtol, atol = op.tolerance[case.kind[0] if hasattr(case, "kind") else case.dtype]
     if device.type == "cuda":  # where the sum of two products is fused
         rtol, atol = max(rtol, 1e-5), max(atol, 1e-5)
     wanted = op.prepare(reference, Maker(HOST), case)()

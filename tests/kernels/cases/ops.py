@@ -54,7 +54,7 @@ class Op(NamedTuple):
     """Called with the implementation, and an object whose attributes are the factors' values."""
     factors: Mapping[str, Sequence[Any]]
     tolerance: Tolerance
-    """By the factor `dtype`; numbers that are not floating are equal."""
+    """By the factor `dtype`, or the first part of `kind`; all that is not floating is equal."""
 
 
 OPS: dict[str, Op] = {}
@@ -243,14 +243,13 @@ def add_counts(ops: Ops, make: Maker, case: Any) -> Run:
     {FP32: (1e-5, 1e-5), BF16: (2.0**-7, 1e-4)},
     shape=[(13, 38), (1, 1), (13, 37), (64, 32), (100, 72), (65, 1024)],
     num_rows=[*range(14), 16, 17, 40, 70],
-    dtype=DTYPES,
+    kind=[*product(DTYPES, [True, False])],
     target=["new", "out", "wider", "across"],
-    has_bias=[False, True],
     is_across=[False, True],
 )
 def linear(ops: Ops, make: Maker, case: Any) -> Run:
     """Also rows whose numbers are not next to each other."""
-    (num_out, num_in), num_rows, dtype = case.shape, case.num_rows, case.dtype
+    (num_out, num_in), num_rows, (dtype, has_bias) = case.shape, case.num_rows, case.kind
     weight = ops.pack_linear((make(num_out, num_in) / num_in**0.5).to(dtype))
     x, bias = make.inside(num_rows, num_in, dtype=dtype), make(num_out, dtype=dtype)
     if case.is_across:
@@ -261,7 +260,7 @@ def linear(ops: Ops, make: Maker, case: Any) -> Run:
         "wider": make.inside(num_rows, num_out),
         "across": make(num_out, num_rows, dtype=dtype).t(),
     }[case.target]
-    return lambda: delivered(ops.linear(x, weight, bias if case.has_bias else None, out), out)
+    return lambda: delivered(ops.linear(x, weight, bias if has_bias else None, out), out)
 
 
 def routed(make: Maker, num_rows: int, num_experts: int, *, routes: str) -> tuple[Tensor, Tensor]:
@@ -311,7 +310,7 @@ def grouped_mlp(ops: Ops, make: Maker, case: Any) -> Run:
 @op(
     {FP32: (1e-5, 1e-5), BF16: (2e-2, 2e-2)},
     rows=list(BATCHES),
-    cache=[*product(DTYPES, [False, True])],
+    kind=[*product(DTYPES, [False, True])],
     window=[None, 1, 7, 32],
     heads=[Heads(6, 2, 16), Heads(3, 1, 64), Heads(4, 4, 96), Heads(8, 1, 80), Heads(20, 1, 8)],
     block_size=[16, 1, 48],
@@ -320,7 +319,7 @@ def grouped_mlp(ops: Ops, make: Maker, case: Any) -> Run:
 )
 def paged_attention(ops: Ops, make: Maker, case: Any) -> Run:
     lens, counts, trees = BATCHES[case.rows]
-    dtype, in_fp8 = case.cache
+    dtype, in_fp8 = case.kind
     made = attention_case(
         lens,
         counts,
