@@ -29,7 +29,7 @@ from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import ModelRunner
 from attention_nodes.step.slow_decoder import SlowDecoder
 from kernels.dispatch import select_ops
-from kernels.expert_layers import rows_to_warm_up
+from kernels.experts.layers import rows_to_warm_up
 from kernels.runtime import open_runtime
 from m2n_comm.net import AttentionNet
 from models.checkpoints.checkpoint import Checkpoint

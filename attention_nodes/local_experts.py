@@ -1,7 +1,7 @@
 """The routed experts that an attention node computes itself: all of chosen MoE layers.
 
 Owns their packed weights. Which of these layers are local in a step, the expert table says:
-rally.py asks the net. The arithmetic is that of expert nodes (kernels.expert_layers). Knows no
+rally.py asks the net. The arithmetic is that of expert nodes (kernels.experts.layers). Knows no
 step. Loaded by loading.py, and by draft nodes for their own model.
 """
 
@@ -12,10 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kernels import deterministic, expert_layers
+from kernels import deterministic
 from kernels.contracts import ExpertWeights, Routing
 from kernels.dispatch import Ops
-from kernels.expert_layers import LayerExperts
+from kernels.experts import layers as expert_layers
+from kernels.experts.layers import LayerExperts
 from kernels.runtime import Runtime
 from m2n_comm.gpu.local import slots_on
 from models.checkpoints.checkpoint import Checkpoint

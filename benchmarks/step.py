@@ -26,7 +26,8 @@ from benchmarks.cpu_kernel_cases import cache_bytes
 from benchmarks.cpu_kernels import MATMUL_SIZE, PROBE_FILLS, Ceilings, Probe
 from benchmarks.local_model import BLOCK_SIZE, LocalModel
 from benchmarks.roofline import ceiling, weight_bytes
-from kernels.cpu.compiled import experts, matmul, quantised, quantised_experts
+from kernels.cpu.compiled.matmul import experts, quantised, quantised_experts
+from kernels.cpu.compiled.matmul import linear as matmul
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.recorder import CpuRuntime
 from kernels.cpu.simd.integers import GROUP

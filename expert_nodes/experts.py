@@ -16,11 +16,12 @@ from torch import Tensor
 
 from expert_nodes.memory import lacking
 from expert_nodes.versions import Held, SlotCounts, Versions, make_version
-from kernels import deterministic, expert_layers
+from kernels import deterministic
 from kernels.contracts import ExpertMatrices
 from kernels.contracts import ExpertWeights as PackedExperts
 from kernels.dispatch import Ops
-from kernels.expert_layers import LayerExperts
+from kernels.experts import layers as expert_layers
+from kernels.experts.layers import LayerExperts
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import ExpertBatch, NetShape, Senders
 from models.checkpoints.expert_reader import ExpertReader

@@ -19,7 +19,7 @@ from expert_nodes.memory import batch_bytes, lacking
 from expert_nodes.tables import TableChange
 from expert_nodes.ticket_graphs import TicketGraphs
 from kernels.dispatch import Ops, select_ops
-from kernels.expert_layers import rows_to_warm_up
+from kernels.experts.layers import rows_to_warm_up
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import ExpertNet, NetShape
 from models.checkpoints.checkpoint import Checkpoint

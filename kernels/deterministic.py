@@ -29,7 +29,7 @@ from kernels.contracts import (
 )
 from kernels.cpu.plain import add_rms_norm, rms_norm, rotate_and_store
 from kernels.deterministic_attention import paged_attention
-from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
+from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.reference import add_counts, code_keys, embed, permute, route, selected_keys
 from kernels.sampling import SampleResult, SamplingBatch
 from topspin.plan.precision import UNQUANTISED, Format

@@ -31,7 +31,7 @@ from kernels.contracts import (
     Retrieval,
     Routing,
 )
-from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
+from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.retrieval import code_keys as code_keys
 from kernels.retrieval import select
 from kernels.retrieval import selected_keys as selected_keys

@@ -2,9 +2,9 @@
 
 Owns an unlinked file, so that nothing is left whatever happens, the copies of selected keys in
 memory, and the layout of a block in the file: a record per block, in that by layer, head and token
-the key, the value and a sum of both, which `kernels.cpu.compiled.hot_keys` reads for single tokens;
-what has another sum counts as not read. Records are written without the page cache where the file
-system allows. Knows no policy. Used by residency.py.
+the key, the value and a sum of both, which `kernels.cpu.compiled.retrieval.hot_keys` reads for
+single tokens; what has another sum counts as not read. Records are written without the page cache
+where the file system allows. Knows no policy. Used by residency.py.
 """
 
 from __future__ import annotations

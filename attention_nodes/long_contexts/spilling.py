@@ -61,8 +61,8 @@ def check_spilled(model: ModelConfig, spill: SpillSpec) -> None:
     if spill.is_in_host_memory:
         return
     # Nodes on GPUs may lack numba.
-    from kernels.cpu.compiled.attention import HeadShape
-    from kernels.cpu.compiled.retrieval import HEAD_DIMS
+    from kernels.cpu.compiled.attention.rows import HeadShape
+    from kernels.cpu.compiled.retrieval.search import HEAD_DIMS
 
     heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim)
     if model.head_dim not in HEAD_DIMS or not heads.fits:

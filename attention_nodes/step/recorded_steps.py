@@ -165,7 +165,7 @@ def recorded_steps(
 
 def _renew_of(layers: Layers) -> Renew | None:
     from kernels.cpu.attention import renew
-    from kernels.cpu.compiled.attention import HeadShape
+    from kernels.cpu.compiled.attention.rows import HeadShape
 
     config = layers.config
     if HeadShape(config.num_heads, config.num_kv_heads, config.head_dim).fits:

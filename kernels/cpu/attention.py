@@ -1,9 +1,10 @@
 """Paged attention on the CPU: plan once per micro-batch, then few calls per layer.
 
 The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode
-rows and drafts above all, are computed one by one by `kernels.cpu.compiled.attention`, which reads
-the keys in the cache. The plan joins other short pieces (large draft trees, ends of prompts) to
-padded groups, and keeps for each group the cache slots to gather and the keys that each query sees.
+rows and drafts above all, are computed one by one by `kernels.cpu.compiled.attention.rows`, which
+reads the keys in the cache. The plan joins other short pieces (large draft trees, ends of prompts)
+to padded groups, and keeps for each group the cache slots to gather and the keys that each query
+sees.
 A layer gathers keys and values once per group, widened if they are in fp8, and runs one
 `scaled_dot_product_attention`. Knows no model and no sequence identity; the plan lives in
 `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
@@ -27,10 +28,10 @@ from kernels import reference
 from kernels import retrieval as plain
 from kernels.contracts import AttentionMeta, KeyCodes, Retrieval
 from kernels.cpu.attention_rows import Row, plan_work
-from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, can_attend
+from kernels.cpu.compiled.attention.rows import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.cpu.compiled.gathered_rows import gather_widened
-from kernels.cpu.compiled.retrieval import attend_selected, can_search
-from kernels.cpu.compiled.retrieval_words import RetrievalWords
+from kernels.cpu.compiled.retrieval.search import attend_selected, can_search
+from kernels.cpu.compiled.retrieval.words import RetrievalWords
 
 # Pieces up to SINGLE_ROWS query rows are computed row by row: a row takes 5 us at 160 keys, a
 # group 40 us and more.

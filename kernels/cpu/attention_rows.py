@@ -1,7 +1,7 @@
 """The query rows that are computed one by one, and the cutting of their keys into pieces.
 
 Pure. `kernels.cpu.attention` chooses the rows once per micro-batch,
-`kernels.cpu.compiled.attention` computes them in every layer. Knows no caches and no heads.
+`kernels.cpu.compiled.attention.rows` computes them in every layer. Knows no caches and no heads.
 """
 
 from __future__ import annotations

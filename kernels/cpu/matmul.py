@@ -1,11 +1,11 @@
 """Matrix products on the CPU: bf16 weights packed in blocks, and the experts' MLPs.
 
 bf16 weights are reordered once, which replaces the original. Where oneDNN multiplies bf16 it packs
-them: few rows go through compiled kernels that read its layout (`kernels.cpu.compiled.matmul`),
-many through oneDNN. On other processors with AVX2 the same layout is packed here, in huge pages,
-and the compiled kernels compute all products. fp32 weights stay plain: fp32 is used for
-exactness, and the packed product sums in another order. Knows no model; used through
-`kernels.cpu.ops`.
+them: few rows go through compiled kernels that read its layout
+(`kernels.cpu.compiled.matmul.linear`), many through oneDNN. On other processors with AVX2 the same
+layout is packed here, in huge pages, and the compiled kernels compute all products. fp32 weights
+stay plain: fp32 is used for exactness, and the packed product sums in another order. Knows no
+model; used through `kernels.cpu.ops`.
 
 Experts have two layouts. By slot: one product per expert and matrix over that expert's
 rows. Joined: all experts as one wide gated MLP whose hidden units are scaled by the
@@ -33,10 +33,10 @@ from kernels.contracts import (
     LinearWeight,
     Matrix,
 )
-from kernels.cpu.compiled import experts as numba_experts
-from kernels.cpu.compiled import matmul as numba_matmul
+from kernels.cpu.compiled.matmul import experts as numba_experts
+from kernels.cpu.compiled.matmul import linear as numba_matmul
 from kernels.cpu.huge_pages import Arena
-from kernels.expert_slots import Packing, check_expert, collect_experts, pack_slots, rebuild_slots
+from kernels.experts.slots import Packing, check_expert, collect_experts, pack_slots, rebuild_slots
 from kernels.reference import count_slots, permute, swiglu
 from topspin.plan.precision import UNQUANTISED, Format
 

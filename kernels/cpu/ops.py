@@ -21,7 +21,7 @@ from kernels.cpu import plain as cpu_plain
 from kernels.cpu.attention import paged_attention, selected_keys
 from kernels.cpu.compiled import layer as numba_layer
 from kernels.cpu.compiled import rows as numba_rows
-from kernels.cpu.compiled.codebooks import code_keys
+from kernels.cpu.compiled.retrieval.codebooks import code_keys
 from kernels.cpu.compiled.rows import add_counts
 from kernels.cpu.matmul import (
     grouped_mlp,

@@ -31,15 +31,15 @@ from kernels.contracts import (
     Matrix,
 )
 from kernels.cpu import ops as plain
-from kernels.cpu.compiled.quantised import quantise_weight, quantised_linear
-from kernels.cpu.compiled.quantised_experts import quantised_experts
+from kernels.cpu.compiled.matmul.quantised import quantise_weight, quantised_linear
+from kernels.cpu.compiled.matmul.quantised_experts import quantised_experts
 from kernels.cpu.compiled.runtime import launch
 from kernels.cpu.huge_pages import Arena
 from kernels.cpu.matmul import collect_slots, pack_in
 from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, SCALE_BYTES, group_bytes
 from kernels.cpu.simd.lanes import LANES
-from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
-from kernels.mixed_experts import MixedExperts, collect_by_format, mixed_mlp
+from kernels.experts.mixed import MixedExperts, collect_by_format, mixed_mlp
+from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
 from topspin.plan.precision import UNQUANTISED, Format
 
 BITS: Final[dict[Format, int]] = {"int4": 4, "int8": 8}

@@ -33,8 +33,8 @@ from kernels.contracts import (
     LinearWeight,
     Matrix,
 )
-from kernels.expert_slots import pack_slots, rebuild_slots
-from kernels.mixed_experts import MixedExperts, mixed_mlp
+from kernels.experts.mixed import MixedExperts, mixed_mlp
+from kernels.experts.slots import pack_slots, rebuild_slots
 from kernels.retrieval import code_keys, selected_keys
 from kernels.triton.attention.launches import paged_attention
 from kernels.triton.counts import add_counts

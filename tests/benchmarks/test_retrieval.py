@@ -17,7 +17,7 @@ from benchmarks.local_model import BLOCK_SIZE, LocalModel
 from benchmarks.retrieval_tasks import KINDS, NothingSelected, questions_of, selected_rows
 from benchmarks.table_layouts import LAYOUTS
 from kernels.contracts import SEGMENT_KEYS
-from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.matmul.linear import block_width
 from models.text.tokenizer import Tokenizer
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from topspin.errors import ConfigError, EngineUnavailable

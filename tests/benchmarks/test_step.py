@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report, step
-from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.matmul.linear import block_width
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.skipif(

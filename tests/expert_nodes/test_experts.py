@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
-from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import select_ops
 from m2n_comm.net import ExpertBatch

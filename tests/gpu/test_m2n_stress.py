@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kernels.m2n_windows import WindowShape
 from kernels.triton.m2n.wait import now
-from tests.kernels.triton.m2n_bench import Bench, runtime_of
+from tests.kernels.triton.m2n.bench import Bench, runtime_of
 
 ON_GPU = torch.cuda.is_available()
 NUM_EXPERTS = 4

@@ -18,7 +18,7 @@ import pytest
 from attention_nodes.step import recorded_steps
 from kernels.contracts import SEGMENT_KEYS, AttentionMeta
 from kernels.cpu import attention
-from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config

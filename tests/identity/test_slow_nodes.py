@@ -12,7 +12,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import make_checkpoint
 from tests.engine import TIMEOUT_S, Collected, Engine, engine_config

@@ -14,6 +14,7 @@ import triton
 from kernels import dispatch
 from kernels.dispatch import Ops, select_ops
 from topspin.errors import ConfigError
+from topspin.plan.precision import Format
 
 NAMES = ("cpu", "deterministic", "reference", "triton")
 
@@ -24,9 +25,11 @@ def test_selects_by_name(name: str, dtype: torch.dtype) -> None:
     assert select_ops(name, dtype).name == name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_signatures_are_those_of_the_interface(name: str) -> None:
-    ops = select_ops(name, torch.float32)
+@pytest.mark.parametrize(
+    ("name", "formats"), [*((name, []) for name in NAMES), ("cpu", ["int4"]), ("cpu", ["int8"])]
+)
+def test_signatures_are_those_of_the_interface(name: str, formats: list[Format]) -> None:
+    ops = select_ops(name, torch.float32, formats)
     names = [n for n, f in inspect.getmembers(Ops, inspect.isfunction) if not n.startswith("_")]
     assert len(names) > 10
     for op in names:

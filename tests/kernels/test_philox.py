@@ -103,19 +103,6 @@ def test_the_uniform_of_a_name(purpose: Purpose) -> None:
     assert draw(seed, choice, position, purpose) == wanted
 
 
-def test_every_part_of_the_name_matters() -> None:
-    draws = {
-        draw(),
-        draw(seed=8),
-        draw(seed=7 + (1 << 32)),
-        draw(choice=1),
-        draw(position=1),
-        draw(position=1 << 32),
-        draw(purpose=Purpose.DRAFT),
-    }
-    assert len(draws) == 7
-
-
 def test_uniforms_lie_in_the_unit_interval_evenly() -> None:
     positions = np.arange(20_000)
     values = uniforms(

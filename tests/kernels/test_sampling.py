@@ -24,43 +24,22 @@ from transformers.generation.logits_process import (
 )
 
 from kernels.cpu import sampling as compiled
-from kernels.philox import as_signed
+from kernels.philox import Purpose, uniforms
 from kernels.sampling import (
     AllowedTokens,
     BannedTokens,
     LogitBias,
     SampleResult,
-    SamplingBatch,
     process_logits,
 )
 from kernels.sampling import sample as define
+from tests.kernels.cases.sampling import batch, integers, mixed_batch
+from tests.kernels.triton.tiles import small_splits
 
+# What the interpreter computes with is numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 GRID = 1000
 Sample = Callable[..., SampleResult]
-
-
-def batch(num_rows: int, **settings: object) -> SamplingBatch:
-    """A batch of `num_rows` with neutral values except for `settings`: numbers or tensors."""
-
-    def column(name: str, neutral: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        value = settings.pop(name, neutral)
-        return torch.as_tensor(value).to(dtype).expand(num_rows).clone()
-
-    columns = {
-        "temperature": column("temperature", 1.0),
-        "top_k": column("top_k", 0, torch.int64),
-        "top_p": column("top_p", 1.0),
-        "min_p": column("min_p", 0.0),
-        "presence_penalty": column("presence_penalty", 0.0),
-        "frequency_penalty": column("frequency_penalty", 0.0),
-        "repetition_penalty": column("repetition_penalty", 1.0),
-        "seeds": column("seeds", 0, torch.int64),
-        "choices": column("choices", 0, torch.int64),
-        "positions": column("positions", 0, torch.int64)
-        if "positions" in settings
-        else torch.arange(num_rows),
-    }
-    return SamplingBatch(**columns, **settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -75,7 +54,17 @@ def even_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["definition", "compiled"])
 def sample(request: pytest.FixtureRequest) -> Sample:
+    """The function of each of the host's implementations."""
+    return define if request.param == "definition" else compiled.sample
+
+
+@pytest.fixture(params=["definition", "compiled", "triton"])
+def any_sample(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> Sample:
     """The function of each implementation."""
+    if request.param == "triton":
+        return small_splits(device, monkeypatch)
     return define if request.param == "definition" else compiled.sample
 
 
@@ -155,9 +144,9 @@ def test_frequencies_over_seeds_fit_the_distribution(sample: Sample) -> None:
     assert statistic < 50.8
 
 
-def test_a_low_temperature_is_nearly_greedy(sample: Sample) -> None:
+def test_a_low_temperature_is_nearly_greedy(any_sample: Sample) -> None:
     logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(4))
-    tokens = sample(logits, batch(50, temperature=1e-4)).tokens
+    tokens = any_sample(logits, batch(50, temperature=1e-4)).tokens
     assert torch.equal(tokens, logits.argmax(-1))
 
 
@@ -183,14 +172,14 @@ def test_a_tiny_temperature_is_greedy(sample: Sample, temperature: float) -> Non
     ],
 )
 def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
-    sample: Sample, temperature: float, settings: dict[str, float]
+    any_sample: Sample, temperature: float, settings: dict[str, float]
 ) -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(10))
-    beside = sample(logits, batch(6, temperature=temperature, **settings)).tokens
+    beside = any_sample(logits, batch(6, temperature=temperature, **settings)).tokens
     # Row 0 overflows by its penalty, row 3 has every token banned.
     banned = BannedTokens(torch.full((40,), 3), torch.arange(40))
     logits[0, 1], logits[1, 5], logits[2, 5], logits[4] = 5.0, math.nan, math.inf, -math.inf
-    result = sample(
+    result = any_sample(
         logits,
         batch(
             6,
@@ -207,28 +196,28 @@ def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
     assert result.is_number.tolist() == [True, False, False, True, False, True]
     assert ((result.tokens >= 0) & (result.tokens < 40)).all()
     assert result.tokens[5] == beside[5]
-    plain = sample(logits, batch(6, temperature=temperature, **settings))
+    plain = any_sample(logits, batch(6, temperature=temperature, **settings))
     assert plain.valid.tolist() == [True, False, False, True, False, True]
     assert torch.equal(plain.tokens[[3, 5]], beside[[3, 5]])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_ban_hides_no_nan_of_the_model(sample: Sample, temperature: float) -> None:
+def test_a_ban_hides_no_nan_of_the_model(any_sample: Sample, temperature: float) -> None:
     logits = torch.zeros(2, 4)
     logits[0, 2] = math.nan
     banned = BannedTokens(torch.tensor([0]), torch.tensor([2]))
-    result = sample(logits, batch(2, temperature=temperature, banned=banned))
+    result = any_sample(logits, batch(2, temperature=temperature, banned=banned))
     assert result.valid.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_takes_the_lowest_id_of_equals(sample: Sample, dtype: torch.dtype) -> None:
-    logits = torch.zeros(3, 70, dtype=dtype)
-    logits[0, [5, 66]], logits[1, [69, 33, 34]] = 1.0, 2.0
-    assert sample(logits, batch(3, temperature=0.0)).tokens.tolist() == [5, 33, 0]
+def test_greedy_takes_the_lowest_id_of_equals(any_sample: Sample, dtype: torch.dtype) -> None:
+    logits = torch.zeros(3, 300, dtype=dtype)
+    logits[0, [70, 299]], logits[1, [280, 133, 134]] = 1.0, 2.0
+    assert any_sample(logits, batch(3, temperature=0.0)).tokens.tolist() == [70, 133, 0]
 
 
-def test_greedy_rows_ignore_filters_but_not_penalties(sample: Sample) -> None:
+def test_greedy_rows_ignore_filters_but_not_penalties(any_sample: Sample) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]] * 2)
     settings = batch(
         2,
@@ -238,7 +227,7 @@ def test_greedy_rows_ignore_filters_but_not_penalties(sample: Sample) -> None:
         frequency_penalty=torch.tensor([0.0, 0.6]),
         outputs=[[1, 1], [1, 1]],
     )
-    assert sample(logits, settings).tokens.tolist() == [1, 2]
+    assert any_sample(logits, settings).tokens.tolist() == [1, 2]
 
 
 def test_nothing_to_apply_means_no_copy() -> None:
@@ -357,8 +346,8 @@ def test_only_allowed_tokens_are_drawn(vocab: int, sample: Sample) -> None:
         torch.testing.assert_close(result.logprobs, probabilities, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_that_allows_nothing_is_invalid_alone(sample: Sample) -> None:
-    result = sample(torch.zeros(3, 40), batch(3, allowed=allowed_tokens([1], [[False] * 40])))
+def test_a_row_that_allows_nothing_is_invalid_alone(any_sample: Sample) -> None:
+    result = any_sample(torch.zeros(3, 40), batch(3, allowed=allowed_tokens([1], [[False] * 40])))
     assert result.valid.tolist() == [True, False, True]
     assert result.is_number.all()
 
@@ -374,11 +363,15 @@ def test_borders_of_the_cdf_belong_to_the_next_token_with_any_probability(
     assert define(logits, batch(1)).tokens.tolist() == [token]
 
 
-def test_logprobs_are_of_the_model_not_of_the_processing(sample: Sample) -> None:
-    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(7))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_of_the_model_not_of_the_processing(
+    dtype: torch.dtype, any_sample: Sample
+) -> None:
+    logits = torch.randn(4, 230, generator=torch.Generator().manual_seed(7)).to(dtype)
+    logits[1, :200] = -math.inf
     bias = LogitBias(torch.tensor([0]), torch.tensor([17]), torch.tensor([100.0]))
     settings = batch(4, temperature=0.3, top_k=5, logit_bias=bias)
-    result = sample(logits, settings, num_top_logprobs=3)
+    result = any_sample(logits, settings, num_top_logprobs=3)
     wanted = F.log_softmax(logits.double(), -1).float()
     assert result.tokens[0] == 17
     assert result.logprobs is not None
@@ -386,55 +379,34 @@ def test_logprobs_are_of_the_model_not_of_the_processing(sample: Sample) -> None
     assert result.top_logprobs is not None
     torch.testing.assert_close(result.logprobs, wanted[range(4), result.tokens])
     best = wanted.sort(-1, descending=True)
-    assert torch.equal(result.top_ids, best.indices[:, :3])
+    assert torch.equal(wanted.gather(1, result.top_ids), best.values[:, :3])
     torch.testing.assert_close(result.top_logprobs, best.values[:, :3])
 
 
-def test_logprobs_only_when_asked(sample: Sample) -> None:
+def test_logprobs_only_when_asked(any_sample: Sample) -> None:
     logits = torch.zeros(2, 5)
-    assert sample(logits, batch(2))[3:] == (None, None, None)
-    chosen_only = sample(logits, batch(2), num_top_logprobs=0)
+    assert any_sample(logits, batch(2))[3:] == (None, None, None)
+    chosen_only = any_sample(logits, batch(2), num_top_logprobs=0)
     assert chosen_only.logprobs is not None
     assert chosen_only.top_ids is not None
     assert chosen_only.top_ids.shape == (2, 0)
-    more_than_there_are = sample(logits, batch(2), num_top_logprobs=20)
+    none = any_sample(logits[:0], batch(0), num_top_logprobs=1)
+    assert (none.tokens.shape, none.top_ids.shape) == ((0,), (0, 1))
+    more_than_there_are = any_sample(logits, batch(2), num_top_logprobs=20)
     assert more_than_there_are.top_ids is not None
     assert more_than_there_are.top_ids.shape == (2, 5)
 
 
-def mixed_batch(rows: Sequence[int]) -> SamplingBatch:
-    """The given rows of a batch of 24 rows that use all features in turn."""
-    rng = torch.Generator().manual_seed(8)
-    num_rows = 24
-    row = torch.arange(num_rows)
-    tokens = torch.randint(0, 500, (num_rows, 9), generator=rng)
-    kept = torch.tensor(rows)
-    place = {old: new for new, old in enumerate(rows)}
-    ruled = [r for r in rows if r % 5 == 0]
-    return batch(
-        len(rows),
-        temperature=torch.tensor([0.0, 0.7, 1.0, 1.8])[row % 4][kept],
-        top_k=torch.tensor([0, 10, 0, 0, 300])[row % 5][kept],
-        top_p=torch.tensor([1.0, 1.0, 0.9])[row % 3][kept],
-        min_p=torch.tensor([0.0] * 6 + [0.1])[row % 7][kept],
-        presence_penalty=torch.tensor([0.0, 0.0, 0.5])[row % 3][kept],
-        repetition_penalty=torch.tensor([1.0, 1.0, 1.0, 1.2])[row % 4][kept],
-        seeds=torch.tensor([as_signed((1 << 64) - 1 - 3 * r) for r in rows]),
-        choices=(row % 2)[kept],
-        positions=(row * 7)[kept],
-        prompts=[tokens[r, :5].tolist() for r in rows],
-        outputs=[tokens[r, 5:].tolist() for r in rows],
-        logit_bias=LogitBias(
-            integers([place[r] for r in ruled]),
-            integers([r * 3 for r in ruled]),
-            torch.full((len(ruled),), 2.0),
-        ),
-        banned=BannedTokens(integers([place[r] for r in ruled]), integers(ruled)),
+def test_the_uniforms_are_philox(any_sample: Sample) -> None:
+    """Equal scores: the token is the uniform's place among them."""
+    names = [(0, 0, 0), (-1, 3, 17), (-(1 << 63), 2**32 - 1, 1 << 40), ((1 << 63) - 1, 1, 5 << 32)]
+    seeds, choices, positions = torch.tensor(names).T.contiguous()
+    where = uniforms(
+        *(seeds.numpy().view(np.uint64), choices.numpy(), positions.numpy()), purpose=Purpose.TOKEN
     )
-
-
-def integers(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    asked = batch(len(names), seeds=seeds, choices=choices, positions=positions)
+    tokens = any_sample(torch.zeros(len(names), 500), asked).tokens
+    assert tokens.tolist() == (where * 500).astype(int).tolist()
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(sample: Sample) -> None:

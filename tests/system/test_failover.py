@@ -19,7 +19,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.compiled.program import Program
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint

@@ -3,7 +3,7 @@
 Scores of one query head with up to sixteen keys, and the weighted sum of up to sixteen values
 for up to four query heads. A slice is 64 bytes of a head: 32 numbers in bf16, 16 in fp32; the
 last slice may be partial. Sums of bf16 slices are kept as two vectors, of the even and of the
-odd numbers. Used by `kernels.cpu.compiled.attention`, inside compiled functions only.
+odd numbers. Used by `kernels.cpu.compiled.attention.rows`, inside compiled functions only.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `nearest` finds the centroids nearest to sixteen parts of keys, `add_parts` adds parts up by their
 centroids. Parts are fp32[n, W] one behind the other. Both are made for each width W. Used by
-`kernels.cpu.compiled.codebooks`, inside compiled functions only.
+`kernels.cpu.compiled.retrieval.codebooks`, inside compiled functions only.
 
 Letters as in `kernels.contracts`.
 """

@@ -5,7 +5,7 @@ them: `dot_tile` multiplies up to MAX_TILE rows by sixteen outputs, `quantise_gr
 numbers of a row into codes. One instruction adds four products per lane with AVX512-VNNI and
 AVX-VNNI, two with AVX2; the portable form takes one at a time. All forms give the same integers,
 so the same bits. Knows no tensor. Used by `kernels.cpu.simd.quantised_rows` and
-`kernels.cpu.compiled.quantised`, inside compiled functions only.
+`kernels.cpu.compiled.matmul.quantised`, inside compiled functions only.
 
 A number of a weight is code * step + low, with codes of 0..15 (4 bits) or 0..255 (8 bits);
 step and low are shared by GROUP inputs of one output. A block holds LANES outputs. For each

@@ -1,8 +1,8 @@
 """Steps of products of quantised weights, for kernels that numba compiles.
 
 Quantises rows, and multiplies any number of them by a block of outputs. The layouts are those of
-`kernels.cpu.simd.integers`. Used by `kernels.cpu.compiled.quantised` and
-`kernels.cpu.compiled.quantised_experts`, inside compiled functions only.
+`kernels.cpu.simd.integers`. Used by `kernels.cpu.compiled.matmul.quantised` and
+`kernels.cpu.compiled.matmul.quantised_experts`, inside compiled functions only.
 """
 
 from __future__ import annotations

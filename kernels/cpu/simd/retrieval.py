@@ -6,7 +6,7 @@ key's score is the sum of the entries that its codes name, and the greatest over
 (`look_up`). Entries are split into bytes: an instruction finds those of a vector among 64
 with AVX512-VBMI, and among 16 with AVX2; the portable form takes one entry at a time. All forms
 give the same integers. Scores are i16, of whole segments. Used by
-`kernels.cpu.compiled.retrieval`, inside compiled functions only.
+`kernels.cpu.compiled.retrieval.search`, inside compiled functions only.
 
 Letters as in `kernels.contracts`.
 """

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from kernels.coded import holds, numbers, steps_and_lows
 from kernels.contracts import CodedMatrix, ExpertWeights, LinearWeight, Matrix
-from kernels.expert_slots import Packing, collect_experts
-from kernels.mixed_experts import collect_by_format
+from kernels.experts.mixed import collect_by_format
+from kernels.experts.slots import Packing, collect_experts
 from topspin.errors import ConfigError
 from topspin.plan.precision import UNQUANTISED, Format
 

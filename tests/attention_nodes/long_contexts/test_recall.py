@@ -7,8 +7,8 @@ import torch
 
 from attention_nodes.long_contexts import recall
 from attention_nodes.long_contexts.recall import best_keys, share_found
-from tests.kernels.cases import Heads, attention_case
-from tests.kernels.retrieval_cases import coded, queries_of
+from tests.kernels.cases.attention import Heads, attention_case
+from tests.kernels.cases.retrieval import coded, queries_of
 
 SINKS, COUNT = 4, 50
 

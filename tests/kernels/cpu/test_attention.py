@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from kernels import reference
 from kernels.contracts import AttentionMeta
 from kernels.cpu import ops as cpu
 from kernels.cpu.attention import MAX_GROUP_ELEMENTS, renew
-from tests.kernels.cases import AttentionCase, Heads, attention_case
-from tests.kernels.matrices import values_then_pairs
+from tests.kernels.cases.attention import AttentionCase, Heads, attention_case
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -31,42 +29,6 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
     torch.testing.assert_close(result, wanted, **TOLERANCE[case.q.dtype])
     again = cpu.paged_attention(*arguments, scale=0.2, sliding_window=window)
     assert torch.equal(again, result), "the memo changed the result"
-
-
-@pytest.mark.parametrize(
-    ("cache", "block_size", "heads"),
-    values_then_pairs(
-        [*product([torch.float32, torch.bfloat16], [False, True])],
-        [1, 16],
-        [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96), Heads(8, 2, 128), Heads(1, 1, 64)],
-    ),
-)
-def test_mixed_batch(heads: Heads, block_size: int, cache: tuple[torch.dtype, bool]) -> None:
-    dtype, in_fp8 = cache
-    case = attention_case(
-        [1, 100, 16, 17, 33, 64, 40],
-        [1, 1, 16, 17, 1, 30, 3],
-        heads=heads,
-        block_size=block_size,
-        dtype=dtype,
-        in_fp8=in_fp8,
-    )
-    compare(case)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "window"), values_then_pairs([torch.float32, torch.bfloat16], [1, 7, 32, 1000])
-)
-def test_sliding_window(window: int, dtype: torch.dtype) -> None:
-    case = attention_case(
-        [90, 5, 40, 300], [1, 5, 20, 1], heads=Heads(4, 2, 64), block_size=16, dtype=dtype
-    )
-    compare(case, window=window)
-
-
-@pytest.mark.parametrize("context_len", [1, 2, 15, 16, 17, 100])
-def test_one_decode_row(context_len: int) -> None:
-    compare(attention_case([context_len], [1], heads=Heads(6, 2, 64), block_size=16))
 
 
 @pytest.mark.parametrize("committed", [0, 70])
@@ -96,26 +58,6 @@ def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None
     compare(case)
     assert sum(gathered) == 2 * 5 * 1500 * 8 * 64, "compare runs it twice"
     assert max(gathered) <= MAX_GROUP_ELEMENTS
-
-
-@pytest.mark.parametrize(
-    ("window", "dtype_and_is_new"),
-    values_then_pairs([None, 1, 3, 12], [*product([torch.float32, torch.bfloat16], [True, False])]),
-)
-def test_trees(window: int | None, dtype_and_is_new: tuple[torch.dtype, bool]) -> None:
-    dtype, is_new = dtype_and_is_new
-    wide: list[int | None] = [None, *(n // 3 for n in range(20))]
-    trees = ((None, 0, 0, 1, 1, 4, 2), (None,), (None, None, 1, 0), wide)
-    lens = [c + len(t) for c, t in zip((10, 0, 37, 3), trees, strict=True)]
-    case = attention_case(
-        lens,
-        [len(t) if is_new else (len(t) + 1) // 2 for t in trees],
-        heads=Heads(4, 2, 64),
-        block_size=4,
-        dtype=dtype,
-        parents=trees,
-    )
-    compare(case, window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,26 +96,6 @@ def test_small_trees_are_computed_row_by_row_and_renewed(
         wanted = cpu.paged_attention(*arguments, other.meta, scale=0.2, sliding_window=window)
         renewed = cpu.paged_attention(*arguments, kept.meta, scale=0.2, sliding_window=window)
         assert torch.equal(renewed, wanted)
-
-
-def test_empty_slices_and_padding_rows() -> None:
-    case = attention_case(
-        [20, 7, 5], [0, 1, 0], heads=Heads(4, 2, 64), block_size=4, padding_rows=4
-    )
-    compare(case)
-
-
-def test_no_sequence_at_all() -> None:
-    case = attention_case([], [], heads=Heads(4, 2, 64), block_size=4)
-    result = cpu.paged_attention(case.q, case.k_cache, case.v_cache, case.meta, scale=1.0)
-    assert result.shape == (0, 4, 64)
-
-
-def test_a_query_inside_a_wider_buffer() -> None:
-    case = attention_case([30, 8], [1, 1], heads=Heads(4, 2, 64), block_size=4)
-    wide = torch.zeros(2, 8, 64)
-    wide[:, 2:6] = case.q
-    compare(case._replace(q=wide[:, 2:6]))
 
 
 def test_layers_with_different_windows_share_one_meta() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kernels.cpu.attention_rows import SPLIT_KEYS, Row, plan_work
-from tests.kernels.matrices import values_then_pairs
+from tests.kernels.cases.matrices import values_then_pairs
 
 
 @pytest.mark.parametrize(

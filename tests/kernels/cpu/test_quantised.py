@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from gguf import quants
@@ -17,19 +12,18 @@ from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from kernels import deterministic, reference
-from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
+from kernels.contracts import ExpertWeights
 from kernels.cpu import ops as cpu
 from kernels.cpu.quantised import (
     BITS,
-    QuantisedExperts,
     QuantisedOps,
     QuantisedWeight,
     dequantise,
     quantise,
 )
 from kernels.cpu.recorder import CpuRuntime
-from kernels.dispatch import Ops, select_ops
-from tests.kernels.matrices import values_then_pairs
+from kernels.dispatch import select_ops
+from tests.kernels.cases.matrices import values_then_pairs
 from topspin.errors import ConfigError
 from topspin.plan.precision import Format
 
@@ -57,17 +51,6 @@ def as_codes(x: Tensor) -> Tensor:
     groups = padded.view(len(x), -1, 32)
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
     return ((groups / scale).round() * scale).flatten(1)[:, :num_in]
-
-
-def plain(experts: ExpertWeights) -> ExpertWeights:
-    """Return the dequantised experts of one format in fp32."""
-    assert isinstance(experts, QuantisedExperts)
-    return reference.pack_experts(map(meant, experts.gate_up), map(meant, experts.down))
-
-
-def meant(weight: LinearWeight) -> Tensor:
-    assert isinstance(weight, QuantisedWeight)
-    return dequantise(weight)
 
 
 def make_experts(
@@ -232,95 +215,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(mode: Format
         assert torch.equal(result.out, mixed.out[alone])
 
 
-@pytest.mark.parametrize(
-    ("mode_and_dtype", "shape"),
-    values_then_pairs(
-        [*product(MODES, [torch.float32, torch.bfloat16])],
-        [
-            (1, 32, 32, 1, 1),
-            (4, 64, 48, 2, 3),
-            (5, 72, 40, 3, 9),
-            (9, 100, 33, 4, 40),
-            (32, 64, 64, 4, 2),
-        ],
-    ),
-)
-def test_experts_are_those_of_the_dequantised_weights(
-    mode_and_dtype: tuple[Format, torch.dtype], shape: tuple[int, int, int, int, int]
-) -> None:
-    """Both products round their rows, so the error is that of two roundings."""
-    (mode, dtype), (num_experts, hidden, width, top_k, num_rows) = mode_and_dtype, shape
-    ops = QuantisedOps()
-    experts = make_experts([mode] * num_experts, hidden, width, dtype)
-    x = torch.randn(num_rows, hidden).to(dtype)
-    slots = torch.randint(-1, num_experts, (num_rows, top_k), dtype=torch.int32)
-    slots[0, 0] = num_experts - 1
-    weights = torch.rand(num_rows, top_k)
-    wanted = reference.grouped_mlp(x.float(), slots, weights, plain(experts))
-    ours = ops.grouped_mlp(x, slots, weights, experts, out=torch.empty(num_rows, hidden))
-    assert torch.equal(ours.counts, wanted.counts)
-    assert relative(ours.out, wanted.out) < 3 * ROW_TOLERANCE
-    narrow = ops.grouped_mlp(x, slots, weights, experts)
-    assert narrow.out.dtype == dtype
-    assert torch.equal(narrow.out, ours.out.to(dtype))
-
-
-def test_experts_of_no_rows_and_rows_without_experts() -> None:
-    ops = QuantisedOps()
-    experts = make_experts(["int4"] * 3, 64, 32, torch.float32)
-    none = ops.grouped_mlp(
-        torch.empty(0, 64), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2), experts
-    )
-    assert none.out.shape == (0, 64)
-    assert none.counts.tolist() == [0, 0, 0]
-    slots = torch.full((2, 2), -1, dtype=torch.int32)
-    elsewhere = ops.grouped_mlp(torch.randn(2, 64), slots, torch.rand(2, 2), experts)
-    assert torch.equal(elsewhere.out, torch.zeros(2, 64))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rebuilt_experts_share_what_stays(mode: Format) -> None:
-    ops = QuantisedOps()
-    old = make_experts([mode] * 3, 64, 40, torch.bfloat16)
-    new = ExpertMatrices(torch.randn(80, 64).bfloat16(), torch.randn(64, 40).bfloat16(), mode)
-    pieces = ops.rebuild_experts(old, [2, new, 0, 2])
-    num_pieces = 0
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as done:
-            rebuilt = done.value
-            break
-        num_pieces += 1
-    assert num_pieces == 2
-    assert rebuilt.num_experts == 4
-    assert rebuilt.gate_up[0].data is old.gate_up[2].data
-    x, slots = torch.randn(4, 64).bfloat16(), torch.tensor([[0], [1], [2], [3]], dtype=torch.int32)
-    ours = ops.grouped_mlp(x, slots, torch.ones(4, 1), rebuilt).out
-    before = torch.tensor([[2], [0], [0], [2]], dtype=torch.int32)
-    theirs = ops.grouped_mlp(x, before, torch.ones(4, 1), old).out
-    assert torch.equal(ours[[0, 2, 3]], theirs[[0, 2, 3]])
-    fresh = ops.pack_experts([new.gate_up], [new.down], formats=[mode])
-    alone = ops.grouped_mlp(x[1:2], slots[:1], torch.ones(1, 1), fresh).out
-    assert torch.equal(ours[1:2], alone)
-
-
 def test_what_is_quantised_is_smaller() -> None:
     matrix = torch.randn(256, 512).bfloat16()
     ops = QuantisedOps()
     assert not isinstance(ops.pack_linear(matrix), QuantisedWeight)
     for mode, bits in BITS.items():
         assert ops.pack_linear(matrix, mode).data.nbytes == 256 * 512 * (bits + 1) // 8
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_it_has_every_op_of_the_interface(mode: Format) -> None:
-    ops = select_ops("cpu", torch.bfloat16, [mode])
-    assert isinstance(ops, QuantisedOps)
-    names = [n for n, f in inspect.getmembers(Ops, inspect.isfunction) if not n.startswith("_")]
-    for op in names:
-        wanted = list(inspect.signature(getattr(Ops, op)).parameters.values())[1:]
-        assert list(inspect.signature(getattr(ops, op)).parameters.values()) == wanted, op
 
 
 @pytest.mark.parametrize(("kernels", "mode"), [("cpu", "fp8"), ("reference", "int4")])
@@ -339,30 +239,3 @@ def test_plain_kernels_refuse_a_format() -> None:
             ops.pack_linear(matrix, "int8")
         with pytest.raises(AssertionError, match="int8"):
             ops.pack_experts([matrix], [matrix.T[:, :2]], formats=["int8"])
-
-
-_BOTH = """
-import sys, torch
-from kernels.cpu.quantised import QuantisedOps
-torch.manual_seed(3)
-ops = QuantisedOps()
-weight = ops.pack_linear(torch.randn(40, 100), "int4")
-experts = ops.pack_experts(
-    torch.randn(4, 80, 64), torch.randn(4, 64, 40), formats=["int4", "int8", "int4", "int4"]
-)
-slots = torch.randint(-1, 4, (11, 2), dtype=torch.int32)
-mixed = ops.grouped_mlp(torch.randn(11, 64), slots, torch.rand(11, 2), experts).out
-product = ops.linear(torch.randn(11, 100), weight)
-sys.stdout.buffer.write(product.numpy().tobytes() + mixed.numpy().tobytes())
-"""
-
-
-@pytest.mark.slow
-def test_processors_without_byte_products_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The portable form computes the same integers; only fused additions may differ."""
-    found = []
-    for portable in ("0", "1"):
-        monkeypatch.setenv("TOPSPIN_PORTABLE_KERNELS", portable)
-        done = subprocess.run([sys.executable, "-c", _BOTH], capture_output=True, check=True)
-        found.append(np.frombuffer(done.stdout, dtype=np.float32))
-    np.testing.assert_array_equal(found[0], found[1])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,21 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu.sampling import sample
-from kernels.philox import Purpose, uniforms
-from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, SamplingBatch
+from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
 from kernels.sampling import sample as define
-from tests.kernels.matrices import values_then_pairs
-from tests.kernels.test_sampling import batch
+from tests.kernels.cases.matrices import values_then_pairs
+from tests.kernels.cases.sampling import any_batch, any_logits, batch
 
 NUM_ROWS = 24
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(logits: Tensor, asked: SamplingBatch) -> None:
@@ -35,43 +24,6 @@ def check(logits: Tensor, asked: SamplingBatch) -> None:
     assert torch.equal(result.tokens, wanted.tokens)
     assert torch.equal(result.valid, wanted.valid)
     assert torch.equal(result.is_number, wanted.is_number)
-
-
-def some(chance: float, values: Tensor, neutral: float) -> Tensor:
-    """Values in so many of the rows, and else the neutral one."""
-    return torch.where(torch.rand(len(values)) < chance, values, torch.full_like(values, neutral))
-
-
-def any_batch(vocab: int, *, processed: bool) -> SamplingBatch:
-    """Random settings of all kinds, together."""
-    tokens = torch.randint(0, vocab, (NUM_ROWS, 2, 40))
-    lengths = torch.randint(0, 40, (NUM_ROWS, 2)).tolist()
-    edits = {
-        "presence_penalty": some(0.5, torch.randn(NUM_ROWS), 0),
-        "frequency_penalty": some(0.5, torch.randn(NUM_ROWS), 0),
-        "repetition_penalty": some(0.5, torch.rand(NUM_ROWS) + 0.5, 1),
-        "prompts": [own[0, : size[0]].int() for own, size in zip(tokens, lengths, strict=True)],
-        "outputs": [own[1, : size[1]].tolist() for own, size in zip(tokens, lengths, strict=True)],
-        "logit_bias": LogitBias(
-            torch.arange(NUM_ROWS), torch.randint(0, vocab, (NUM_ROWS,)), torch.randn(NUM_ROWS) * 4
-        ),
-        "banned": BannedTokens(torch.arange(NUM_ROWS), torch.randint(0, vocab, (NUM_ROWS,))),
-        "allowed": AllowedTokens(
-            torch.randperm(NUM_ROWS)[:9],
-            torch.randint(-(1 << 31), 1 << 31, (9, -(-vocab // 32)), dtype=torch.int32),
-        ),
-    }
-    return batch(
-        NUM_ROWS,
-        temperature=some(0.9, torch.rand(NUM_ROWS) * 2, 0),
-        top_k=some(0.5, torch.randint(0, vocab + 3, (NUM_ROWS,)), 0),
-        top_p=some(0.7, torch.rand(NUM_ROWS) ** 0.3, 1),
-        min_p=some(0.4, torch.rand(NUM_ROWS) ** 4, 0),
-        seeds=torch.randint(-(1 << 62), 1 << 62, (NUM_ROWS,)),
-        choices=torch.randint(0, 5, (NUM_ROWS,)),
-        positions=torch.randint(0, 1 << 40, (NUM_ROWS,)),
-        **(edits if processed else {}),
-    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,9 +38,7 @@ def test_tokens_are_those_of_the_definition(
     seed: int, vocab: int, spread: float, step: float, processed: bool
 ) -> None:
     torch.manual_seed(seed)
-    logits = torch.randn(NUM_ROWS, vocab) * spread
-    if step:
-        logits = (logits / step).round() * step  # many equal scores
+    logits = any_logits(NUM_ROWS, vocab, spread=spread, step=step)
     check(logits, any_batch(vocab, processed=processed))
 
 
@@ -124,26 +74,6 @@ def test_the_kth_score_counts_equal_scores(k: int) -> None:
     assert all(kept.gather(1, tokens[:, None]).all() for tokens in drawn)
     assert len(torch.unique(torch.stack(drawn))) > min(k, 20)
     check(scores, batch(20, top_k=k, temperature=1e6))
-
-
-def test_the_uniforms_are_philox() -> None:
-    """Equal scores: the token is the uniform's place among them."""
-    vocab = 1 << 16
-    names = [(0, 0, 0), (-1, 3, 17), (-(1 << 63), 2**32 - 1, 1 << 40), ((1 << 63) - 1, 1, 5 << 32)]
-    seeds, choices, positions = torch.tensor(names).T.contiguous()
-    where = uniforms(
-        *(seeds.numpy().view(np.uint64), choices.numpy(), positions.numpy()), purpose=Purpose.TOKEN
-    )
-    asked = batch(len(names), seeds=seeds, choices=choices, positions=positions)
-    tokens = sample(torch.zeros(len(names), vocab), asked).tokens
-    assert tokens.tolist() == (where * vocab).astype(int).tolist()
-
-
-@pytest.mark.parametrize("vocab", [1, 15, 16, 33, 2000])
-def test_greedy_rows_take_the_first_of_the_greatest(vocab: int) -> None:
-    scores = (torch.randn(50, vocab) * 2).round()
-    tokens = sample(scores, batch(50, temperature=0)).tokens
-    assert torch.equal(tokens, (scores == scores.amax(-1, keepdim=True)).int().argmax(-1))
 
 
 def test_threads_do_not_change_a_draw() -> None:

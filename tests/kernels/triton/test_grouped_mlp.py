@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
-from kernels.contracts import ExpertMatrices
 from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp import launches as triton_grouped_mlp
 from kernels.triton.grouped_mlp.launches import (
@@ -31,10 +30,8 @@ from kernels.triton.grouped_mlp.weights import (
     unpack_weight,
 )
 from kernels.triton.ops import TritonOps
-from tests.kernels.generators import finish
-from tests.kernels.matrices import slow_rows
+from tests.kernels.cases.matrices import slow_rows
 from tests.pairwise import cover_values
-from topspin.errors import ConfigError
 from topspin.plan.precision import UNQUANTISED, Format
 
 QUANTISED = FORMATS[1:]
@@ -123,20 +120,6 @@ def test_fp32(
     assert not found.out[nowhere].any()
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_bf16_by_default_tiles(out_dtype: torch.dtype, device: torch.device) -> None:
-    case = make_case(**SHAPES[0], device=device, dtype=torch.bfloat16)
-    out = torch.empty(35, 72, dtype=out_dtype, device=device)
-    found = triton_grouped_mlp.grouped_mlp(
-        *case[:3], pack_experts(case.gate_up, case.down), out=out
-    )
-    assert found.out is out
-    wide = reference.pack_experts(case.gate_up.float(), case.down.float())
-    wanted = reference.grouped_mlp(case.hidden.float(), *case[1:3], wide).out
-    # Units are rounded to bf16, and so are contributions to a bf16 result.
-    torch.testing.assert_close(out.float(), wanted, rtol=2e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize(("swap", "weight_format"), cover_values([0, 1], QUANTISED))
 def test_quantised_weights_are_multiplied_as_what_they_stand_for(
     weight_format: Format, swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
@@ -179,25 +162,6 @@ def mlp_in_fp8(case: Case, experts: GpuExperts) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize(("weight_format", "swap"), [("fp8", 0), ("int8", 1), ("int4", 0)])
-def test_bf16_rows_meet_quantised_weights(
-    weight_format: Format, swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    use_tiles(monkeypatch, swap=swap, block_n=128, block_k=128)
-    case = make_case(
-        3, hidden_size=128, ffn_size=64, num_experts=2, top_k=2, device=device, dtype=torch.bfloat16
-    )
-    experts = pack_experts(case.gate_up, case.down, weight_format)
-    out = torch.empty(3, 128, device=device)
-    triton_grouped_mlp.grouped_mlp(*case[:3], experts, out=out)
-    if weight_format == "fp8":
-        wanted = mlp_in_fp8(case._replace(hidden=case.hidden.float()), experts)
-    else:
-        plain = reference.pack_experts(*(map(unpack_weight, ws) for ws in lists(experts)))
-        wanted = reference.grouped_mlp(case.hidden.float(), *case[1:3], plain).out
-    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=1e-2)
-
-
 # The error of uniform rounding: a step of the range of 128 normal numbers over sqrt(12).
 ERRORS = {"none": 1e-9, "fp8": 0.03, "int8": 0.01, "int4": 0.12}
 
@@ -227,21 +191,6 @@ def test_sizes_of_formats() -> None:
         assert 8 * (packed.data.nbytes + packed.scales.nbytes) == bits * weight.numel()
 
 
-@pytest.mark.parametrize("weight_format", ["none", "int4"])
-def test_rebuilt_experts_share_what_stays(weight_format: Format, device: torch.device) -> None:
-    case = make_case(4, hidden_size=40, ffn_size=24, num_experts=3, top_k=2, device=device)
-    old = pack_experts(case.gate_up[:2], case.down[:2], weight_format)
-    new = ExpertMatrices(case.gate_up[2], case.down[2], weight_format)
-    experts = finish(TritonOps().rebuild_experts(old, [1, new, 0]))
-    assert experts.num_experts == 3
-    assert experts.table[[0, 2]].tolist() == old.table[[1, 0]].tolist()
-    fresh = pack_experts(case.gate_up[[1, 2, 0]], case.down[[1, 2, 0]], weight_format)
-    results = [triton_grouped_mlp.grouped_mlp(*case[:3], e).out for e in (experts, fresh)]
-    assert torch.equal(*results)
-    with pytest.raises(AssertionError):
-        finish(TritonOps().rebuild_experts(old, [ExpertMatrices(case.gate_up[2], case.down[2].T)]))
-
-
 def test_contributions_are_added_by_ascending_choice(device: torch.device) -> None:
     """2**24 + 1 - 2**24 depends on the order."""
     down = torch.tensor([2.0**24, 1.0, -(2.0**24)], device=device)[:, None, None]
@@ -252,18 +201,6 @@ def test_contributions_are_added_by_ascending_choice(device: torch.device) -> No
     out = triton_grouped_mlp.grouped_mlp(torch.ones(2, 1, device=device), slots, weights, experts)
     assert out.out[0].item() == pytest.approx(1.0, rel=1e-5)
     assert out.out[1].item() == 0.0
-
-
-def test_columns_of_wider_buffers(device: torch.device) -> None:
-    case = make_case(9, hidden_size=32, ffn_size=16, num_experts=6, top_k=3, device=device)
-    wide, results = torch.zeros(9, 50, device=device), torch.zeros(9, 40, device=device)
-    wide[:, 7:39] = case.hidden
-    experts = pack_experts(case.gate_up, case.down)
-    triton_grouped_mlp.grouped_mlp(wide[:, 7:39], *case[1:3], experts, out=results[:, 4:36])
-    wanted = reference.grouped_mlp(*case[:3], reference.pack_experts(case.gate_up, case.down)).out
-    torch.testing.assert_close(results[:, 4:36], wanted, rtol=1e-5, atol=1e-5)
-    assert not results[:, :4].any()
-    assert not results[:, 36:].any()
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -284,13 +221,6 @@ def test_few_pairs_need_no_grouping(
     assert torch.equal(few.counts, grouped.counts)
 
 
-def test_no_rows(device: torch.device) -> None:
-    case = make_case(0, hidden_size=8, ffn_size=4, num_experts=2, top_k=2, device=device)
-    found = triton_grouped_mlp.grouped_mlp(*case[:3], pack_experts(case.gate_up, case.down))
-    assert found.out.shape == (0, 8)
-    assert found.counts.tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_default_tiles_are_possible(weight_format: Format) -> None:
     dtypes, rows = (torch.float32, torch.bfloat16), (1, 32, 256, 1024, 2048, 8192)
@@ -305,18 +235,3 @@ def test_default_tiles_are_possible(weight_format: Format) -> None:
         assert min(tiles.block_m, tiles.block_n, tiles.block_k // 2) >= 16
         # Weights are the left factor where there are few rows: 64 fill an instruction.
         assert not tiles.swap or tiles.block_n >= 64
-
-
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    case = make_case(2, hidden_size=8, ffn_size=4, num_experts=2, top_k=2, device=device)
-    experts = pack_experts(case.gate_up, case.down)
-    with pytest.raises(ValueError, match=r"hidden is \(2, 7\), not \(2, 8\)"):
-        triton_grouped_mlp.grouped_mlp(case.hidden[:, :7], *case[1:3], experts)
-    with pytest.raises(ValueError, match=r"out is \(1, 8\)"):
-        triton_grouped_mlp.grouped_mlp(*case[:3], experts, out=case.hidden[:1])
-    with pytest.raises(ValueError, match="bfloat16, the experts of"):
-        triton_grouped_mlp.grouped_mlp(case.hidden.bfloat16(), *case[1:3], experts)
-    with pytest.raises(ValueError, match=r"weights are .*float64"):
-        triton_grouped_mlp.grouped_mlp(case.hidden, case.slots, case.weights.double(), experts)
-    with pytest.raises(ConfigError, match=r"'int5'.*none, fp8, int8, int4"):
-        pack_experts(case.gate_up, case.down, "int5")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp.weights import FORMATS, GpuWeight, pack_weight, unpack_weight
-from kernels.triton.linear.launches import LinearTiles, default_tiles, linear, tiled_linear
+from kernels.triton.linear.launches import LinearTiles, linear, tiled_linear
 from tests.pairwise import cover_values
 from topspin.plan.precision import Format
 
@@ -87,15 +85,6 @@ def test_each_block_of_fp8_has_its_own_scale(block_n: int, device: torch.device)
     torch.testing.assert_close(found, product(x, weight, None), rtol=1e-5, atol=1e-4)
 
 
-def test_few_rows_split_their_inputs_and_many_do_not(device: torch.device) -> None:
-    weight = pack_weight(torch.ones(1024, 2048, device=device).bfloat16(), "int8")
-    assert default_tiles(weight, torch.bfloat16, 1).splits == 4
-    assert default_tiles(weight, torch.bfloat16, 128).splits == 4
-    assert default_tiles(weight, torch.bfloat16, 257).splits == 1
-    head = replace(weight, out_features=151936)
-    assert default_tiles(head, torch.bfloat16, 1).splits == 1
-
-
 def test_a_big_matrix_is_quantised_in_pieces(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -109,15 +98,3 @@ def test_a_big_matrix_is_quantised_in_pieces(
         assert wanted.scales is not None
         assert torch.equal(found.scales, wanted.scales)
         assert found.scales.is_contiguous()
-
-
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    weight, x = pack_weight(draw(8, 16).to(device), "int8"), draw(3, 16).to(device)
-    with pytest.raises(ValueError, match=r"x is \(3, 15\).*16 inputs"):
-        linear(x[:, 1:], weight)
-    with pytest.raises(ValueError, match=r"out is \(3, 9\).*3 rows of 8"):
-        linear(x, weight, out=draw(3, 9).to(device))
-    with pytest.raises(ValueError, match=r"bias is \(9,\) for 8 outputs"):
-        linear(x, weight, draw(9).to(device))
-    with pytest.raises(ValueError, match=r"x is torch\.float16"):
-        linear(x.half(), weight)

@@ -1,8 +1,7 @@
-"""The fused rotary kernel against the reference's norm, rotation and write, one by one."""
+"""The fused rotary kernel beside its op: norms of all heads, scaled caches, padding rows."""
 
 from __future__ import annotations
 
-from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -12,13 +11,11 @@ from torch import Tensor
 from kernels import reference
 from kernels.contracts import HeadRows
 from kernels.triton.rotary import rotate_and_store
-from tests.kernels.cases import Heads
-from tests.kernels.matrices import values_then_pairs
+from tests.kernels.cases.attention import Heads
 from tests.pairwise import cover_values
 
 BLOCK_SIZE = 4
 DTYPES = [torch.float32, torch.bfloat16]
-HEADS = [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96), Heads(1, 1, 8)]
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     # Norms add in another order, so the last bit of a factor may differ.
@@ -54,42 +51,8 @@ def caches(heads: Heads, dtype: torch.dtype, device: torch.device) -> tuple[Tens
 
 
 @pytest.mark.parametrize(
-    ("dtype_and_half_tables", "heads"),
-    values_then_pairs([*product(DTYPES, [True, False])], HEADS),
+    ("dtype", "heads"), cover_values(DTYPES, [Heads(9, 3, 64), Heads(8, 1, 80)])
 )
-def test_without_norms_equals_the_reference_bit_for_bit(
-    heads: Heads, dtype_and_half_tables: tuple[torch.dtype, bool], device: torch.device
-) -> None:
-    dtype, half_tables = dtype_and_half_tables
-    given = draw(2, heads, dtype, device, width=heads.dim // (2 if half_tables else 1))
-    q, k, v = (x.clone() for x in given[:3])
-    wanted, found = caches(heads, dtype, device), caches(heads, dtype, device)
-    reference.rotate_and_store(HeadRows(q, k, v, *given[3:5], *wanted, given.slots))
-    rotate_and_store(*given[:5], *found, given.slots)
-    # Compiled, fp32 products may be fused with the sum.
-    exact = {"rtol": 0.0, "atol": 0.0}
-    tolerance = exact if dtype == torch.bfloat16 or device.type == "cpu" else TOLERANCE[dtype]
-    torch.testing.assert_close(given.q, q, **tolerance)
-    torch.testing.assert_close(found[0], wanted[0], **tolerance)
-    assert torch.equal(found[1], wanted[1])
-    assert torch.equal(given.v, v)
-
-
-@pytest.mark.parametrize(("dtype", "heads"), cover_values(DTYPES, HEADS[1:]))
-def test_norm_of_each_head(heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
-    given = draw(2, heads, dtype, device, width=heads.dim // 2)
-    q, k, v = (x.clone() for x in given[:3])
-    wanted, found = caches(heads, dtype, device), caches(heads, dtype, device)
-    norms = torch.rand(2, heads.dim, device=device).add(0.5).to(dtype)
-    options = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-3}
-    reference.rotate_and_store(HeadRows(q, k, v, *given[3:5], *wanted, given.slots, **options))
-    rotate_and_store(*given[:5], *found, given.slots, **options)
-    torch.testing.assert_close(given.q, q, **TOLERANCE[dtype])
-    torch.testing.assert_close(found[0], wanted[0], **TOLERANCE[dtype])
-    assert torch.equal(found[1], wanted[1])
-
-
-@pytest.mark.parametrize(("dtype", "heads"), cover_values(DTYPES, HEADS[:2]))
 def test_norm_of_all_heads(heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
     """As in OLMoE: a token's heads are one row, with one root mean square."""
     given = draw(2, heads, dtype, device, width=heads.dim // 2)
@@ -131,33 +94,3 @@ def test_rows_with_a_negative_slot_are_not_stored(device: torch.device) -> None:
     found = caches(heads, torch.float32, device)
     rotate_and_store(*given[:5], *found, given.slots)
     assert found[1].flatten(0, 1).flatten(1).any(1).nonzero().tolist() == [[7]]
-
-
-def test_no_token_at_all(device: torch.device) -> None:
-    heads = Heads(2, 1, 16)
-    given = draw(0, heads, torch.float32, device, width=8)
-    rotate_and_store(*given[:5], *caches(heads, torch.float32, device), given.slots)
-
-
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    heads = Heads(4, 2, 16)
-    given = draw(3, heads, torch.bfloat16, device, width=8)
-    k_cache, v_cache = caches(heads, torch.bfloat16, device)
-    with pytest.raises(ValueError, match=r"q_norm \(32,\) fits neither a head of 16 nor all"):
-        rotate_and_store(
-            *given[:5], k_cache, v_cache, given.slots, q_norm=given.k.new_ones(32), eps=1e-6
-        )
-    with pytest.raises(ValueError, match=r"q_norm is torch.float32"):
-        rotate_and_store(*given[:5], k_cache, v_cache, given.slots, q_norm=torch.ones(16))
-    with pytest.raises(ValueError, match=r"slots \(2,\) for 3 tokens"):
-        rotate_and_store(*given[:5], k_cache, v_cache, given.slots[:2])
-    with pytest.raises(ValueError, match=r"k \(3, 1, 16\), v \(3, 2, 16\)"):
-        rotate_and_store(given.q, given.k[:, :1], *given[2:5], k_cache, v_cache, given.slots)
-    with pytest.raises(ValueError, match=r"caches are torch.float16"):
-        rotate_and_store(*given[:5], k_cache.half(), v_cache.half(), given.slots)
-    with pytest.raises(ValueError, match=r"caches \(6, 4, 1, 16\)"):
-        rotate_and_store(*given[:5], k_cache[:, :, :1], v_cache[:, :, :1], given.slots)
-    with pytest.raises(ValueError, match=r"cos \(3, 4\)"):
-        rotate_and_store(
-            *given[:3], given.cos[:, :4], given.sin[:, :4], k_cache, v_cache, given.slots
-        )

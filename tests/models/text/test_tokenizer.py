@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from models.text.tokenizer import IncrementalDetokenizer, Tokenizer, text_before
 from tests.checkpoints import write_tokenizer
+from tests.models.text import backends
 from topspin.errors import ConfigError, InvalidRequest
 
 TEXTS = [
@@ -36,39 +37,14 @@ def _byte_level(tmp_path: Path) -> Tokenizer:
     return Tokenizer.from_directory(tmp_path)
 
 
-def _piece_vocab() -> dict[str, int]:
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    vocab.update({f"<0x{byte:02X}>": 3 + byte for byte in range(256)})
-    for piece in ("\u2581", "a", "b", "t", "h", "e", "\u2581a", "\u2581t", "he", "\u2581the", "."):
-        vocab[piece] = len(vocab)
-    return vocab
+_PIECES = backends.pieces().get_vocab()
 
 
 def _write_pieces(path: Path) -> None:
     """Write a SentencePiece-like tokenizer as Mixtral's and Llama 2's are."""
-    merges = [("\u2581", "a"), ("\u2581", "t"), ("h", "e"), ("\u2581t", "he")]
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=_piece_vocab(),
-            merges=merges,
-            byte_fallback=True,
-            unk_token="<unk>",
-            fuse_unk=True,
-        )
-    )
-    backend.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
-    )
+    backend = backends.pieces()
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
     )
     backend.add_special_tokens(
         [AddedToken(token, special=True) for token in ("<s>", "</s>", "<unk>")]
@@ -128,12 +104,11 @@ def test_tokens_are_shown_by_their_bytes(byte_level: Tokenizer, pieces: Tokenize
     half = byte_level.encode("\u4f60", add_special_tokens=False)[0]
     assert byte_level.token_bytes(half) == b"\xe4"
     assert byte_level.token_text(half) == "\ufffd"
-    vocab = _piece_vocab()
-    assert pieces.token_bytes(vocab["\u2581the"]) == b" the"
-    assert pieces.token_bytes(vocab["<0xE4>"]) == b"\xe4"
-    assert pieces.token_bytes(vocab["</s>"]) == b"</s>"
-    assert pieces.is_lone_byte(vocab["<0xE4>"])
-    assert not pieces.is_lone_byte(vocab["<unk>"])
+    assert pieces.token_bytes(_PIECES["\u2581the"]) == b" the"
+    assert pieces.token_bytes(_PIECES["<0xE4>"]) == b"\xe4"
+    assert pieces.token_bytes(_PIECES["</s>"]) == b"</s>"
+    assert pieces.is_lone_byte(_PIECES["<0xE4>"])
+    assert not pieces.is_lone_byte(_PIECES["<unk>"])
     for tokenizer in (byte_level, pieces):
         assert tokenizer.token_bytes(10**6) == b""
 
@@ -191,25 +166,22 @@ def test_a_character_begun_by_the_prompt_is_completed(
 ) -> None:
     ids = byte_level.encode("x\u4f60!", add_special_tokens=False)
     assert "".join(_stream(byte_level, ids[:3], [ids[3:]], skip=True)) == "\u4f60!"
-    vocab = _piece_vocab()
-    prompt = [vocab["a"], vocab["<0xE4>"], vocab["<0xBD>"]]
-    assert "".join(_stream(pieces, prompt, [[vocab["<0xA0>"]]], skip=True)) == "\u4f60"
-    whole = [*prompt, vocab["<0xA0>"]]
-    assert "".join(_stream(pieces, whole, [[vocab["\u2581the"]]], skip=True)) == " the"
+    prompt = [_PIECES["a"], _PIECES["<0xE4>"], _PIECES["<0xBD>"]]
+    assert "".join(_stream(pieces, prompt, [[_PIECES["<0xA0>"]]], skip=True)) == "\u4f60"
+    whole = [*prompt, _PIECES["<0xA0>"]]
+    assert "".join(_stream(pieces, whole, [[_PIECES["\u2581the"]]], skip=True)) == " the"
 
 
 def test_a_space_at_the_boundary_is_kept(pieces: Tokenizer) -> None:
-    vocab = _piece_vocab()
-    the = vocab["\u2581the"]
+    the = _PIECES["\u2581the"]
     assert "".join(_stream(pieces, [the], [[the], [the]], skip=True)) == " the the"
-    assert "".join(_stream(pieces, [vocab["<s>"]], [[the], [the]], skip=True)) == "the the"
+    assert "".join(_stream(pieces, [_PIECES["<s>"]], [[the], [the]], skip=True)) == "the the"
 
 
 def test_a_run_of_bytes_is_held_until_it_ends(pieces: Tokenizer) -> None:
     """One bad byte spoils its whole run, so no byte of the run may be emitted early."""
-    vocab = _piece_vocab()
-    run = [[vocab[f"<0x{byte:02X}>"]] for byte in b"\xe4\xbd\xa0\xff"]
-    parts = _stream(pieces, [vocab["a"]], [*run, [vocab["b"]]], skip=True)
+    run = [[_PIECES[f"<0x{byte:02X}>"]] for byte in b"\xe4\xbd\xa0\xff"]
+    parts = _stream(pieces, [_PIECES["a"]], [*run, [_PIECES["b"]]], skip=True)
     assert parts == ["", "", "", "", "\ufffd" * 4 + "b", ""]
 
 
@@ -244,9 +216,10 @@ def test_random_byte_level_streams_equal_decoding_whole(
 def test_random_piece_streams_equal_decoding_whole(
     pieces: Tokenizer, data: st.DataObject, skip: bool
 ) -> None:
-    vocab = _piece_vocab()
-    ids = st.sampled_from([3 + byte for byte in _BYTES]) | st.integers(0, len(vocab) + 1)
-    letters = st.sampled_from([vocab["\u2581"], vocab["\u2581the"], vocab["b"], vocab["<s>"]])
+    ids = st.sampled_from([3 + byte for byte in _BYTES]) | st.integers(0, len(_PIECES) + 1)
+    letters = st.sampled_from(
+        [_PIECES["\u2581"], _PIECES["\u2581the"], _PIECES["b"], _PIECES["<s>"]]
+    )
     _check(pieces, data.draw(st.lists(letters, max_size=4)), data.draw(_chunked(ids)), skip)
 
 
@@ -279,7 +252,7 @@ def test_pushing_costs_by_its_own_tokens(pieces: Tokenizer, monkeypatch: Any) ->
         return original(self, ids, skip_special_tokens=skip_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "decode", counting)
-    the = _piece_vocab()["\u2581the"]
+    the = _PIECES["\u2581the"]
     assert "".join(_stream(pieces, [the] * 500, [[the]] * 500, skip=True)) == " the" * 500
     assert max(decoded) <= 2
     assert len(decoded) <= 2 * 500 + 2

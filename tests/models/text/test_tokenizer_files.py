@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers
 
 from models.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from models.text.tokenizer_files import effective_tokenizer
+from tests.models.text.backends import byte_level, pieces
 
 _WORDS = ["<|im_start|>", "<|im_end|>", "<tool>", "<think>", "<|x y|>", "[PAD]", "<s>", "</s>"]
 _WORDS += ["<|endoftext|>", "<unk>"]
@@ -22,72 +23,24 @@ _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "image_token", "se
 _TEXTS = ("the {}the{} a\n{} b", "{}{}{}", " {} user\nhello{} {}1234 don't")
 
 
-def _byte_level(vocab_words: list[str], *, qwen: bool = False) -> tokenizers.Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("t", "h"), ("th", "e"), ("\u0120", "the")]
-    vocab = {token: idx for idx, token in enumerate([*alphabet, "th", "the", "\u0120the"])}
-    vocab |= {word: len(vocab) + idx for idx, word in enumerate(vocab_words)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    if qwen:
-        qwen2 = importlib.import_module("transformers.models.qwen2.tokenization_qwen2")
-        backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(qwen2.PRETOKENIZE_REGEX), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    return backend
-
-
-def _pieces(vocab_words: list[str], *, llama: bool = False) -> tokenizers.Tokenizer:
-    pieces = ["\u2581", *"abtheu", "th", "the", "\u2581the"]
-    vocab = {token: idx for idx, token in enumerate(["<unk>", "<s>", "</s>"])}
-    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    for word in [*pieces, *vocab_words]:
-        vocab.setdefault(word, len(vocab))
-    merges = [("t", "h"), ("th", "e"), ("\u2581", "the")]
-    unknown = None if llama else "<unk>"
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
-    )
-    if llama:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    else:
-        backend.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-        )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return backend
-
-
 def _neox(vocab_words: list[str]) -> tokenizers.Tokenizer:
-    backend = _byte_level(vocab_words)
+    backend = byte_level(vocab_words)
     backend.normalizer = normalizers.NFC()
     return backend
 
 
 # Each with the model_type and the tokenizer_class of such checkpoints.
 _SHAPES: dict[str, tuple[Callable[[list[str]], tokenizers.Tokenizer], str, str | None]] = {
-    "chatml": (_byte_level, "llama", "PreTrainedTokenizerFast"),
-    "llama-3": (_byte_level, "llama", "LlamaTokenizerFast"),
-    "no class": (_byte_level, "llama", None),
-    "unknown class": (_byte_level, "mixtral", "OurTokenizer"),
-    "qwen2": (lambda words: _byte_level(words, qwen=True), "qwen2_moe", "Qwen2Tokenizer"),
-    "qwen3, no class": (lambda words: _byte_level(words, qwen=True), "qwen3_moe", None),
-    "qwen3, general": (_byte_level, "qwen3_moe", "PreTrainedTokenizerFast"),
-    "gpt-2": (_byte_level, "llama", "GPT2Tokenizer"),
-    "mixtral": (_pieces, "mixtral", "LlamaTokenizer"),
-    "llama-2": (lambda words: _pieces(words, llama=True), "llama", "LlamaTokenizer"),
+    "chatml": (byte_level, "llama", "PreTrainedTokenizerFast"),
+    "llama-3": (byte_level, "llama", "LlamaTokenizerFast"),
+    "no class": (byte_level, "llama", None),
+    "unknown class": (byte_level, "mixtral", "OurTokenizer"),
+    "qwen2": (lambda words: byte_level(words, qwen=True), "qwen2_moe", "Qwen2Tokenizer"),
+    "qwen3, no class": (lambda words: byte_level(words, qwen=True), "qwen3_moe", None),
+    "qwen3, general": (byte_level, "qwen3_moe", "PreTrainedTokenizerFast"),
+    "gpt-2": (byte_level, "llama", "GPT2Tokenizer"),
+    "mixtral": (pieces, "mixtral", "LlamaTokenizer"),
+    "llama-2": (lambda words: pieces(words, llama=True), "llama", "LlamaTokenizer"),
     "olmoe": (_neox, "olmoe", "GPTNeoXTokenizerFast"),
     "olmoe, no class": (_neox, "olmoe", None),
 }
@@ -187,7 +140,7 @@ def test_a_token_without_a_place_in_the_model_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A text that has it is spelt in pieces, as the model could not read the token."""
-    backend = _byte_level([])
+    backend = byte_level([])
     backend.save(str(tmp_path / "tokenizer.json"))
     size = backend.get_vocab_size()
     config = {"added_tokens_decoder": {str(size): {"content": "<a>"}}, "pad_token": "[PAD]"}
@@ -216,7 +169,7 @@ def test_a_token_without_a_place_in_the_model_is_left_out(
     ],
 )
 def test_what_is_no_token_does_not_hinder_the_others(tmp_path: Path, config: Any) -> None:
-    _byte_level([]).save(str(tmp_path / "tokenizer.json"))
+    byte_level([]).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer.encode("<a>", add_special_tokens=False) == [259]

@@ -1,0 +1,1 @@
+"""Compiled attention of single rows."""

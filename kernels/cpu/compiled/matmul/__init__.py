@@ -1,0 +1,1 @@
+"""Compiled products: plain and quantised weights, single ones and experts."""

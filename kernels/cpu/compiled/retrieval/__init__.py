@@ -1,0 +1,1 @@
+"""Compiled codebooks, the search for keys, and attention to what is selected."""

@@ -1,0 +1,1 @@
+"""A layer's experts, whatever their kernels: slots, formats side by side, and counts."""

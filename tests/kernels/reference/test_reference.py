@@ -1,0 +1,257 @@
+"""The reference ops against the modules of transformers that they replace."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaConfig,
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
+
+from kernels import reference
+from kernels.contracts import ExpertMatrices
+from tests.kernels.cases.matrices import values_then_pairs
+from tests.kernels.generators import finish
+from tests.pairwise import cover_pairs
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), values_then_pairs(DTYPES, [(0, 8), (7, 37), (1, 576), (3, 5, 64)])
+)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(shape[-1], eps=1e-5).to(dtype)
+    norm.weight.data.normal_()
+    x = (torch.randn(shape) * 3).to(dtype)
+    wanted = norm(x).detach()
+    weight = norm.weight.detach()
+    assert torch.equal(reference.rms_norm(x, weight, eps=1e-5), wanted)
+    out = torch.empty_like(x)
+    assert reference.rms_norm(x, weight, eps=1e-5, out=out) is out
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm_updates_the_residual(dtype: torch.dtype) -> None:
+    x, residual, weight = (torch.randn(s).to(dtype) for s in ((4, 33), (4, 33), (33,)))
+    total = x + residual
+    normed = reference.add_rms_norm(x, residual, weight, eps=1e-6)
+    assert torch.equal(residual, total)
+    assert torch.equal(normed, reference.rms_norm(total, weight, eps=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "half_tables", "head_dim"), cover_pairs(DTYPES, [True, False], [64, 80])
+)
+def test_rotate(head_dim: int, half_tables: bool, dtype: torch.dtype) -> None:
+    angles = torch.rand(5, head_dim // 2) * 100
+    angles = torch.cat((angles, angles), -1)
+    qkv = torch.randn(5, 6, head_dim).to(dtype)
+    q, k, rest = qkv[:, :3], qkv[:, 3:5], qkv[:, 5:].clone()
+    wanted = apply_rotary_pos_emb(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        angles.cos().to(dtype)[None],
+        angles.sin().to(dtype)[None],
+    )
+    width = head_dim // 2 if half_tables else head_dim
+    reference.rotate(q, k, angles.cos()[:, :width], angles.sin()[:, :width])
+    assert torch.equal(q, wanted[0][0].transpose(0, 1))
+    assert torch.equal(k, wanted[1][0].transpose(0, 1))
+    assert torch.equal(qkv[:, 5:], rest)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_mlp(bias: bool) -> None:
+    config = LlamaConfig(hidden_size=20, num_attention_heads=2, intermediate_size=13, mlp_bias=bias)
+    mlp = LlamaMLP(config).requires_grad_(False)
+    x = torch.randn(6, 20)
+    gate_up = reference.pack_linear(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+    down = reference.pack_linear(mlp.down_proj.weight)
+    biases = (
+        {
+            "gate_up_bias": torch.cat((mlp.gate_proj.bias, mlp.up_proj.bias)),
+            "down_bias": mlp.down_proj.bias,
+        }
+        if bias
+        else {}
+    )
+    out = torch.empty(6, 20)
+    assert reference.dense_mlp(x, gate_up, down, **biases, out=out) is out
+    torch.testing.assert_close(out, mlp(x), rtol=1e-5, atol=1e-6)
+
+
+def test_embed() -> None:
+    table, tokens = torch.randn(9, 4), torch.tensor([3, 3, 0])
+    assert torch.equal(reference.embed(tokens, table), F.embedding(tokens, table))
+    out = torch.empty(3, 4)
+    assert reference.embed(tokens, table, out=out) is out
+    assert torch.equal(out, table[[3, 3, 0]])
+
+
+class Family(NamedTuple):
+    """A family's router and experts, and the arguments of `route` for it."""
+
+    router: type
+    experts: type
+    config: object
+    renormalise: bool
+    rounds_weights: bool
+
+
+SIZES = {"hidden_size": 24, "num_experts_per_tok": 3}
+FAMILIES = {
+    "mixtral": Family(
+        MixtralTopKRouter,
+        MixtralExperts,
+        MixtralConfig(intermediate_size=10, num_local_experts=7, **SIZES),
+        renormalise=True,
+        rounds_weights=False,
+    ),
+    "qwen2": Family(
+        Qwen2MoeTopKRouter,
+        Qwen2MoeExperts,
+        Qwen2MoeConfig(moe_intermediate_size=10, num_experts=7, norm_topk_prob=False, **SIZES),
+        renormalise=False,
+        rounds_weights=True,
+    ),
+    "qwen3": Family(
+        Qwen3MoeTopKRouter,
+        Qwen3MoeExperts,
+        Qwen3MoeConfig(moe_intermediate_size=10, num_experts=7, norm_topk_prob=True, **SIZES),
+        renormalise=True,
+        rounds_weights=True,
+    ),
+    "olmoe": Family(
+        OlmoeTopKRouter,
+        OlmoeExperts,
+        OlmoeConfig(intermediate_size=10, num_experts=7, norm_topk_prob=False, **SIZES),
+        renormalise=False,
+        rounds_weights=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_routes_as_transformers(name: str, dtype: torch.dtype) -> None:
+    family = FAMILIES[name]
+    router = family.router(family.config).to(dtype).requires_grad_(False)
+    router.weight.normal_()
+    x = torch.randn(50, 24).to(dtype)
+    logits, weights, experts = router(x)
+    routing = reference.route(
+        logits,
+        top_k=3,
+        renormalise=family.renormalise,
+        weights_dtype=dtype if family.rounds_weights else torch.float32,
+    )
+    assert routing.experts.dtype == torch.int64
+    assert routing.weights.dtype == torch.float32
+    assert torch.equal(routing.experts, experts)
+    assert torch.equal(routing.weights, weights.float())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_compute_as_transformers(name: str) -> None:
+    family = FAMILIES[name]
+    block = family.experts(family.config).requires_grad_(False)
+    block.gate_up_proj.normal_()
+    block.down_proj.normal_()
+    x = torch.randn(20, 24)
+    routing = reference.route(torch.randn(20, 7), top_k=3, renormalise=family.renormalise)
+    packed = reference.pack_experts(block.gate_up_proj, block.down_proj)
+    result = reference.grouped_mlp(x, routing.experts.int(), routing.weights, packed)
+    wanted = block(x, routing.experts, routing.weights)
+    torch.testing.assert_close(result.out, wanted, rtol=1e-5, atol=1e-4)
+    assert torch.equal(result.counts, torch.bincount(routing.experts.flatten(), minlength=7))
+
+
+def test_partial_sums_of_two_nodes_make_the_whole() -> None:
+    gate_up, down = torch.randn(5, 12, 8), torch.randn(5, 8, 6)
+    x, slots = torch.randn(9, 8), torch.stack([torch.randperm(5)[:2] for _ in range(9)]).int()
+    weights = torch.rand(9, 2)
+    whole = reference.grouped_mlp(x, slots, weights, reference.pack_experts(gate_up, down)).out
+    first = reference.grouped_mlp(
+        x,
+        torch.where(slots < 2, slots, -1),
+        weights,
+        reference.pack_experts(gate_up[:2], down[:2]),
+    ).out
+    second = reference.grouped_mlp(
+        x,
+        torch.where(slots < 2, -5, slots - 2),
+        weights,
+        reference.pack_experts(gate_up[2:], down[2:]),
+    ).out
+    torch.testing.assert_close(first + second, whole, rtol=1e-5, atol=1e-4)
+    nowhere = (slots >= 2).all(1)
+    assert nowhere.any()
+    assert not first[nowhere].any()
+
+
+def test_contributions_are_added_by_ascending_choice_in_fp32() -> None:
+    """2**24 + 1 - 2**24 depends on the order, and bf16 would lose the 1."""
+    down = torch.tensor([2.0**24, 1.0, -(2.0**24)])[:, None, None].bfloat16()
+    gate_up = torch.ones(3, 2, 1).bfloat16()
+    unit = float(F.silu(torch.ones(1).bfloat16()))
+    weights = torch.full((2, 3), 1 / unit)
+    experts = reference.pack_experts(gate_up, down)
+    slots = torch.tensor([[0, 2, 1], [0, 1, 2]], dtype=torch.int32)
+    out = torch.empty(2, 1)
+    reference.grouped_mlp(torch.ones(2, 1).bfloat16(), slots, weights, experts, out=out)
+    assert out[0] == pytest.approx(1.0, rel=1e-2)
+    assert out[1] == 0.0
+
+
+def test_permute_groups_in_order() -> None:
+    slots = torch.tensor([[2, -1], [0, 2], [-1, -1], [2, 0]], dtype=torch.int32)
+    groups = reference.permute(slots, 4)
+    assert groups.counts.tolist() == [2, 0, 3, 0]
+    assert groups.offsets.tolist() == [0, 2, 2, 5, 5]
+    assert groups.order.tolist() == [2, 7, 0, 3, 6, 1, 4, 5]
+    assert groups.row_of.tolist() == [1, 3, 0, 1, 3, 0, 2, 2]
+
+
+def test_counts_add_up_with_experts_that_have_rows_and_batches() -> None:
+    totals = torch.zeros(5, dtype=torch.int64)
+    for counts in ([2, 0, 3], [0, 0, 0], [0, 0, 4]):
+        reference.add_counts(totals, torch.tensor(counts))
+    assert totals.tolist() == [2, 0, 7, 3, 2]
+
+
+def test_permute_of_no_rows() -> None:
+    groups = reference.permute(torch.empty(0, 2, dtype=torch.int32), 3)
+    assert groups.order.numel() == 0
+    assert groups.counts.tolist() == [0, 0, 0]
+
+
+def test_a_slot_outside_the_node_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="below num_experts"):
+        reference.permute(torch.tensor([[3]], dtype=torch.int32), 3)
+
+
+def test_rebuilt_experts_compute_like_fresh_ones() -> None:
+    gate_up, down = torch.randn(3, 12, 8), torch.randn(3, 8, 6)
+    old = reference.pack_experts(gate_up[:2], down[:2])
+    new = ExpertMatrices(gate_up[2], down[2])
+    experts = finish(reference.rebuild_experts(old, [0, new]))
+    fresh = reference.pack_experts(gate_up[[0, 2]], down[[0, 2]])
+    x, slots = torch.randn(4, 8), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
+    weights = torch.rand(4, 2)
+    results = [reference.grouped_mlp(x, slots, weights, e).out for e in (experts, fresh)]
+    assert torch.equal(*results)
+    with pytest.raises(AssertionError):
+        finish(reference.rebuild_experts(old, [ExpertMatrices(gate_up[2], down[2].T)]))
