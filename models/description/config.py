@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from models.checkpoints.checkpoint_index import read_index
 from models.description.config_fields import Fields, read_json
@@ -33,6 +33,10 @@ _DTYPES: dict[str, DtypeName] = {
 }
 _WINDOWED = ("mixtral", "qwen2_moe", "qwen3_moe")
 _STORED_DTYPES: dict[str, DtypeName] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+MAX_LAYERS: Final = 4096
+"""Far above all models: a description has an object for each layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +151,7 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
     head_dim = _head_dim(fields, hidden_size=hidden_size, num_heads=num_heads)
     if family.qk_norm == "full" and head_dim * num_heads != hidden_size:
         raise fields.error("head_dim", f"{family.model_type} needs hidden_size / heads")
-    num_layers = fields.positive_int("num_hidden_layers")
+    num_layers = fields.positive_int("num_hidden_layers", most=MAX_LAYERS)
     max_positions = fields.positive_int("max_position_embeddings")
     moe = _moe(fields, family)
     windows = _sliding_windows(fields, family, num_layers=num_layers)

@@ -11,8 +11,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 from topspin.errors import ConfigError
+
+MAX_INT: Final = 2**31 - 1
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -62,10 +65,12 @@ class Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(option, "must be an integer")
+        if abs(value) > MAX_INT:
+            raise self.error(option, f"must be {MAX_INT} at most")
         return value
 
-    def positive_int(self, option: str, *, default: int | None = None) -> int:
-        """Return an integer above zero; required unless `default` is given."""
+    def positive_int(self, option: str, *, default: int | None = None, most: int = MAX_INT) -> int:
+        """Return an integer from 1 to `most`; required unless `default` is given."""
         value = self.optional_int(option)
         if value is None:
             if default is None:
@@ -73,6 +78,8 @@ class Fields:
             return default
         if value <= 0:
             raise self.error(option, "must be positive")
+        if value > most:
+            raise self.error(option, f"must be {most} at most")
         return value
 
     def aliased_int(self, *options: str) -> int:

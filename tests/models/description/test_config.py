@@ -336,7 +336,7 @@ def _places(value: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 # What is named is the option that does not go with them.
 _MEANT = {"num_attention_heads", "num_local_experts"}
-_WRONG = (None, True, -1, 0, 0.5, 1e30, "", "x", [], ["x"], [-1], {}, {"x": {}})
+_WRONG = (None, True, -1, 0, 2**31 - 1, 10**30, 0.5, 1e30, "", "x", [], ["x"], [-1], {}, {"x": {}})
 
 
 def test_any_value_of_any_option_is_read_or_refused_by_its_name(
