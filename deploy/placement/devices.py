@@ -1,4 +1,4 @@
-"""What is known of a device: the JSON file that `topspin profile` writes and the planner reads.
+"""A device's profile: the JSON file that `topspin profile` writes and the planner reads.
 
 Owns the file's structure, its checks, and the roofline and tables in it. Measured tables hold
 seconds by (operation, shape, format, threads); the roofline's rates serve shapes that nobody

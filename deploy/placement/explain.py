@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from deploy.placement.cost import unmeasured
-from deploy.placement.report import EngineReport, FrontPoint, Rejected, Report, WhatIf
+from deploy.placement.report import EngineReport, FrontPoint, PlanChange, Rejected, Report
 from deploy.placement.search.drafts import Decision
 from deploy.placement.search.fleet import best_fleet
 from deploy.placement.search.layouts import (
@@ -127,7 +127,7 @@ class _Explainer:
             yield Offer(rating, msgspec.convert(figures | {"price_per_hour": price}, FrontPoint))
 
     def _figures(self, rating: Rating, copies: int) -> dict[str, object]:
-        """Return the fields of Figures."""
+        """Return the fields of EngineFigures."""
         assert rating.point is not None
         return {
             "engine": str(rating.layout),
@@ -292,7 +292,7 @@ class _Explainer:
             f"{self.asked:.4g}; what binds in the best engine, {binds}"
         )
 
-    def what_ifs(self) -> Iterator[WhatIf]:
+    def what_ifs(self) -> Iterator[PlanChange]:
         """Yield changes of one thing that would change the outcome, by searching again."""
         kept = [*self.ranked[:SEARCHED_AGAIN], *self.best.values()]
         kept += [member.rating for member in self.result.members]
@@ -307,7 +307,7 @@ class _Explainer:
                 else:
                     low = middle
             if high < len(FACTORS):
-                yield WhatIf(change=f"{name} times {FACTORS[high]:g}", outcome=outcome)
+                yield PlanChange(change=f"{name} times {FACTORS[high]:g}", outcome=outcome)
 
     def _knobs(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[float], Inputs]]]:
         """Yield what may be changed by a factor: what binds first, and the link."""

@@ -16,7 +16,7 @@ from rich.table import Table
 from topspin.errors import ConfigError
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of an engine at a load."""
 
     engine: str
@@ -28,13 +28,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     kl: float
 
 
-class FrontPoint(Figures, frozen=True, kw_only=True):
+class FrontPoint(EngineFigures, frozen=True, kw_only=True):
     """An offer that no other beats in price, TTFT, TPOT, tokens per second and divergence."""
 
     price_per_hour: float
 
 
-class EngineReport(Figures, frozen=True, kw_only=True):
+class EngineReport(EngineFigures, frozen=True, kw_only=True):
     """An engine of the fleet. `binding`: what keeps it from carrying more than `most_load`.
 
     `layer_ends`: the layer before which each range ends, by its device; empty: layers are not cut.
@@ -62,7 +62,7 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
+class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest change tried of one thing that changes the outcome."""
 
     change: str
@@ -88,7 +88,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     losers: tuple[Rejected, ...]
     answers: tuple[str, ...]
     over_two_hosts: tuple[str, ...]
-    flips: tuple[WhatIf, ...]
+    flips: tuple[PlanChange, ...]
     estimates: tuple[str, ...]
     refusal: str
     drafts: tuple[str, ...]

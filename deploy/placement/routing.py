@@ -1,4 +1,4 @@
-"""How many experts, rows and pairs a batch brings to a node.
+"""Numbers of experts, rows and pairs that a batch brings to a node.
 
 Owns the law of a router: for each expert the probability that a token chooses it among its top k.
 Pure arithmetic; tokens are taken as independent. Called by cost.py and the planner.

@@ -1,4 +1,4 @@
-"""Looks times up in a device's measured tables.
+"""Times from a device's measured tables.
 
 Owns the interpolation: linear between the points of each axis, so exact on them and monotone where
 the table is; constant below the first, along the last two beyond the last. Pure. Called by cost.py.

@@ -1,4 +1,4 @@
-"""Whether drafts pay (speculative decoding), how long they should be, and who computes them.
+"""The choice of drafts (speculative decoding): whether they pay, their length, who computes them.
 
 Owns the choice for the engines that a search has found, at their load: the search knows no drafts.
 Called by deploy.placement.command; deploy.placement.write puts it into the plan.

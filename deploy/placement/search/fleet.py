@@ -1,4 +1,4 @@
-"""How many copies of which engines serve a load: packing engines into hosts, hosts into a fleet.
+"""The fleet that serves a load: engines packed into hosts, hosts chosen for the fleet.
 
 Owns two exact steps over engines that were rated before: what a host can hold at best for every
 choice of its devices (dynamic programming), and how many hosts of each filling the fleet takes (an

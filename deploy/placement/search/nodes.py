@@ -1,4 +1,4 @@
-"""What the nodes of a layout hold: their bytes, the room for keys, the experts and the sequences.
+"""Contents of a layout's nodes: their bytes, the room for keys, the experts and the sequences.
 
 Owns the division of experts and sequences between nodes of unequal speed. Called by
 deploy.placement.search.rating and .precision.
@@ -51,7 +51,7 @@ def _usable(slot: DeviceSlot) -> float:
     return slot.device.memory_bytes * USABLE
 
 
-class _Part(NamedTuple):
+class _KeyMemory(NamedTuple):
     """Memory of which keys get what is left, equally on `num_nodes`.
 
     `size` of all that is no keys, which have `token_bytes` per token. `subject`: of a sentence.
@@ -121,11 +121,11 @@ class Nodes:
             return (min(rooms),)
         return rooms * len(engine.layout.attention) if engine.layout.shares_memory else rooms
 
-    def _over(self, part: _Part) -> float:
+    def _over(self, part: _KeyMemory) -> float:
         """Return by how many bytes a sequence's keys are too many; negative: they fit."""
         return part.size + part.num_nodes * part.token_bytes * self.max_model_len - part.has
 
-    def _parts(self, engine: Engine) -> Iterator[_Part]:
+    def _parts(self, engine: Engine) -> Iterator[_KeyMemory]:
         """Yield the memories that hold an engine's keys, by attention group or by range."""
         layout, formats, tokens = engine.layout, engine.formats, engine.batched_tokens
         token_bytes = self.model.kv_bytes_per_token(engine.kv_itemsize)
@@ -137,7 +137,7 @@ class Nodes:
                 size += sum(layer_bytes(formats, slot.device.kernels)[begin:end])
                 token_bytes = (end - begin) * self.model.kv_layer_bytes(engine.kv_itemsize)
                 subject = f"layers {begin} to {end - 1} on {slot.device.name} need"
-                yield _Part(size, _usable(slot), token_bytes, subject=subject)
+                yield _KeyMemory(size, _usable(slot), token_bytes, subject=subject)
             return
         num_local = len(self.model.moe_layers) if layout.is_colocated else engine.num_local
         sizes = [
@@ -145,7 +145,7 @@ class Nodes:
         ]
         if not layout.shares_memory:
             for (slot, _), size in zip(layout.attention, sizes, strict=True):
-                yield _Part(size, _usable(slot), token_bytes)
+                yield _KeyMemory(size, _usable(slot), token_bytes)
             return
         used = sum(count * size for (_, count), size in zip(layout.attention, sizes, strict=True))
         if not layout.is_colocated:
@@ -155,7 +155,7 @@ class Nodes:
                 for (slot, count), each in zip(layout.experts, engine.held, strict=True)
             )
         has = _usable(layout.attention[0][0])
-        yield _Part(used, has, token_bytes, layout.num_attention)
+        yield _KeyMemory(used, has, token_bytes, layout.num_attention)
 
     def cuts(self, layout: EngineLayout, formats: Formats, tokens: int) -> tuple[Ends, ...]:
         """Return the ends of layer ranges to try; ((),): the layout's layers are not cut.

@@ -1,4 +1,4 @@
-"""Where an attention node's layers are cut over several devices: LLM-PQ's partition.
+"""Cuts of an attention node's layers over several devices: LLM-PQ's partition.
 
 Owns the choice of the cuts worth trying (arXiv 2403.01136): contiguous ranges in the order of the
 devices, each within its device's memory, both phases in one cost. Pure: knows bytes and seconds of

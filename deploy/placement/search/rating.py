@@ -1,7 +1,7 @@
-"""What an engine carries within the targets: its memory, its settings, and the largest load.
+"""The largest load of an engine within the targets, with its settings and what binds there.
 
 Owns the settings that are tried (micro-batches, token budgets), the room for keys, the experts of
-each node, and why an engine carries nothing. Called by deploy.placement.search.
+each node, and why an engine carries nothing. Called by deploy.placement.search.search.
 """
 
 from __future__ import annotations
