@@ -19,10 +19,11 @@ from deploy.placement.steady import Shape as EngineShape
 from deploy.placement.steady import chunks_of, high_running
 from deploy.placement.steps import EngineSteps, Step
 from deploy.placement.units import Device, Seat, Seats, Unit, place_of, price_of
+from topspin.plan.checks import check_model, check_plan
 from topspin.plan.expected import Expected, ExpectedStep
-from topspin.plan.from_flags import ModelFacts, check_model
 from topspin.plan.kv_cache import KvCacheSpec
 from topspin.plan.local_experts import LocalExperts
+from topspin.plan.model_facts import ModelFacts
 from topspin.plan.settings import GPU_WINDOW_ROWS, WINDOW_ROWS, Dtype, SchedulingPolicy
 from topspin.plan.spec import (
     AttentionNode,
@@ -81,7 +82,7 @@ def plan_of(
         speculation=None if drafts is None else drafts.speculation,
         expected=expected_of(rater, rating, devices=None if maker is None else maker.unit),
     )
-    plan.check()
+    check_plan(plan)
     check_model(plan, facts)
     return plan
 

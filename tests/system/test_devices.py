@@ -31,7 +31,7 @@ SMALL = (
     *("--attention-device", DEVICE, "--expert-device", DEVICE),
     *("--max-num-seqs", "2", "--max-num-batched-tokens", "32"),
 )
-TRITON = {"compute": {"kernels": "triton"}}
+TRITON = {"kernels": "triton"}
 
 
 # Interpreted, a start takes many seconds: tests/identity/test_devices.py has threads.

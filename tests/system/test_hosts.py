@@ -19,7 +19,7 @@ from tests.system.hosts import Host, Service
 from tests.system.streams import NUM_STREAMS, Load
 from topspin.plan.file import print_plan
 from topspin.plan.network import NetworkSpec
-from topspin.plan.settings import BalancePolicy, FailoverSection
+from topspin.plan.settings import BalancePolicy, FailoverPolicy
 from topspin.plan.spec import EnginePlan
 
 CONTROL_PORT = 7400
@@ -40,7 +40,7 @@ def plan_for(tiny: Tiny, host: Host) -> EnginePlan:
         {
             "nodes": tuple(nodes),
             "network": NetworkSpec(control=f"tcp://{host.gateway}:{CONTROL_PORT}"),
-            "failover": FailoverSection(restart=True, restart_deadline_s=60.0),
+            "failover": FailoverPolicy(restart=True, restart_deadline_s=60.0),
             "balance": BalancePolicy(interval_s=1.0, half_life_pairs=64),
         },
     )

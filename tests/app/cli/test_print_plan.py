@@ -1,8 +1,9 @@
 """`topspin serve --print-plan`: the plan, or the refusal, of many sets of flags, as they once were.
 
-print_plan.txt has a paragraph for each set: its flags, and then the lines by which its plan differs
-from that of the first set, which has none, or the message that refuses it. `DENSE` in place of
-MOE is a dense model. Write it anew with `python -m tests.app.cli.test_print_plan`.
+print_plan.txt has a paragraph for each set: its flags, and then the lines by which its plan and its
+settings of the HTTP side differ from those of the first set, which has none, or the message that
+refuses it. `DENSE` in place of MOE is a dense model. Every flag has a set. After a wanted change
+write the file anew with `python -m tests.app.cli.test_print_plan`, and read the difference.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from unittest import mock
 import pytest
 
 from app.cli import serve as serve_command
-from app.cli.main import main
+from app.cli.flags import read_gateway
+from app.cli.main import _parser, main
 from tests.app.cli.checkpoint import MIXTRAL, write_checkpoint
 from topspin.cores import LayoutChoice
 
@@ -50,7 +52,7 @@ def _host(directory: Path) -> Iterator[None]:
     write_checkpoint(directory / "DENSE", DENSE)
     with (
         contextlib.chdir(directory),
-        mock.patch.object(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}),
+        mock.patch.object(os, "sched_getaffinity", return_value={0, 1, 2, 3}),
     ):
         yield
 
@@ -65,14 +67,17 @@ def printed(flags: str) -> list[str]:
         words.remove("MOE")
     out, error = io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(serve_command, "choose_layout", lambda *_, **__: measured),
+        mock.patch.object(serve_command, "choose_layout", return_value=measured),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(error),
         contextlib.suppress(SystemExit),
     ):
         main(["serve", *words, "--print-plan"])
     if out.getvalue():
-        return out.getvalue().splitlines()
+        gateway = read_gateway(_parser(["serve"]).parse_args(["serve", *words]))
+        names = gateway.__struct_fields__
+        http = [f"gateway.{name} = {getattr(gateway, name)!r}" for name in names]
+        return [*out.getvalue().splitlines(), *http]
     # Each version of argparse lists choices in its own way.
     return [error.getvalue().splitlines()[-1].partition(" (choose from ")[0]]
 

@@ -22,8 +22,8 @@ from deploy.placement.write import local_experts_of, plan_of
 from tests.deploy.placement import samples
 from tests.topspin.plans import plan as default_plan
 from topspin.errors import ConfigError
+from topspin.plan.checks import check_model, check_plan
 from topspin.plan.file import print_plan, read_plan
-from topspin.plan.from_flags import check_model
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.spec import AttentionNode, EnginePlan, StageNode
 
@@ -188,10 +188,10 @@ def test_the_limits_are_those_of_the_engine(limit: str, field: str, value: objec
     node = msgspec.structs.replace(plan.nodes[0], **{field: value})
     changed = msgspec.structs.replace(plan, nodes=(node, *plan.nodes[1:]))
     if getattr(engine_limits, limit):
-        changed.check()
+        check_plan(changed)
     else:
         with pytest.raises(ConfigError, match=field):
-            changed.check()
+            check_plan(changed)
 
 
 def test_layer_ranges_are_in_the_plan(tmp_path: Path) -> None:

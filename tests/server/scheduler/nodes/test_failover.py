@@ -30,7 +30,7 @@ from topspin.messages import (
     RequestFailed,
     Welcome,
 )
-from topspin.plan.settings import FailoverSection, Transport
+from topspin.plan.settings import FailoverPolicy, Transport
 
 A0, A1 = Member("attention", 0), Member("attention", 1)
 E0, E1 = Member("expert", 0), Member("expert", 1)
@@ -47,7 +47,7 @@ class World:
             num_nodes=2,
             num_expert_nodes=2,
             transport=transport,
-            failover=FailoverSection(restart=True, restart_deadline_s=30.0, halt_deadline_s=5.0),
+            failover=FailoverPolicy(restart=True, restart_deadline_s=30.0, halt_deadline_s=5.0),
         )
         self.roster = Roster([A0, A1, E0, E1], revision="r")
         self.num_hellos = 0

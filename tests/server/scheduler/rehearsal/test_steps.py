@@ -15,14 +15,10 @@ from tests.topspin.plans import plan
 from topspin.expert_table import uniform_table
 from topspin.messages import StepResult, StepTimings, unpack_ints
 from topspin.plan.expected import Expected, ExpectedStep
-from topspin.plan.settings import CacheSection, ComputeSection, SchedulerSection, TopologySection
 from topspin.plan.spec import EnginePlan
 
 FACTS = EngineFacts(2, 8, 100, 8, 2, num_layers=3)
-PLAN = plan(
-    topology=TopologySection(attention_nodes=2, expert_nodes=2),
-    scheduler=SchedulerSection(max_num_seqs=8, max_num_batched_tokens=32),
-)
+PLAN = plan(attention_nodes=2, expert_nodes=2, max_num_seqs=8, max_num_batched_tokens=32)
 
 
 def asked(rows: int, context: float, micro_batches: int = 1) -> ExpectedStep:
@@ -153,13 +149,13 @@ def test_nodes_serve_by_their_seats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "reason"),
+    ("asked_for", "reason"),
     [
         ({}, None),
-        ({"compute": ComputeSection(kernels="triton")}, "only nodes on the CPU"),
-        ({"cache": CacheSection(kv_retrieval_tokens=512)}, "retrieved"),
+        ({"kernels": "triton"}, "only nodes on the CPU"),
+        ({"kv_retrieval_tokens": 512}, "retrieved"),
     ],
 )
-def test_what_cannot_be_measured_is_said(sections: dict[str, Any], reason: str | None) -> None:
-    found = obstacle(plan(**sections))
+def test_what_cannot_be_measured_is_said(asked_for: dict[str, Any], reason: str | None) -> None:
+    found = obstacle(plan(**asked_for))
     assert found is None if reason is None else reason in str(found)
