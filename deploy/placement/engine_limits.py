@@ -1,8 +1,8 @@
 """What this engine runs today, of all that a plan could say.
 
 The one place to change when the engine learns something: the search then takes such plans too.
-Until then it says what they would give. EnginePlan.check refuses them; a test holds this module
-to it. Read by deploy.placement.units and deploy.placement.answers.
+Until then it says what they would give. topspin.plan.combinations refuses them; a test holds this
+module to it. Read by deploy.placement.units and deploy.placement.answers.
 """
 
 from __future__ import annotations

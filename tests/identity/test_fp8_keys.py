@@ -16,8 +16,8 @@ from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate, oracle_model
 from tests.engine import Engine, engine_config
 from tests.structs import changed
+from topspin.devices import KernelName
 from topspin.plan.kv_cache import KvLayerRule
-from topspin.plan.settings import KernelName
 from topspin.plan.speculation import Speculation
 
 PROMPTS = [[7, 3, 9, 200, 4], list(range(40, 110)), [5], [9, 8, 7, 6, 5, 4, 3, 2] * 3]

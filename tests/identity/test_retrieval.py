@@ -21,9 +21,9 @@ from models.description.config import load_model_config
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
 from tests.structs import changed
+from topspin.devices import KernelName
 from topspin.plan.kv_cache import KvLayerRule
 from topspin.plan.retrieval import RetrievalPolicy, policy_of
-from topspin.plan.settings import KernelName
 from topspin.plan.speculation import Speculation
 from topspin.trace import Kind
 
