@@ -7,7 +7,7 @@ app.cli.flags derives it from here, topspin.plan.from_flags makes the plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -18,7 +18,7 @@ from topspin.devices import CPU, KernelName
 from topspin.plan.kv_cache import KvCacheSpec
 from topspin.plan.precision import Format
 from topspin.plan.retrieval import MAX_TOKENS, MIN_TOKENS
-from topspin.plan.setting import AUTO, Setting, fields_of
+from topspin.plan.setting import AUTO, Field, Setting, fields_of
 from topspin.plan.settings import (
     ExecutionPolicy,
     FailoverPolicy,
@@ -137,46 +137,41 @@ _PARTS: Final[tuple[tuple[str, type[Section]], ...]] = (
 )
 # Parts of a plan that are asked for whole, if at all.
 _WHOLE: Final = ("speculation", "balance", "trace")
-_ENGINE_FIELDS: Final = {
-    field.name: field
-    for field in (
-        *(field for group, kind in _PARTS for field in fields_of(kind, group)),
-        *(each for each in fields_of(EnginePlan, "speculation") if each.name in _WHOLE),
-    )
-}
-FLAGS: Final = tuple(
-    field
-    for field in (*_ENGINE_FIELDS.values(), *fields_of(GatewaySection, GATEWAY))
-    if field.setting is not None
+_ENGINE: Final = (
+    *(field for group, kind in _PARTS for field in fields_of(kind, group)),
+    *(each for each in fields_of(EnginePlan, "speculation") if each.name in _WHOLE),
 )
+_HTTP: Final = tuple(fields_of(GatewaySection, GATEWAY))
+FLAGS: Final = tuple(field for field in (*_ENGINE, *_HTTP) if field.setting is not None)
 """The settings with a flag."""
 
 Part = TypeVar("Part", bound=Section)
 
 
 def settled(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an engine in `asked` that are not "auto"; None is auto too.
+    """Return the settings of an engine in `asked` that are not None or "auto".
 
     Raises ConfigError naming the first that is not of its type, or out of its range.
     """
-    unknown = sorted(set(asked) - set(_ENGINE_FIELDS))
-    if unknown:
-        raise TypeError(f"no settings: {', '.join(unknown)}")
-    found = {name: value for name, value in asked.items() if value not in (None, AUTO)}
-    for name, value in found.items():
-        _ENGINE_FIELDS[name].check(value)
-    return found
+    return _settled(_ENGINE, asked)
 
 
 def gateway_of(asked: Mapping[str, Any]) -> GatewaySection:
     """Return the settings of the HTTP side in `asked`; raises ConfigError as settled() does."""
+    return msgspec.convert(_settled(_HTTP, asked), GatewaySection)
+
+
+def _settled(fields: Sequence[Field], asked: Mapping[str, Any]) -> dict[str, Any]:
+    known = {field.name: field for field in fields}
+    unknown = sorted(set(asked) - set(known))
+    if unknown:
+        raise TypeError(f"no settings: {', '.join(unknown)}")
     found = {}
-    for field in FLAGS:
-        value = asked.get(field.name)
-        if field.group == GATEWAY and value is not None and value != field.unset:
-            field.check(value)
-            found[field.name] = value
-    return msgspec.convert(found, GatewaySection)
+    for name, value in asked.items():
+        if value is not None and value != known[name].unset:
+            known[name].check(value)
+            found[name] = value
+    return found
 
 
 def part(kind: type[Part], asked: Mapping[str, Any], **others: Any) -> Part:

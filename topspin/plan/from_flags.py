@@ -31,6 +31,9 @@ from topspin.plan.precision import ROLE_PARTS, Rules, rules_of
 from topspin.plan.retrieval import policy_of
 from topspin.plan.setting import AUTO
 from topspin.plan.settings import (
+    CPU_BATCH,
+    CPU_KV_CACHE_BYTES,
+    GPU_BATCH,
     GPU_WINDOW_ROWS,
     WINDOW_ROWS,
     BalancePolicy,
@@ -40,9 +43,6 @@ from topspin.plan.settings import (
     TraceSection,
 )
 from topspin.plan.spec import (
-    CPU_BATCH,
-    CPU_KV_CACHE_BYTES,
-    GPU_BATCH,
     AttentionNode,
     DraftNode,
     EnginePlan,

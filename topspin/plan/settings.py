@@ -6,7 +6,7 @@ flags that write no field). Knows no nodes, no tensors and no sockets. Part of t
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,19 @@ Natural = Annotated[int, Meta(ge=0, le=2**20)]
 Amount = Annotated[float, Meta(ge=0, le=FINITE)]
 Positive = Annotated[float, Meta(gt=0, le=FINITE)]
 Timeout = Annotated[float, Meta(ge=0, le=3600)]
+
+
+class BatchLimits(NamedTuple):
+    """The maximum of running sequences and of tokens per step, per attention node."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+CPU_BATCH = BatchLimits(64, 512)
+# A few hundred rows leave a GPU far below its arithmetic limit; prompts should fill it.
+GPU_BATCH = BatchLimits(256, 8192)
+CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,9 @@ from topspin.plan.network import LOCALHOST, NetworkSpec
 from topspin.plan.precision import PrecisionRule
 from topspin.plan.setting import AUTO, Setting
 from topspin.plan.settings import (
+    CPU_BATCH,
+    CPU_KV_CACHE_BYTES,
+    GPU_BATCH,
     Amount,
     BalancePolicy,
     Count,
@@ -46,19 +49,6 @@ from topspin.units import format_size, parse_object, parse_size
 
 Index = Annotated[int, Meta(ge=0, le=1023)]
 Wait = Literal["block", "spin"]
-
-
-class BatchLimits(NamedTuple):
-    """The maximum of running sequences and of tokens per step, per attention node."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-CPU_BATCH = BatchLimits(64, 512)
-# A few hundred rows leave a GPU far below its arithmetic limit; prompts should fill it.
-GPU_BATCH = BatchLimits(256, 8192)
-CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaults=True):

@@ -42,8 +42,8 @@ def test_settings_without_a_flag_are_in_the_plan() -> None:
 
 def test_nothing_stays_auto() -> None:
     """What is auto, None or left out is the same; a made plan's own values make it again."""
-    names = {field.name for field in FLAGS if field.group != GATEWAY}
-    assert plan(**dict.fromkeys(names)) == plan(**dict.fromkeys(names, "auto")) == plan()
+    unset = {field.name: field.unset for field in FLAGS if field.group != GATEWAY}
+    assert plan(**dict.fromkeys(unset)) == plan(**unset) == plan()
     made = plan()
     told = plan(
         dtype=made.model.dtype,
