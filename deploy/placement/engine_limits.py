@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-TENSOR_PARALLEL: Final = False
-"""A node that is a group of devices."""
 STAGES: Final = True
 """Layer ranges of an attention node on several devices (topspin.plan.stages: CPUs only)."""
 LOCAL_LAYERS: Final = True

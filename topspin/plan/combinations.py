@@ -31,13 +31,18 @@ class Conflict(NamedTuple):
     place: str
     is_met: Callable[[EnginePlan, NodeSpec], object]
 
+    @property
+    def is_of_nodes(self) -> bool:
+        """Return whether the two belong to one node."""
+        return "{node}" in self.place
+
 
 def conflicts_in(plan: EnginePlan) -> list[tuple[Conflict, str]]:
     """Return the rows that `plan` meets, each with what it says of the plan."""
     return [
         (row, f"{row.place.format(plan=plan, node=node)}: {row.why}")
         for row in CONFLICTS
-        for node in plan.nodes
+        for node in (plan.nodes if row.is_of_nodes else plan.nodes[:1])
         if row.is_met(plan, node)
     ]
 
@@ -215,7 +220,7 @@ CONFLICTS: Final = (
         "`wait: spin`",
         _IN_MEMORY,
         "{node}: wait {node.wait} with transport {plan.link.transport}",
-        lambda plan, node: plan.shares_device and node.wait != "block",
+        lambda plan, node: node.wait != "block" and plan.shares_device,
     ),
     Conflict(
         "attention and experts on one GPU, transport `cuda_ipc`",
@@ -265,7 +270,7 @@ CONFLICTS: Final = (
         "stages, and attention nodes that have some, compute on the CPU with kernels for it; leave "
         "out the stages",
         "{node}: device {node.device}, kernels {node.kernels}",
-        lambda plan, node: plan.stages and _computes_attention(node) and node.place.is_device,
+        lambda plan, node: _computes_attention(node) and node.place.is_device and plan.stages,
     ),
     Conflict(
         "stages",
@@ -337,9 +342,9 @@ CONFLICTS: Final = (
         "{plan.attention[0]} on {plan.attention[0].host}",
         lambda plan, node: (
             plan.network
+            and plan.link.transport in ("shm", "cuda_ipc")
             and node.role != "draft"
             and node.host != plan.attention[0].host
-            and plan.link.transport in ("shm", "cuda_ipc")
         ),
     ),
     Conflict(
