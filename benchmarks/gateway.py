@@ -30,11 +30,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from app.cli.serve import resolve_for
+from app.cli.serve import plan_of
 from benchmarks import large_bodies, report
 from benchmarks.load.targets import wait_until_ready
-from models.description.config import load_model_config
-from topspin.plan.settings import EngineConfig, ModelSection
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SUSTAINED_SHARE = 0.98
@@ -85,8 +83,7 @@ def start_gateway(
 
     With an `environment` (None: ours) its log is thrown away.
     """
-    asked = EngineConfig(model=ModelSection(path=str(model)))
-    plan = resolve_for(asked, load_model_config(model), model)
+    plan = plan_of(model)
     # Settings that it leaves at their defaults are not written: an older gateway may not know them.
     config = {
         "plan": msgspec.to_builtins(plan),

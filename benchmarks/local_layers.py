@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from app.cli.serve import resolve_for
+from app.cli.serve import plan_of
 from benchmarks import report
 from benchmarks.disaggregation import run_once
 from benchmarks.vs_transformers import TopspinServer
@@ -34,14 +34,6 @@ from models.description.config import load_model_config
 from models.sources.hub import resolve_model
 from topspin.plan.file import print_plan
 from topspin.plan.local_experts import LocalExperts
-from topspin.plan.settings import (
-    CacheSection,
-    ComputeSection,
-    EngineConfig,
-    M2NSection,
-    ModelSection,
-    SchedulerSection,
-)
 from topspin.plan.spec import EnginePlan
 
 PROMPT_LEN: Final = 16
@@ -102,16 +94,15 @@ def predicted_s(
 def plans(path: Path, *, latency_us: float, requests: int) -> dict[str, tuple[int, EnginePlan]]:
     """Return the engines, with the number of layers that have no hop."""
     model = load_model_config(path)
-    remote = resolve_for(
-        EngineConfig(
-            model=ModelSection(path=str(path), max_model_len=1024),
-            m2n=M2NSection(transport="shm", link_latency_us=latency_us),
-            scheduler=SchedulerSection(max_num_seqs=requests, micro_batches=1),
-            cache=CacheSection(kv_cache_bytes=256 * 2**20),
-            compute=ComputeSection(layout="shared"),
-        ),
-        model,
+    remote = plan_of(
         path,
+        max_model_len=1024,
+        transport="shm",
+        latency_us=latency_us,
+        max_num_seqs=requests,
+        micro_batches=1,
+        kv_cache_bytes=256 * 2**20,
+        layout="shared",
     )
     half, whole = (LocalExperts(layers=model.moe_layers[::n], when="always") for n in (2, 1))
     replace = msgspec.structs.replace

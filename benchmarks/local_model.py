@@ -18,7 +18,6 @@ from typing import Final
 import msgspec
 import torch
 
-from app.cli.serve import resolve_for
 from attention_nodes.step import kv_cache
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import ModelRunner
@@ -29,6 +28,7 @@ from m2n_comm.gpu.local import DeviceNet
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weights import stream_attention_weights, stream_expert_weights
 from models.description.config import load_model_config
+from models.description.facts import facts_of
 from topspin.expert_table import uniform_table
 from topspin.messages import (
     SAMPLE,
@@ -40,18 +40,11 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
+from topspin.plan.from_flags import resolve
 from topspin.plan.kv_cache import KvCacheSpec
 from topspin.plan.precision import Format, PrecisionRule, formats
 from topspin.plan.retrieval import RetrievalPolicy
-from topspin.plan.settings import (
-    CacheSection,
-    ComputeSection,
-    EngineConfig,
-    M2NSection,
-    ModelSection,
-    TopologySection,
-    TraceSection,
-)
+from topspin.plan.settings import TraceSection
 from topspin.plan.spec import NodeConfig
 
 BLOCK_SIZE: Final = 16
@@ -122,21 +115,18 @@ class LocalModel:
         return Node(self, decoder, self._node_config(retrieval_tokens, recordings=recordings))
 
     def _node_config(self, retrieval_tokens: int | None, *, recordings: bool) -> NodeConfig:
-        plan = resolve_for(
-            EngineConfig(
-                model=ModelSection(
-                    path=str(self._path), dtype="bfloat16", quantization=self._quantization
-                ),
-                topology=TopologySection(),
-                cache=CacheSection(block_size=BLOCK_SIZE, kv_retrieval_tokens=retrieval_tokens),
-                m2n=M2NSection(transport="local"),
-                compute=ComputeSection(
-                    layout="shared", num_threads=self._num_threads, recordings=recordings
-                ),
-                trace=TraceSection(enabled=False),
-            ),
-            self.config,
-            self._path,
+        plan = resolve(
+            facts_of(self.config, self._path),
+            path=str(self._path),
+            dtype="bfloat16",
+            quantization=self._quantization,
+            block_size=BLOCK_SIZE,
+            kv_retrieval_tokens=retrieval_tokens,
+            transport="local",
+            layout="shared",
+            num_threads=self._num_threads,
+            recordings=recordings,
+            trace=TraceSection(enabled=False),
         )
         return msgspec.structs.replace(plan, precision=(*plan.precision, *self._rules)).for_node()
 

@@ -44,16 +44,9 @@ from topspin.messages import (
     Trace,
     pack_ints,
 )
-from topspin.plan.from_flags import ModelFacts, resolve
-from topspin.plan.settings import (
-    CacheSection,
-    ComputeSection,
-    EngineConfig,
-    M2NSection,
-    ModelSection,
-    SchedulerSection,
-    TraceSection,
-)
+from topspin.plan.from_flags import resolve
+from topspin.plan.model_facts import ModelFacts
+from topspin.plan.settings import TraceSection
 from topspin.plan.spec import NodeConfig
 from topspin.trace import Ring
 
@@ -118,16 +111,19 @@ def model_config(shape: Shape) -> ModelConfig:
 def node_config(shape: Shape) -> NodeConfig:
     """Return the settings that both nodes use."""
     num_rows = shape.rows * MAX_M
-    asked = EngineConfig(
-        model=ModelSection(path="unused", dtype="bfloat16", max_model_len=4096),
-        scheduler=SchedulerSection(max_num_seqs=num_rows, max_num_batched_tokens=num_rows),
-        cache=CacheSection(block_size=BLOCK_SIZE),
-        m2n=M2NSection(transport="shm", payload="bf16", wait="spin", window_rows=num_rows),
-        compute=ComputeSection(layout="shared"),
-        trace=TraceSection(enabled=False),
-    )
     facts = ModelFacts("bfloat16", 4096, shape.num_layers, (0,), shape.num_experts)
-    return resolve(asked, facts).for_node()
+    return resolve(
+        facts,
+        path="unused",
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=num_rows,
+        block_size=BLOCK_SIZE,
+        transport="shm",
+        wait="spin",
+        window_rows=num_rows,
+        layout="shared",
+        trace=TraceSection(enabled=False),
+    ).for_node()
 
 
 def random_weight(*size: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 import httpx
 from msgspec.structs import replace
 
-from app.cli.serve import resolve_for
+from app.cli.serve import plan_of
 from benchmarks import report
 from benchmarks.disaggregation import run_once
 from benchmarks.load.started_server import StartedServer, ended_by_signals
@@ -43,16 +43,9 @@ from deploy.placement.workload import Lengths, Workload
 from models.description.config import ModelConfig, load_model_config
 from models.sources.hub import resolve_model
 from topspin.expert_table import shares_by_speed
+from topspin.plan.checks import check_plan
 from topspin.plan.file import print_plan
-from topspin.plan.settings import (
-    BalanceSection,
-    ComputeSection,
-    EngineConfig,
-    M2NSection,
-    ModelSection,
-    SchedulerSection,
-    TopologySection,
-)
+from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import EnginePlan
 
 UNIFORM: Final = "uniform"
@@ -72,16 +65,17 @@ def plans(path: Path, args: argparse.Namespace) -> dict[str, EnginePlan]:
     model = load_model_config(path)
     if model.moe is None:
         raise SystemExit(f"{path} has no routed experts")
-    asked = EngineConfig(
-        model=ModelSection(path=str(path)),
-        topology=TopologySection(expert_nodes=2),
-        m2n=M2NSection(transport="shm"),
-        compute=ComputeSection(num_threads=1, layout="shared"),
+    base = plan_of(
+        path,
+        expert_nodes=2,
+        transport="shm",
+        num_threads=1,
+        layout="shared",
         # Copies of the prompts would not be computed, and moved experts not be those of the plan.
-        scheduler=SchedulerSection(prefix_caching=False, micro_batches=args.micro_batches),
-        balance=BalanceSection(interval_s=0.0),
+        prefix_caching=False,
+        micro_batches=args.micro_batches,
+        balance=BalancePolicy(interval_s=0.0),
     )
-    base = resolve_for(asked, model, path)
     attention, first, second = base.nodes
     found = {}
     for name, shares in (
@@ -94,7 +88,7 @@ def plans(path: Path, args: argparse.Namespace) -> dict[str, EnginePlan]:
             replace(second, experts=shares[1], slow=args.slow),
         )
         found[name] = replace(base, nodes=nodes)
-        found[name].check()
+        check_plan(found[name])
     return found
 
 

@@ -27,8 +27,8 @@ from topspin.messages import (
     encode,
     pack_ints,
 )
-from topspin.plan.from_flags import ModelFacts, resolve
-from topspin.plan.settings import CacheSection, EngineConfig, ModelSection, SchedulerSection
+from topspin.plan.from_flags import resolve
+from topspin.plan.model_facts import ModelFacts
 
 NUM_RUNNING = (1, 16, 256, 4096)
 NUM_MICRO_BATCHES = (1, 2)
@@ -42,17 +42,16 @@ def make_policy(num_running: int, num_micro_batches: int, num_steps: int) -> Pol
     """Return a policy with `num_running` requests queued that outlast `num_steps` steps."""
     max_tokens = num_steps + 50
     blocks = -(-(PROMPT_TOKENS + max_tokens) // BLOCK_SIZE)
-    asked = EngineConfig(
-        model=ModelSection(path="unused"),
-        cache=CacheSection(block_size=BLOCK_SIZE),
-        scheduler=SchedulerSection(
-            max_num_seqs=num_running,
-            max_num_batched_tokens=max(4 * num_running, 64),
-            micro_batches=num_micro_batches,
-        ),
+    plan = resolve(
+        ModelFacts("bfloat16", PROMPT_TOKENS + max_tokens, 1, (), 0),
+        path="unused",
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=max(4 * num_running, 64),
+        micro_batches=num_micro_batches,
     )
     policy = Policy(
-        resolve(asked, ModelFacts("bfloat16", PROMPT_TOKENS + max_tokens, 1, (), 0)),
+        plan,
         formation=Formation(uniform_table(num_layers=0, num_experts=0, num_nodes=1)),
         num_blocks=[num_running * blocks],
         vocab_size=VOCAB_SIZE,

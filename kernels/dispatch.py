@@ -165,9 +165,7 @@ def select_ops(
     if name == "triton":
         return _triton_ops(device)
     if name in ("cpu", "deterministic") and device != "cpu":
-        raise ConfigError(
-            f"compute.kernels {name} do not run on {device}: leave compute.kernels at auto"
-        )
+        raise ConfigError(f"kernels {name} do not run on {device}: use the kernels triton there")
     if formats:
         from kernels.cpu.quantised import QuantisedOps
 
@@ -188,7 +186,7 @@ def select_ops(
 def _triton_ops(device: str) -> Ops:
     if find_spec("triton") is None:
         raise ConfigError(
-            "compute.kernels triton: the Python package triton is not installed; torch's builds "
+            "kernels triton: the Python package triton is not installed; torch's builds "
             "for GPUs bring it (pip install triton, in the version that torch names)"
         )
     from kernels.triton.ops import TritonOps, check_device

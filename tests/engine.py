@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
-from app.cli.serve import resolve_for
+from app.cli.serve import plan_of
 from app.launch.engine import with_draft_addresses
 from app.launch.local_node import LocalNode
 from attention_nodes.command import connect_worker
@@ -45,26 +45,7 @@ from topspin.messages import (
     TraceRequest,
     pack_ints,
 )
-from topspin.plan.precision import Format
-from topspin.plan.retrieval import SpillSpec
-from topspin.plan.settings import (
-    BalanceSection,
-    CacheSection,
-    ComputeSection,
-    EngineConfig,
-    FailoverSection,
-    Kernels,
-    KvDtype,
-    M2NSection,
-    ModelSection,
-    Payload,
-    SchedulerSection,
-    SpeculationSection,
-    TopologySection,
-    Transport,
-)
 from topspin.plan.spec import EnginePlan
-from topspin.plan.speculation import Speculation
 from topspin.processes.channel import (
     FAILOVER_HEARTBEAT,
     RELAXED_HEARTBEAT,
@@ -92,88 +73,28 @@ class Collected:
         return self.finish_reason is not None or self.failed is not None
 
 
-def engine_config(
-    path: Path,
-    *,
-    attention_nodes: int = 1,
-    expert_nodes: int = 1,
-    transport: Transport = "local",
-    payload: Payload = "auto",
-    micro_batches: int | None = 1,
-    kernels: Kernels = "cpu",
-    expert_kernels: Kernels | None = None,
-    attention_device: str = "cpu",
-    expert_device: str = "cpu",
-    recordings: bool = True,
-    gpu_streams: int = 1,
-    deterministic: bool = False,
-    num_threads: int = 1,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    quantization: Literal["auto"] | Format = "auto",
-    hf_overrides: dict[str, Any] | None = None,
-    block_size: int = 4,
-    kv_cache_bytes: int = 8 * 2**20,
-    kv_cache_dtype: KvDtype = "auto",
-    kv_retrieval_tokens: int | None = None,
-    kv_spill: SpillSpec | None = None,
-    window_rows: int = 16,
-    max_num_seqs: int = 16,
-    max_num_batched_tokens: int = 48,
-    deadline_s: float = TIMEOUT_S,
-    link_latency_us: float = 0.0,
-    balance: BalanceSection | None = None,
-    failover: FailoverSection | None = None,
-    speculation: Speculation | None = None,
-    draft_nodes: int = 0,
-    **scheduler: Any,
-) -> EnginePlan:
-    """Return the plan of equal nodes for a tiny model; windows are small on purpose."""
-    model = load_model_config(path, hf_overrides)
-    if model.moe is None:
-        expert_nodes = 1  # more would be refused; this one is not started
-    asked = EngineConfig(
-        model=ModelSection(
-            path=str(path), dtype=dtype, quantization=quantization, hf_overrides=hf_overrides
-        ),
-        topology=TopologySection(
-            attention_nodes=attention_nodes, expert_nodes=expert_nodes, draft_nodes=draft_nodes
-        ),
-        scheduler=SchedulerSection(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            micro_batches=micro_batches,
-            **scheduler,
-        ),
-        cache=CacheSection(
-            block_size=block_size,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_retrieval_tokens=kv_retrieval_tokens,
-            kv_spill=kv_spill,
-        ),
-        speculation=SpeculationSection(config=speculation),
-        m2n=M2NSection(
-            transport=transport,
-            payload=payload,
-            window_rows=window_rows,
-            link_latency_us=link_latency_us,
-            deadline_s=deadline_s,
-        ),
-        balance=balance or BalanceSection(),
-        failover=failover or FailoverSection(restart=False),
-        compute=ComputeSection(
-            kernels=kernels,
-            expert_kernels=expert_kernels,
-            attention_device=attention_device,
-            expert_device=expert_device,
-            recordings=recordings,
-            gpu_streams=gpu_streams,
-            num_threads=num_threads,
-            deterministic=deterministic,
-            layout="shared",
-        ),
-    )
-    return resolve_for(asked, model, path)
+# Windows are small on purpose.
+TINY: dict[str, Any] = {
+    "transport": "local",
+    "micro_batches": 1,
+    "num_threads": 1,
+    "dtype": "float32",
+    "block_size": 4,
+    "kv_cache_bytes": 8 * 2**20,
+    "window_rows": 16,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 48,
+    "deadline_s": TIMEOUT_S,
+    "restart": False,
+    "layout": "shared",
+}
+
+
+def engine_config(path: Path, **asked: Any) -> EnginePlan:
+    """Return the plan of equal nodes for a tiny model, with settings as in topspin.plan.flags."""
+    if load_model_config(path, asked.get("hf_overrides")).moe is None:
+        asked["expert_nodes"] = 1  # more would be refused; this one is not started
+    return plan_of(path, **{**TINY, **asked})
 
 
 class Engine:

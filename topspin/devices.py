@@ -2,7 +2,7 @@
 
 Pure: knows names and numbers of nodes, opens nothing and looks at no machine (each node checks for
 its GPU, by kernels.runtime). Called by topspin.plan.from_flags and by
-topspin.plan.spec.
+topspin.plan.checks.
 """
 
 from __future__ import annotations
@@ -177,17 +177,3 @@ def check_transport(attention: Sequence[Place], experts: Sequence[Place], transp
 def _names(places: Sequence[Place]) -> str:
     """Return the devices of nodes, each once: "cuda:0, cuda:1"."""
     return ", ".join(dict.fromkeys(place.device for place in places))
-
-
-def check_options(nodes: Nodes, transport: str, *, payload: str, layout: str) -> None:
-    """Raise ConfigError for a flag that has no effect between nodes on such devices."""
-    in_one = transport == "local" and nodes.num_experts > 0 and nodes.share_a_device
-    if in_one and payload != "auto":
-        raise ConfigError(
-            f"--m2n-payload {payload} with --transport {transport}: kernels of GPUs hand rows over "
-            "in memory, where there is no such thing; leave it out, or use --transport shm"
-        )
-    if layout == "split" and (nodes.attention.is_gpu or nodes.experts.is_gpu):
-        raise ConfigError(
-            "--layout split: a node on a GPU needs no cores of its own; leave --layout out"
-        )

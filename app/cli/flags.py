@@ -1,8 +1,8 @@
-"""The flags of `topspin serve`, derived from topspin.plan.settings, and their reading.
+"""The flags of `topspin serve`, derived from topspin.plan.flags, and their reading.
 
-Owns the mapping from settings to flags, and the flags that an engine plan excludes. Knows no
-particular setting but the model: a setting's name, type, default and help are the field's in
-topspin.plan.settings. Called by app.cli.main and app.cli.serve.
+Owns the mapping from settings to arguments, and the flags that an engine plan excludes. Knows no
+particular setting but the model: a setting's name, type, default and help are the field's. Called
+by app.cli.main and app.cli.serve.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import types
 from collections.abc import Callable
-from typing import Any, Final, Literal, Union, get_args, get_origin
+from typing import Any, Final
 
-import msgspec
+from msgspec import inspect
 
 from models.sources.hub import DEFAULT_MODEL
 from topspin.errors import ConfigError
-from topspin.plan.setting import Field, check_ranges, fields_of
-from topspin.plan.settings import API_KEY_VARIABLE, EngineConfig, GatewaySection
+from topspin.plan.flags import FLAGS, GATEWAY, GROUPS, gateway_of
+from topspin.plan.setting import Field, Setting
+from topspin.plan.settings import API_KEY_VARIABLE, GatewaySection
 
 API_KEY_FLAG: Final = "--api-key"
+_READERS: Final[dict[type[inspect.Type], Callable[[str], object]]] = {
+    inspect.IntType: int,
+    inspect.FloatType: float,
+    inspect.StrType: str,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,18 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the engine plan that would run, and start nothing",
     )
-    for section in msgspec.structs.fields(EngineConfig):
-        add_section(parser, section.name)
+    for group in GROUPS:
+        add_group(parser, group)
 
 
-def add_section(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the flags of the section `name`; those that were not given set nothing."""
-    (section,) = (each for each in msgspec.structs.fields(EngineConfig) if each.name == name)
-    group = parser.add_argument_group(name, (section.type.__doc__ or "").splitlines()[0])
-    for field in fields_of(EngineConfig):
-        if field.section == name and field.setting.flag is not None:
-            group.add_argument(field.shown_name, **_argument(field))
-    if name == "gateway":
+def add_group(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the flags of the group `name`; those that were not given set nothing."""
+    group = parser.add_argument_group(name, GROUPS[name])
+    for field in FLAGS:
+        if field.group == name and field.setting is not None:
+            group.add_argument(field.shown_name, **_argument(field, field.setting))
+    if name == GATEWAY:
         group.add_argument(
             API_KEY_FLAG,
             metavar="KEY",
@@ -91,103 +95,77 @@ def key_header() -> dict[str, str]:
 
 
 def read_gateway(arguments: argparse.Namespace) -> GatewaySection:
-    """Return the section "gateway" set by `arguments`. Raises ConfigError for what is refused."""
-    settings = {each.name: getattr(arguments, each.key) for each in given(arguments)}
-    sections = {"model": {"path": DEFAULT_MODEL}, "gateway": settings}
-    config = msgspec.convert(sections, EngineConfig)
-    check_ranges(config)
-    return config.gateway
+    """Return the settings of the HTTP side. Raises ConfigError for what is refused."""
+    own = [field.name for field in FLAGS if field.group == GATEWAY]
+    return gateway_of({name: getattr(arguments, name) for name in own if hasattr(arguments, name)})
 
 
-def read_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Return the sections set by `arguments`; `model.path` is the user's name for the model.
+def read_engine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the engine for topspin.plan.from_flags; `path` is the model's name.
 
-    Raises ConfigError if `--plan` and a flag of the engine are both there.
+    Raises ConfigError if `--plan` and one of their flags are both there.
     """
-    settings: dict[str, dict[str, Any]] = {"model": {"path": arguments.model or DEFAULT_MODEL}}
-    for field in given(arguments):
-        settings.setdefault(field.section, {})[field.name] = getattr(arguments, field.key)
-    if arguments.plan is not None:
-        others = [each.shown_name for each in given(arguments) if each.section != "gateway"]
-        if arguments.model is not None:
-            others.insert(0, f"MODEL {arguments.model}")
-        if others:
-            raise ConfigError(
-                f"--plan {arguments.plan} with {', '.join(others)}: the plan says that already; "
-                "change it there"
-            )
-    return msgspec.convert(settings, EngineConfig)
+    given = [field for field in FLAGS if field.group != GATEWAY and hasattr(arguments, field.name)]
+    others = [f"MODEL {arguments.model}"] * (arguments.model is not None)
+    others += [field.shown_name for field in given]
+    if arguments.plan is not None and others:
+        raise ConfigError(
+            f"--plan {arguments.plan} with {', '.join(others)}: the plan says that already; "
+            "change it there"
+        )
+    asked = {field.name: getattr(arguments, field.name) for field in given}
+    return {**asked, "path": arguments.model or DEFAULT_MODEL}
 
 
-def given(arguments: argparse.Namespace) -> list[Field]:
-    """Return the settings whose flags were given."""
-    return [field for field in fields_of(EngineConfig) if hasattr(arguments, field.key)]
-
-
-def _argument(field: Field) -> dict[str, Any]:
+def _argument(field: Field, setting: Setting) -> dict[str, Any]:
     """Return the arguments of add_argument() for the flag of `field`."""
-    setting = field.setting
+    default = _shown(field, setting)
     common = {
-        "dest": field.key,
+        "dest": field.name,
         "default": argparse.SUPPRESS,
-        "help": _help(field).replace("%", "%%"),
+        "help": (f"{setting.help} ({default})" if default else setting.help).replace("%", "%%"),
     }
     if setting.constant is not None:
         return {**common, "action": "store_const", "const": setting.constant}
-    kind, choices, is_optional = _kind(field.type)
-    metavar = (setting.flag or "").partition(" ")[2] or field.name.upper()
+    kind, metavar = field.kind, setting.flag.partition(" ")[2] or field.name.upper()
     if setting.parse is not None:
-        read = _reader(setting.parse, none=setting.none if is_optional else None)
+        read = _reader(setting.parse, unset=setting.unset)
         return {**common, "type": read, "metavar": metavar}
-    if kind is bool:
+    if isinstance(kind, inspect.LiteralType):
+        words = dict.fromkeys([*([setting.unset] if setting.unset else []), *kind.values])
+        return {**common, "choices": list(words)}
+    if isinstance(kind, inspect.BoolType):
         return {**common, "action": argparse.BooleanOptionalAction}
-    if choices:
-        return {**common, "choices": choices}
-    if get_origin(kind) is tuple:
+    if isinstance(kind, inspect.VarTupleType):
         return {**common, "nargs": "+", "metavar": metavar}
-    read = _reader(kind, none=setting.none if is_optional else None)
+    read = _reader(_READERS[type(kind)], unset=setting.unset)
     return {**common, "type": read, "metavar": metavar}
 
 
-def _kind(annotated: Any) -> tuple[Any, tuple[str, ...], bool]:
-    """Return the type of a value, its choices if it is a Literal, and whether None is allowed."""
-    parts = (
-        get_args(annotated) if get_origin(annotated) in (Union, types.UnionType) else (annotated,)
-    )
-    choices = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    kinds = [part for part in parts if part is not type(None) and get_origin(part) is not Literal]
-    return (kinds[0] if kinds else str), tuple(choices), type(None) in parts
-
-
-def _reader(parse: Callable[[str], object], *, none: str | None) -> Callable[[str], object]:
-    """Return the reader of a flag's text: the word `none`, if there is one, is None."""
+def _reader(parse: Callable[[str], object], *, unset: str | None) -> Callable[[str], object]:
+    """Return the reader of a flag's text: the word `unset`, if there is one, sets nothing."""
 
     def read(text: str) -> object:
-        if text == none:
+        if text == unset:
             return None
         try:
             return parse(text)
         except ConfigError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
         except ValueError as error:
-            kind = f"{none} or {parse.__name__}" if none else parse.__name__
+            kind = f"{unset} or {parse.__name__}" if unset else parse.__name__
             raise argparse.ArgumentTypeError(f"{text!r} is not {kind}") from error
 
     return read
 
 
-def _help(field: Field) -> str:
-    default = _shown(field)
-    return f"{field.setting.help} ({default})" if default else field.setting.help
-
-
-def _shown(field: Field) -> str:
+def _shown(field: Field, setting: Setting) -> str:
     """Return the default as a user would write it; empty if there is none to show."""
+    if setting.unset is not None or setting.constant is not None:
+        return setting.unset or ""
     match field.default:
-        case None:
-            return field.setting.none
         case bool(value):
-            return "" if field.setting.constant is not None else "on" if value else "off"
+            return "on" if value else "off"
         case ():
             return ""
         case value:

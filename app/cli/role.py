@@ -11,7 +11,7 @@ import os
 import socket
 from pathlib import Path
 
-from app.cli.flags import add_section, hide_api_key, read_gateway
+from app.cli.flags import add_group, hide_api_key, read_gateway
 from app.cli.serve import (
     asked_by_plan,
     check_host,
@@ -46,7 +46,7 @@ def add_scheduler(parser: argparse.ArgumentParser) -> None:
 def add_gateway(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `topspin gateway`."""
     _add_common(parser)
-    add_section(parser, "gateway")
+    add_group(parser, "gateway")
     parser.set_defaults(run=run_gateway)
 
 

@@ -9,13 +9,13 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from app.cli.flags import given, hide_api_key, read_config
+from app.cli.flags import hide_api_key, read_engine, read_gateway
 from app.launch.calibrate import choose_layout
 from app.launch.display import write_line
 from app.launch.engine import launch
@@ -28,14 +28,13 @@ from topspin.cores import LayoutChoice
 from topspin.devices import TRITON
 from topspin.errors import ConfigError
 from topspin.logs import FORMAT_VARIABLE
+from topspin.plan.checks import check_model
 from topspin.plan.file import print_plan, read_plan
-from topspin.plan.from_flags import check_model, resolve
-from topspin.plan.setting import check_ranges
-from topspin.plan.settings import EngineConfig, GatewaySection
+from topspin.plan.from_flags import resolve
+from topspin.plan.setting import AUTO
+from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import EnginePlan, NodeSpec, ServeConfig
 from topspin.plan.speculation import SELF_INT4
-
-ONLY_ON_GPUS = ("cache.gpu_memory_utilization",)
 
 
 class Asked(NamedTuple):
@@ -112,17 +111,17 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
 
     Raises ConfigError naming what cannot be served, and why.
     """
-    config = read_config(arguments)
-    gateway = config.gateway
+    asked, gateway = read_engine(arguments), read_gateway(arguments)
     if not arguments.print_plan:
         check_http(gateway)  # before layouts are measured
     if arguments.plan is not None:
-        check_ranges(config)
         return asked_by_plan(arguments.plan, gateway)
-    path = resolve_model(config.model.path)
-    plan = plan_of(config, path)
-    for option in without_effect(arguments, plan):
-        _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
+    path = resolve_model(asked["path"])
+    load_sampling_defaults(path, gateway.generation_config)
+    plan = measured_plan(asked, path)
+    on_device = any(node.place.is_device for node in plan.attention)
+    if "gpu_memory_utilization" in asked and not on_device:
+        _to_stderr("topspin: --gpu-memory-utilization has no effect: attention is not on a GPU")
     return Asked(plan, gateway, path)
 
 
@@ -137,27 +136,40 @@ def asked_by_plan(file: str, gateway: GatewaySection) -> Asked:
     return Asked(plan, gateway, path)
 
 
-def plan_of(config: EngineConfig, path: Path) -> EnginePlan:
-    """Return the plan that runs the settings `config`; measures layouts if that is wanted.
+def measured_plan(asked: Mapping[str, Any], path: Path) -> EnginePlan:
+    """Return the plan of the settings `asked` for; measures layouts if that is wanted.
 
     `path` is the model's directory. Raises ConfigError naming the setting that the model cannot be
     served with, and why.
     """
-    model = load_model_config(path, config.model.hf_overrides)
-    load_sampling_defaults(path, config.gateway.generation_config)
-    plan = resolve_for(config, model, path)
+    plan = plan_of(path, **asked)
+    model = load_model_config(path, plan.model.hf_overrides)
     check_draft_model(plan, model)
-    if config.compute.layout != "auto":
+    if asked.get("layout", AUTO) != AUTO:
         return plan
     # All checks have passed.
     measured = choose_layout(
-        config,
+        asked,
         model,
         path,
-        lambda choice: resolve_for(config, model, path, measured=choice),
+        lambda choice: plan_of(path, measured=choice, **asked),
         emit=_to_stderr,
     )
-    return resolve_for(config, model, path, measured=measured)
+    return plan_of(path, measured=measured, **asked)
+
+
+def plan_of(
+    checkpoint: Path, /, *, measured: LayoutChoice | None = None, **asked: Any
+) -> EnginePlan:
+    """Return the plan of the settings `asked` for and the model in `checkpoint`, on this host.
+
+    The settings' names are those of topspin.plan.flags; `path` is the model's (by default that of
+    its directory).
+    """
+    model = load_model_config(checkpoint, asked.get("hf_overrides"))
+    cores = sorted(os.sched_getaffinity(0))
+    asked = {"path": str(checkpoint)} | asked
+    return resolve(facts_of(model, checkpoint), cores=cores, measured=measured, **asked)
 
 
 def check_draft_model(plan: EnginePlan, model: ModelConfig) -> None:
@@ -177,18 +189,6 @@ def check_draft_model(plan: EnginePlan, model: ModelConfig) -> None:
             f"{flag} has a vocabulary of {draft.vocab_size} tokens, {plan.model.path} one of "
             f"{model.vocab_size}: they must have the same tokens"
         )
-
-
-def resolve_for(
-    config: EngineConfig,
-    model: ModelConfig,
-    path: Path,
-    *,
-    measured: LayoutChoice | None = None,
-) -> EnginePlan:
-    """Return the plan of `config` for the checkpoint `model` in `path`, on this host."""
-    cores = sorted(os.sched_getaffinity(0))
-    return resolve(config, facts_of(model, path), cores=cores, measured=measured)
 
 
 def serve_config(asked: Asked) -> ServeConfig:
@@ -215,13 +215,6 @@ def serve_config(asked: Asked) -> ServeConfig:
 
 def _to_stderr(line: str) -> None:
     write_line(sys.stderr, line)
-
-
-def without_effect(arguments: argparse.Namespace, plan: EnginePlan) -> list[str]:
-    """Return the flags that were given and change nothing on the devices of `plan`."""
-    if any(node.place.is_device for node in plan.attention):
-        return []
-    return [field.shown_name for field in given(arguments) if field.key in ONLY_ON_GPUS]
 
 
 def check_packages(plan: EnginePlan, nodes: Sequence[NodeSpec]) -> None:

@@ -21,8 +21,9 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -33,7 +34,7 @@ from models.sources.hub import cache_root
 from topspin import __version__
 from topspin.cores import DEFAULT_LAYOUT, Between, LayoutChoice, node_environment, split_cores
 from topspin.errors import TopspinError
-from topspin.plan.settings import EngineConfig
+from topspin.plan.setting import AUTO
 from topspin.plan.spec import EnginePlan, NodeConfig
 from topspin.process import PARENT_PID_VARIABLE
 
@@ -74,7 +75,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def choose_layout(
-    asked: EngineConfig,
+    asked: Mapping[str, Any],
     model: ModelConfig,
     path: Path,
     settle: Settle,
@@ -90,12 +91,12 @@ def choose_layout(
     (None: the default).
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
-    choices = _choices(asked, len(cores))
-    if reason := _reason_against(settle(None), model, len(cores)):
+    choices, plan = _choices(asked, len(cores)), settle(None)
+    if reason := _reason_against(plan, model, len(cores)):
         emit(f"layout: {DEFAULT_LAYOUT}, the default ({reason})")
         return None
     cache = (cache_root() / "layouts.json") if cache is None else cache
-    key = _key(asked, path, cores)
+    key = _key(plan, choices, path, cores)
     known = _read(cache)
     if (chosen := known.get(key)) is not None:
         emit(f"layout: {_describe(chosen, cores)} (measured before: {cache})")
@@ -144,15 +145,16 @@ def expert_layer_bytes(dtype: str, model: ModelConfig) -> int:
     return weights * (4 if dtype == "float32" else 2)
 
 
-def _choices(asked: EngineConfig, num_cores: int) -> list[LayoutChoice]:
+def _choices(asked: Mapping[str, Any], num_cores: int) -> list[LayoutChoice]:
     """Return the choices, the simplest first."""
-    transport: Between = "tcp" if asked.m2n.transport == "tcp" else "shm"
-    counts = [asked.compute.num_threads]
-    if num_cores >= MANY_CORES and asked.compute.num_threads is None:
+    told = asked.get("transport") or AUTO
+    transport: Between = "tcp" if told == "tcp" else "shm"
+    counts = [asked.get("num_threads")]
+    if num_cores >= MANY_CORES and counts == [None]:
         counts.append(num_cores // 2)
     choices = [LayoutChoice("shared", transport, threads) for threads in counts]
     choices.append(LayoutChoice("split", transport))
-    if asked.m2n.transport == "auto":
+    if told == AUTO:
         choices += [LayoutChoice("shared", "local", threads) for threads in counts]
     return choices
 
@@ -271,12 +273,15 @@ class _Answers:
         self._display.finish()
 
 
-def _key(asked: EngineConfig, path: Path, cores: Sequence[int]) -> str:
+def _key(
+    plan: EnginePlan, choices: Sequence[LayoutChoice], path: Path, cores: Sequence[int]
+) -> str:
+    """Return the name of a measurement: of all that the time of a step depends on."""
     shapes = (path / "config.json").read_bytes()
     facts = (
         hashlib.sha256(shapes).hexdigest(),
-        (asked.model.dtype, asked.model.quantization),
-        (asked.m2n, asked.compute),
+        (plan.model.dtype, plan.precision, plan.link, plan.execution, choices),
+        [(node.kernels, node.wait) for node in plan.nodes],
         sorted((name, value) for name, value in os.environ.items() if name.startswith("OMP_")),
         (tuple(cores), _processor(), platform.release(), __version__),
     )

@@ -38,15 +38,9 @@ from models.description.config import ModelConfig, load_model_config
 from topspin.errors import ConfigError
 from topspin.expert_table import uniform_table
 from topspin.messages import StepPlan, StepResult
-from topspin.plan.from_flags import ModelFacts, resolve
-from topspin.plan.settings import (
-    CacheSection,
-    ComputeSection,
-    EngineConfig,
-    ModelSection,
-    SchedulerSection,
-    TraceSection,
-)
+from topspin.plan.from_flags import resolve
+from topspin.plan.model_facts import ModelFacts
+from topspin.plan.settings import TraceSection
 from topspin.plan.spec import NodeConfig
 
 BLOCK_SIZE = 16
@@ -259,29 +253,6 @@ def node_config(
     block_bytes = kv_cache.bytes_per_block(
         kv_cache.layer_specs(model, getattr(torch, dtype)), block_size=BLOCK_SIZE
     )
-    config = EngineConfig(
-        model=ModelSection(
-            path="random",
-            dtype=dtype,
-            max_model_len=max(workload.max_len, workload.prefill_tokens) + 1,
-        ),
-        scheduler=SchedulerSection(
-            max_num_seqs=max(workload.batches),
-            max_num_batched_tokens=max(workload.prefill_tokens, *workload.batches),
-        ),
-        cache=CacheSection(
-            block_size=BLOCK_SIZE,
-            kv_cache_bytes=num_blocks * block_bytes,
-        ),
-        compute=ComputeSection(
-            kernels="triton",
-            attention_device=device,
-            expert_device=device,
-            recordings=variant.cuda_graphs,
-            gpu_streams=variant.gpu_streams,
-        ),
-        trace=TraceSection(enabled=False),
-    )
     facts = ModelFacts(
         dtype=model.dtype,
         max_positions=model.context_length,
@@ -289,7 +260,22 @@ def node_config(
         moe_layers=tuple(model.moe_layers),
         num_experts=0 if model.moe is None else model.moe.num_experts,
     )
-    return resolve(config, facts).for_node()
+    return resolve(
+        facts,
+        path="random",
+        dtype=dtype,
+        max_model_len=max(workload.max_len, workload.prefill_tokens) + 1,
+        max_num_seqs=max(workload.batches),
+        max_num_batched_tokens=max(workload.prefill_tokens, *workload.batches),
+        block_size=BLOCK_SIZE,
+        kv_cache_bytes=num_blocks * block_bytes,
+        kernels="triton",
+        attention_device=device,
+        expert_device=device,
+        recordings=variant.cuda_graphs,
+        gpu_streams=variant.gpu_streams,
+        trace=TraceSection(enabled=False),
+    ).for_node()
 
 
 def fitting(workload: Workload, memory: DeviceMemory) -> Workload:

@@ -25,10 +25,11 @@ from deploy.placement.search.rating import Rater, Rating
 from deploy.placement.search.steady import Shape as EngineShape
 from deploy.placement.search.steady import chunks_of, high_running
 from deploy.placement.search.steps import Engine, EngineSteps, Step
+from topspin.plan.checks import check_model, check_plan
 from topspin.plan.expected import Expected, ExpectedStep
-from topspin.plan.from_flags import ModelFacts, check_model
 from topspin.plan.kv_cache import KvCacheSpec
 from topspin.plan.local_experts import LocalExperts
+from topspin.plan.model_facts import ModelFacts
 from topspin.plan.settings import GPU_WINDOW_ROWS, WINDOW_ROWS, Dtype, SchedulingPolicy
 from topspin.plan.spec import (
     AttentionNode,
@@ -85,7 +86,7 @@ def plan_of(
         speculation=None if drafts is None else drafts.speculation,
         expected=expected_of(rater, rating, devices=None if maker is None else maker.layout),
     )
-    plan.check()
+    check_plan(plan)
     check_model(plan, facts)
     return plan
 

@@ -35,19 +35,10 @@ from models.description.config import LayerConfig, ModelConfig
 from topspin.cores import Layout
 from topspin.devices import NodeRole
 from topspin.expert_table import ExpertTable, uniform_table
-from topspin.plan.from_flags import ModelFacts, resolve
+from topspin.plan.from_flags import resolve
+from topspin.plan.model_facts import ModelFacts
 from topspin.plan.precision import Format, Rules, formats, rules_of
-from topspin.plan.settings import (
-    CacheSection,
-    ComputeSection,
-    Dtype,
-    EngineConfig,
-    M2NSection,
-    ModelSection,
-    SchedulerSection,
-    TraceSection,
-    Transport,
-)
+from topspin.plan.settings import Dtype, TraceSection, Transport
 from topspin.plan.spec import NodeConfig
 
 BLOCK_SIZE: Final = 16
@@ -101,28 +92,6 @@ def config_of(measured: Measured, *, num_threads: int | None = None) -> NodeConf
     model = measured.model
     is_device = measured.device != CPU_DEVICE
     longest = measured.num_keys + measured.max_tokens + 64
-    asked = EngineConfig(
-        model=ModelSection(
-            path="unused",
-            dtype=measured.dtype,
-            quantization=measured.weight_format,
-            max_model_len=longest,
-        ),
-        scheduler=SchedulerSection(
-            max_num_seqs=measured.max_rows,
-            max_num_batched_tokens=max(measured.max_tokens, measured.max_rows),
-        ),
-        cache=CacheSection(block_size=BLOCK_SIZE),
-        m2n=M2NSection(transport="local" if is_device else measured.transport),
-        compute=ComputeSection(
-            kernels=measured.kernels,  # type: ignore[arg-type]
-            attention_device=measured.device,
-            expert_device=measured.device,
-            layout=measured.layout,
-            num_threads=num_threads,
-        ),
-        trace=TraceSection(enabled=False),
-    )
     moe = model.moe
     facts = ModelFacts(
         measured.dtype,
@@ -131,7 +100,23 @@ def config_of(measured: Measured, *, num_threads: int | None = None) -> NodeConf
         model.moe_layers,
         moe.num_experts if moe else 0,
     )
-    return resolve(asked, facts, cores=(0, 1)).for_node()
+    return resolve(
+        facts,
+        cores=(0, 1),
+        path="unused",
+        dtype=measured.dtype,
+        quantization=measured.weight_format,
+        max_num_seqs=measured.max_rows,
+        max_num_batched_tokens=max(measured.max_tokens, measured.max_rows),
+        block_size=BLOCK_SIZE,
+        transport="local" if is_device else measured.transport,
+        kernels=measured.kernels,
+        attention_device=measured.device,
+        expert_device=measured.device,
+        layout=measured.layout,
+        num_threads=num_threads,
+        trace=TraceSection(enabled=False),
+    ).for_node()
 
 
 class Weights:

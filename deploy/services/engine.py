@@ -22,6 +22,7 @@ import msgspec
 from models.sources.hub import DEFAULT_MODEL
 from topspin import __version__
 from topspin.errors import ConfigError
+from topspin.plan.checks import check_plan
 from topspin.plan.network import LOCALHOST, NetworkSpec
 from topspin.plan.spec import AttentionNode, DraftNode, EnginePlan, ExpertNode, NodeSpec, StageNode
 from topspin.plan.speculation import SELF_INT4
@@ -190,7 +191,7 @@ def engine_of(plan: EnginePlan, asked: Asked, *, host_of: HostOf, memory_of: Mem
     else:
         placed = _apart(_spilling(plan), f"{asked.name}-{revision}", groups, host_of)
         groups = tuple(_groups(placed))
-    placed.check()
+    check_plan(placed)
     engine = Engine(asked=asked, revision=revision, plan=placed, groups=groups, memory_of=memory_of)
     _check_models(engine)
     return engine

@@ -59,13 +59,13 @@ def check_device(device: str) -> None:
     """Raise ConfigError if Triton's kernels cannot run on "cpu", "cuda" or "cuda:N" here."""
     if device == "cpu" and not triton.knobs.runtime.interpret:
         raise ConfigError(
-            "compute.kernels triton on the CPU: they are for GPUs; choose --attention-device and "
-            "--expert-device cuda, or leave compute.kernels at auto (for tests, TRITON_INTERPRET=1 "
+            "kernels triton on the CPU: they are for GPUs; choose --attention-device and "
+            "--expert-device cuda, or use the kernels cpu (for tests, TRITON_INTERPRET=1 "
             "in the environment lets Triton interpret them, slowly)"
         )
     if device != "cpu" and triton.knobs.runtime.interpret:
         raise ConfigError(
-            f"compute.kernels triton on {device}: TRITON_INTERPRET=1 is in the environment, and "
+            f"kernels triton on {device}: TRITON_INTERPRET=1 is in the environment, and "
             "interpreted kernels cannot use a GPU's memory; unset it"
         )
     if device != "cpu":

@@ -38,13 +38,13 @@ def check_toolchain() -> None:
     if find_compiler() is None:
         chosen = os.environ.get("CC")
         raise ConfigError(
-            "compute.kernels triton: Triton needs a C compiler, and "
+            "kernels triton: Triton needs a C compiler, and "
             + (f"CC={chosen} is none" if chosen else "there is neither gcc nor clang on PATH")
             + "; install gcc, or set CC"
         )
     if find_header() is None:
         raise ConfigError(
-            "compute.kernels triton: Triton needs the header Python.h of this Python "
+            "kernels triton: Triton needs the header Python.h of this Python "
             f"({sysconfig.get_python_version()}), which is not installed; the package is called "
             "python3-dev or python3-devel"
         )

@@ -56,7 +56,7 @@ def make_formation(plan: EnginePlan, facts: EngineFacts) -> Formation:
     if absent:
         full = formation.full_table
         table = table_without(full, absent, current=full)
-        assert table is not None, "topspin.plan.optional.check_held() first"
+        assert table is not None, "topspin.plan.checks.check_model() first"
         formation.use_part(table)
     return formation
 

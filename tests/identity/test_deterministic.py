@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.pairwise import cover_pairs
 from topspin.messages import TokenLogprobs
-from topspin.plan.settings import BalanceSection
+from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import EnginePlan
 
 slow = pytest.mark.slow
@@ -223,9 +222,9 @@ def test_preemption(case_of: CaseOf, plain: Plain, dtype: str) -> None:
 @pytest.mark.parametrize("redundant", [3, pytest.param(8, marks=slow)])
 def test_any_choice_of_replicas(case_of: CaseOf, plain: Plain, redundant: int) -> None:
     """Second copies change which node computes a pair, and with which other pairs."""
-    config = settings_of(case_of(VARIANT), dtype="bfloat16", **layout("shm", 2, 3, 2))
-    balance = BalanceSection(redundant_experts=redundant, interval_s=0.0)
-    with Engine(msgspec.structs.replace(config, balance=balance)) as engine:
+    copies = {"redundant_experts": redundant, "balance": BalancePolicy(interval_s=0.0)}
+    config = settings_of(case_of(VARIANT), dtype="bfloat16", **layout("shm", 2, 3, 2), **copies)
+    with Engine(config) as engine:
         assert ask(engine, case_of(VARIANT).prompts) == plain(VARIANT, "bfloat16")
 
 

@@ -16,7 +16,7 @@ from tests.engine import Engine
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.identity.test_deterministic import Answer, ask, run, settings_of
-from topspin.plan.settings import BalanceSection, FailoverSection
+from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import EnginePlan
 
 VARIANT = "qwen2_moe"
@@ -52,8 +52,10 @@ def config_of(case: Case, transport: str, dtype: str, *, redundant: int) -> Engi
         expert_nodes=2,
         micro_batches=2,
         max_num_batched_tokens=24,
-        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
-        balance=BalanceSection(redundant_experts=redundant, interval_s=0.0),
+        restart=True,
+        restart_deadline_s=60.0,
+        redundant_experts=redundant,
+        balance=BalancePolicy(interval_s=0.0),
     )
 
 

@@ -233,7 +233,7 @@ def test_experts_move_on_a_device_while_requests_run(
     config = config_of(
         case.path,
         (1, 2),
-        balance=only_copies(2),
+        **only_copies(2),
         max_num_seqs=MAX_NUM_SEQS,
         **{**ON_ONE, **settings},
     )

@@ -24,7 +24,7 @@ from tests.engine import TIMEOUT_S, Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, Case, CaseOf
 from topspin.expert_table import ExpertTable, contiguous_table, even_shares, uniform_table
 from topspin.messages import Stats
-from topspin.plan.settings import BalanceSection
+from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import EnginePlan
 
 slow = pytest.mark.slow
@@ -33,16 +33,13 @@ MAX_ROUNDS = 50
 NUM_LAYERS = 2
 
 
-def config_of(
-    path: Path, topology: tuple[int, int], *, balance: BalanceSection, **settings: Any
-) -> EnginePlan:
-    return engine_config(
-        path, attention_nodes=topology[0], expert_nodes=topology[1], balance=balance, **settings
-    )
+def config_of(path: Path, topology: tuple[int, int], **settings: Any) -> EnginePlan:
+    return engine_config(path, attention_nodes=topology[0], expert_nodes=topology[1], **settings)
 
 
-def only_copies(redundant: int) -> BalanceSection:
-    return BalanceSection(redundant_experts=redundant, interval_s=0.0)
+def only_copies(redundant: int) -> dict[str, Any]:
+    """Return settings with second copies, of a table that stays as it is."""
+    return {"redundant_experts": redundant, "balance": BalancePolicy(interval_s=0.0)}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +57,7 @@ def test_copies_change_no_token(
     config = config_of(
         case.path,
         topology,
-        balance=only_copies(redundant),
+        **only_copies(redundant),
         transport=transport,
         micro_batches=micro_batches,
     )
@@ -119,7 +116,7 @@ def test_tables_change_while_streams_go_on(
         "max_num_batched_tokens": 16,
         "dtype": dtype,
     }
-    config = config_of(case.path, topology, balance=only_copies(redundant), **settings)
+    config = config_of(case.path, topology, **only_copies(redundant), **settings)
     tables = random_tables(even_shares(NUM_EXPERTS + redundant, topology[1]), seed=len(transport))
     with Engine(config) as engine:
         balancer = engine.service.balancer
@@ -184,7 +181,7 @@ def test_every_routed_pair_is_reported_once(case_of: CaseOf, transport: str) -> 
     model = load_model_config(case.path)
     assert model.moe is not None
     config = config_of(
-        case.path, (2, 2), balance=only_copies(0), transport=transport, prefix_caching=False
+        case.path, (2, 2), **only_copies(0), transport=transport, prefix_caching=False
     )
     # The last token of a request is sampled but never computed.
     num_tokens = sum(len(prompt) + NUM_TOKENS - 1 for prompt in case.prompts)
@@ -210,7 +207,8 @@ def test_a_skewed_model_is_balanced_live(
     config = config_of(
         skewed.path,
         (1, 2),
-        balance=BalanceSection(redundant_experts=redundant, interval_s=0.0, half_life_pairs=4096),
+        redundant_experts=redundant,
+        balance=BalancePolicy(interval_s=0.0, half_life_pairs=4096),
         transport=transport,
         prefix_caching=False,
         max_num_batched_tokens=64,
@@ -248,7 +246,7 @@ def test_the_clock_asks_for_balance_by_itself(skewed: Case) -> None:
     config = config_of(
         skewed.path,
         (1, 2),
-        balance=BalanceSection(interval_s=1e-6, half_life_pairs=2),
+        balance=BalancePolicy(interval_s=1e-6, half_life_pairs=2),
         transport="shm",
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -16,8 +16,8 @@ from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate, oracle_model
 from tests.engine import Engine, engine_config
 from tests.structs import changed
+from topspin.devices import KernelName
 from topspin.plan.kv_cache import KvLayerRule
-from topspin.plan.settings import Kernels
 from topspin.plan.speculation import Speculation
 
 PROMPTS = [[7, 3, 9, 200, 4], list(range(40, 110)), [5], [9, 8, 7, 6, 5, 4, 3, 2] * 3]
@@ -115,7 +115,7 @@ def test_tokens_are_those_of_transformers_with_rounded_keys(
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
-def test_single_layers_are_kept_in_fp8(rounded: Rounded, kernels: Kernels) -> None:
+def test_single_layers_are_kept_in_fp8(rounded: Rounded, kernels: KernelName) -> None:
     path, wanted = rounded("qwen3_moe", 0)
     assert wanted != rounded("qwen3_moe")[1]
     rule = KvLayerRule(layers=(0,), dtype="fp8")

@@ -23,7 +23,6 @@ from tests.engine import Collected, Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import Case, CaseOf
 from tests.identity.test_speculation import CHAINS, TREES, accepted
-from topspin.plan.settings import FailoverSection
 from topspin.plan.speculation import Speculation
 
 VARIANT = "qwen3_moe"
@@ -159,7 +158,8 @@ def test_a_lost_node_changes_no_bit(case_of: CaseOf, role: str) -> None:
         attention_nodes=2,
         expert_nodes=2,
         deadline_s=0.5,
-        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+        restart=True,
+        restart_deadline_s=60.0,
     )
 
     def injector_of(net_role: str, index: int) -> OnDemand | None:

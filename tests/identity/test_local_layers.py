@@ -22,6 +22,7 @@ from tests.identity.test_deterministic import ask
 from tests.identity.test_devices import ATTENTION_ON_IT, MAX_NUM_SEQS, ON_ONE, prompts_of
 from tests.identity.test_draft_model import TREES, speculation_of
 from tests.identity.test_speculation import accepted
+from topspin.plan.checks import check_plan
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.spec import EnginePlan
 
@@ -45,7 +46,7 @@ def plan_of(
     if when == "always" and layers == moe_layers:
         plan = msgspec.structs.replace(plan, nodes=tuple(plan.attention))
     plan = msgspec.structs.replace(plan, local_experts=local)
-    plan.check()
+    check_plan(plan)
     return plan
 
 
@@ -113,7 +114,7 @@ def switch_until(engine: Engine, case: Case, versions: int) -> None:
     ("variant", "settings"),
     [
         (VARIANT, {"transport": "shm", "attention_nodes": 2, "expert_nodes": 2}),
-        ("mixtral", {"transport": "local", "link_latency_us": 20.0, "attention_nodes": 2}),
+        ("mixtral", {"transport": "local", "latency_us": 20.0, "attention_nodes": 2}),
         pytest.param("olmoe", {"transport": "local", "recordings": False}, marks=slow),
         pytest.param("qwen3_moe", {"transport": "tcp", "micro_batches": 4}, marks=slow),
         pytest.param("qwen3_moe", {"transport": "shm", "micro_batches": 3}, marks=slow),

@@ -11,7 +11,8 @@ from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.structs import changed
 from topspin.messages import ExpertCounts, StepResult, unpack_ints
-from topspin.plan.settings import BalanceSection, FailoverSection
+from topspin.plan.checks import check_plan
+from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import EnginePlan
 from topspin.processes.channel import ControlServer, Event, Received
 from topspin.processes.node_life import NodeLife, Worker
@@ -34,12 +35,14 @@ def plan_of(case: Case, transport: str = "shm") -> EnginePlan:
         expert_nodes=2,
         transport=transport,  # type: ignore[arg-type]
         max_num_seqs=3,
-        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
-        balance=BalanceSection(redundant_experts=NUM_EXPERTS, interval_s=0.0),
+        restart=True,
+        restart_deadline_s=60.0,
+        redundant_experts=NUM_EXPERTS,
+        balance=BalancePolicy(interval_s=0.0),
     )
     nodes = tuple(changed(node, {"optional": node.index == 1}) for node in plan.nodes)
     plan = changed(plan, {"nodes": nodes})
-    plan.check()
+    check_plan(plan)
     return plan
 
 

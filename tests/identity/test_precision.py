@@ -26,9 +26,8 @@ from tests.engine import Collected, Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.test_expert_tables import NUM_EXPERTS, only_copies, random_tables
 from tests.identity.test_quantised import PROMPT_LENS, clear_tokens
-from topspin.plan.from_flags import check_model
+from topspin.plan.checks import check_model, check_plan
 from topspin.plan.precision import PrecisionRule, Rules
-from topspin.plan.settings import FailoverSection
 from topspin.plan.spec import EnginePlan, ExpertNode
 
 NUM_STEPS = 8
@@ -119,7 +118,7 @@ def plan_of(
         path,
         attention_nodes=num_attention,
         expert_nodes=len(experts),
-        balance=only_copies(sum(experts) - NUM_EXPERTS),
+        **only_copies(sum(experts) - NUM_EXPERTS),
         **settings,
     )
     nodes = [
@@ -129,7 +128,7 @@ def plan_of(
         for node in plan.nodes
     ]
     planned = msgspec.structs.replace(plan, nodes=tuple(nodes), precision=rules_for(path))
-    planned.check()
+    check_plan(planned)
     check_model(planned, facts_of(load_model_config(path), path))
     return planned
 
@@ -182,8 +181,8 @@ def test_a_lost_nodes_copies_take_over_and_it_returns(
 ) -> None:
     """One node has all experts, the other second copies of three."""
     injector = OnDemand()
-    failover = FailoverSection(restart=True, restart_deadline_s=60.0)
-    plan = plan_of(path, (8, 3), 2, transport="shm", failover=failover)
+    restart: dict[str, Any] = {"restart": True, "restart_deadline_s": 60.0}
+    plan = plan_of(path, (8, 3), 2, transport="shm", **restart)
 
     def injector_of(role: str, index: int) -> OnDemand | None:
         return injector if (role, index) == ("expert", 1) else None

@@ -102,7 +102,7 @@ def test_moved_experts_keep_their_codes(tmp_path: Path, form: str, transport: st
         tmp_path / "coded",
         expert_nodes=2,
         transport=transport,
-        balance=only_copies(2),
+        **only_copies(2),
         max_num_batched_tokens=16,
     )
     assert any(rule.part == "experts" for rule in config.precision)

@@ -21,9 +21,9 @@ from models.description.config import load_model_config
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
 from tests.structs import changed
+from topspin.devices import KernelName
 from topspin.plan.kv_cache import KvLayerRule
 from topspin.plan.retrieval import RetrievalPolicy, policy_of
-from topspin.plan.settings import Kernels
 from topspin.plan.speculation import Speculation
 from topspin.trace import Kind
 
@@ -271,7 +271,7 @@ def test_recall_is_that_of_a_search_of_all_keys(
     ]
     assert 0.1 < min(wanted) < max(wanted) < 0.95, "it is neither chance nor all"
     monkeypatch.setattr("attention_nodes.long_contexts.retrieval.RECALL_PERIOD", period)
-    checks: tuple[tuple[Kernels, float], ...] = (("reference", 1e-6), ("cpu", 0.01))
+    checks: tuple[tuple[KernelName, float], ...] = (("reference", 1e-6), ("cpu", 0.01))
     for kernels, tolerance in checks:
         with Engine(config_of(path, kernels=kernels, kv_retrieval_tokens=BUDGET)) as engine:
             assert engine.generate(prompts, max_tokens=NUM_TOKENS) == tokens

@@ -18,7 +18,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.structs import with_nodes
 from topspin.messages.requests import STEP_BUCKETS_S
-from topspin.plan.settings import BalanceSection
+from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import EnginePlan
 from topspin.plan.speculation import Speculation
 
@@ -102,7 +102,7 @@ def test_a_table_by_speed_decodes_faster(tmp_path: Path) -> None:
             expert_nodes=2,
             transport="shm",
             window_rows=64,
-            balance=BalanceSection(interval_s=0.0),
+            balance=BalancePolicy(interval_s=0.0),
         ),
         "expert 1",
     )

@@ -24,7 +24,8 @@ from tests.identity.test_deterministic import ask, run, settings_of
 from tests.identity.test_expert_tables import only_copies, random_tables
 from tests.identity.test_grammars import asked
 from tests.identity.test_recordings import PROMPTS, SIZES
-from topspin.plan.settings import BalanceSection, FailoverSection
+from topspin.plan.checks import check_plan
+from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import AttentionNode, EnginePlan, StageNode
 
 slow = pytest.mark.slow
@@ -56,7 +57,7 @@ def staged(plan: EnginePlan, *ends: int, cache_bytes: Sequence[int] = ()) -> Eng
                 )
             )
     plan = msgspec.structs.replace(plan, nodes=(*attention, *stages, *plan.experts))
-    plan.check()
+    check_plan(plan)
     return plan
 
 
@@ -86,7 +87,7 @@ def staged(plan: EnginePlan, *ends: int, cache_bytes: Sequence[int] = ()) -> Eng
         pytest.param(
             "qwen3_moe_unnormalised",
             (1, 2, 3),
-            {"transport": "shm", "micro_batches": None, "link_latency_us": 50.0},
+            {"transport": "shm", "micro_batches": None, "latency_us": 50.0},
             marks=slow,
         ),
         pytest.param("llama", (1, 2), {"transport": "shm", "micro_batches": 2}, marks=slow),
@@ -215,9 +216,7 @@ def test_steps_are_recorded_anew_when_tables_change_under_load(
     path = make_checkpoint(tmp_path, "mixtral", hidden_size=64, intermediate_size=64)
     with Engine(engine_config(path, dtype="bfloat16", recordings=False)) as engine:
         wanted = engine.generate(PROMPTS, max_tokens=48, temperature=1.0)
-    plan = engine_config(
-        path, dtype="bfloat16", transport="shm", window_rows=64, balance=only_copies(0)
-    )
+    plan = engine_config(path, dtype="bfloat16", transport="shm", window_rows=64, **only_copies(0))
     tables = random_tables((8,), seed=3)
     with Engine(staged(plan, 1, 2)) as engine:
         balancer = engine.service.balancer
@@ -270,8 +269,9 @@ def test_streams_go_on_after_the_loss_of_any_node(
         attention_nodes=num_attention,
         expert_nodes=2,
         micro_batches=2,
-        balance=BalanceSection(interval_s=0.0),
-        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+        balance=BalancePolicy(interval_s=0.0),
+        restart=True,
+        restart_deadline_s=60.0,
     )
 
     def injector_of(net_role: str, index: int) -> OnDemand | None:

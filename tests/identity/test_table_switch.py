@@ -82,7 +82,7 @@ def test_no_step_waits_for_a_table(
     config = config_of(
         case.path,
         (1, 2),
-        balance=only_copies(2),
+        **only_copies(2),
         transport=transport,
         max_num_batched_tokens=CHUNK,
         prefix_caching=False,

@@ -13,7 +13,7 @@ from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.structs import one_of_each
 from topspin.plan.precision import PrecisionRule
-from topspin.plan.settings import BalanceSection, FailoverSection
+from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import EnginePlan
 
 # Of the greatest log-probabilities: far above what one code rounded the other way changes.
@@ -69,8 +69,9 @@ def test_tokens_are_those_of_one_node_each_also_after_changes_and_losses(
         expert_nodes=2,
         transport="shm",
         micro_batches=None,
-        balance=BalanceSection(interval_s=0.0),
-        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+        balance=BalancePolicy(interval_s=0.0),
+        restart=True,
+        restart_deadline_s=60.0,
     )
     plan = unequal(msgspec.structs.replace(plan, precision=precision))
     expected = case.tokens

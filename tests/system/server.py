@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from app.cli.flags import read_config
+from app.cli.flags import read_engine
 from app.cli.main import _parser
 from app.cli.serve import plan_of
 from models.sources.hub import resolve_model
-from tests.structs import changed
 from topspin.plan.file import print_plan
 from topspin.plan.spec import EnginePlan
 
@@ -38,16 +37,14 @@ ROLES = {
 }
 
 
-Settings = Mapping[str, Mapping[str, object]]
+Settings = Mapping[str, object]
 
 
 def plan_flags(directory: Path, settings: Settings, *flags: str) -> list[str]:
     """Write the plan of `topspin serve` with `flags` and settings without a flag; return --plan."""
     parsed = _parser(["serve"]).parse_args(["serve", *flags])
-    asked = read_config(parsed)
-    for section, fields in settings.items():
-        asked = changed(asked, {f"{section}.{name}": value for name, value in fields.items()})
-    return write_plan(directory, plan_of(asked, resolve_model(asked.model.path)))
+    asked = {**read_engine(parsed), **settings}
+    return write_plan(directory, plan_of(resolve_model(asked["path"]), **asked))
 
 
 def write_plan(directory: Path, plan: EnginePlan) -> list[str]:

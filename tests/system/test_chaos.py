@@ -21,14 +21,16 @@ from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.system import chaos
 from tests.system.chaos import EVENTS, Streams, check_identical, wait_until, wait_until_whole
 from tests.system.server import Server, Settings
+from topspin.plan.settings import BalancePolicy
 
 NUM_TOKENS = 60
 SOAK_S = float(os.environ.get("TOPSPIN_SOAK_S", "600"))
 MIN_MARGIN = 5e-4
 # A step takes about 40 ms, so that events fall into the middle of one.
 SLOW: Settings = {
-    "m2n": {"link_latency_us": 5000, "deadline_s": 2},
-    "failover": {"restart": True},
+    "latency_us": 5000,
+    "deadline_s": 2,
+    "restart": True,
 }
 
 
@@ -70,12 +72,8 @@ def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
 
 # Plans the expert table all the time and takes every gain: experts are always moving.
 RESTLESS: Settings = {
-    "balance": {
-        "redundant_experts": 2,
-        "interval_s": 0.05,
-        "min_gain": 0,
-        "half_life_pairs": 1,
-    }
+    "redundant_experts": 2,
+    "balance": BalancePolicy(interval_s=0.05, min_gain=0, half_life_pairs=1),
 }
 
 
@@ -159,7 +157,7 @@ def test_recorded_steps_survive_every_event(model: Model, tmp_path: Path, record
     flags = ["--dtype", "bfloat16", "--attention-nodes", "2", "--expert-nodes", "2"]
     if recordings != "recorded":
         flags.append("--enforce-eager")
-    settings: Settings = {"m2n": {"deadline_s": 2}, "failover": {"restart": True}}
+    settings: Settings = {"deadline_s": 2, "restart": True}
     module = "tests.system.chaos_serve"
     with Server(model.path, tmp_path, *flags, module=module, settings=settings) as server:
         expected = [each.tokens for each in Streams(server.url, prompts, num_tokens).join()]

@@ -27,7 +27,6 @@ from tests.faults import OnDemand, faulty_nets
 from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.links import Link, measured_lateness
 from tests.system.test_failover import expert_process, with_replicas
-from topspin.plan.settings import FailoverSection
 from topspin.plan.spec import EnginePlan
 from topspin.processes.channel import FAILOVER_HEARTBEAT
 
@@ -45,12 +44,10 @@ def make_config(
         tiny.path,
         transport=transport,
         deadline_s=60.0,
-        failover=FailoverSection(
-            restart=True,
-            restart_deadline_s=60.0,
-            halt_deadline_s=60.0,
-            progress_deadline_s=progress_deadline_s,
-        ),
+        restart=True,
+        restart_deadline_s=60.0,
+        halt_deadline_s=60.0,
+        progress_deadline_s=progress_deadline_s,
         attention_nodes=num_nodes,
         expert_nodes=num_nodes,
     )
@@ -240,8 +237,9 @@ def test_a_long_step_is_no_hang(tmp_path: Path) -> None:
     config = engine_config(
         path,
         transport="shm",
-        link_latency_us=1e6 * latency_s,
-        failover=FailoverSection(restart=True, progress_deadline_s=deadline_s),
+        latency_us=1e6 * latency_s,
+        restart=True,
+        progress_deadline_s=deadline_s,
     )
     with Engine(config) as engine:
         started_s = time.monotonic()

@@ -31,7 +31,7 @@ SMALL = (
     *("--attention-device", DEVICE, "--expert-device", DEVICE),
     *("--max-num-seqs", "2", "--max-num-batched-tokens", "32"),
 )
-TRITON = {"compute": {"kernels": "triton"}}
+TRITON = {"kernels": "triton"}
 
 
 # Interpreted, a start takes many seconds: tests/identity/test_devices.py has threads.
@@ -121,7 +121,7 @@ def test_a_device_that_only_the_nodes_find_wrong_ends_the_start_with_status_2(
     flags = plan_flags(tmp_path, TRITON, str(tiny.path), *SHARED)
     ended = serve(*flags)
     assert ended.returncode == 2, ended.stderr
-    assert "compute.kernels triton on the CPU: they are for GPUs" in ended.stderr
+    assert "kernels triton on the CPU: they are for GPUs" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -28,7 +28,6 @@ from tests.faults import OnDemand, faulty_nets
 from tests.m2n_comm.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
 from tests.structs import changed, with_nodes
 from tests.system.conftest import NUM_TOKENS, Tiny
-from topspin.plan.settings import FailoverSection
 from topspin.plan.spec import EnginePlan
 
 slow = pytest.mark.slow
@@ -55,7 +54,8 @@ def make_config(
         tiny.path,
         transport=transport,
         deadline_s=deadline_s,
-        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+        restart=True,
+        restart_deadline_s=60.0,
         attention_nodes=num_nodes,
         expert_nodes=num_nodes,
     )
@@ -198,7 +198,8 @@ def test_a_node_that_is_killed_inside_a_recorded_step(tmp_path: Path) -> None:
         dtype="bfloat16",
         transport="shm",
         window_rows=64,
-        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+        restart=True,
+        restart_deadline_s=60.0,
     )
     with (
         mock.patch.object(Program, "run", autospec=True, side_effect=Program.run) as run,

@@ -20,7 +20,7 @@ from tests.system.server import Server
 
 slow = pytest.mark.slow
 # Two MoE layers, two hops each: about 80 ms a step, so that requests are still under way.
-SLOW_LINK = {"m2n": {"link_latency_us": 20_000}}
+SLOW_LINK = {"latency_us": 20_000}
 TWO_BY_TWO = ("--attention-nodes", "2", "--expert-nodes", "2")
 NUM_STREAMS = 3
 DETECTION_S = 3.0

@@ -30,7 +30,7 @@ SHORT_S = 0.4
 LONG_S = 25.0
 NUM_TOKENS = 120
 # Two MoE layers, two hops each: about 80 ms a step, so that streams outlast what happens.
-SLOW_LINK: Settings = {"m2n": {"link_latency_us": 20_000}}
+SLOW_LINK: Settings = {"latency_us": 20_000}
 ROLES = ["local", "attention 0", "expert 0", "draft 0", "scheduler"]
 
 

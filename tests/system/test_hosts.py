@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.flags import read_config
 from app.cli.keys import make, rotate
-from app.cli.main import _parser, main
+from app.cli.main import main
 from app.cli.serve import plan_of
 from tests.structs import changed
 from tests.system.conftest import Tiny
@@ -19,7 +18,7 @@ from tests.system.hosts import Host, Service
 from tests.system.streams import NUM_STREAMS, Load
 from topspin.plan.file import print_plan
 from topspin.plan.network import NetworkSpec
-from topspin.plan.settings import BalancePolicy, FailoverSection
+from topspin.plan.settings import BalancePolicy, FailoverPolicy
 from topspin.plan.spec import EnginePlan
 
 CONTROL_PORT = 7400
@@ -28,10 +27,14 @@ GATEWAY_FLAGS = ("--served-model-name", "tiny", "--port", "0")
 
 def plan_for(tiny: Tiny, host: Host) -> EnginePlan:
     """Return a plan of 2 x 2 nodes, the second of each role on `host`."""
-    flags = ("--kv-cache-memory", "8MiB", "--layout", "shared", "--transport", "tcp")
-    counts = ("--attention-nodes", "2", "--expert-nodes", "2")
-    parsed = _parser(["serve"]).parse_args(["serve", str(tiny.path), *flags, *counts])
-    plan = plan_of(read_config(parsed), tiny.path)
+    plan = plan_of(
+        tiny.path,
+        kv_cache_bytes=8 * 2**20,
+        layout="shared",
+        transport="tcp",
+        attention_nodes=2,
+        expert_nodes=2,
+    )
     nodes = [
         changed(node, {"host": host.address if node.index else host.gateway}) for node in plan.nodes
     ]
@@ -40,7 +43,7 @@ def plan_for(tiny: Tiny, host: Host) -> EnginePlan:
         {
             "nodes": tuple(nodes),
             "network": NetworkSpec(control=f"tcp://{host.gateway}:{CONTROL_PORT}"),
-            "failover": FailoverSection(restart=True, restart_deadline_s=60.0),
+            "failover": FailoverPolicy(restart=True, restart_deadline_s=60.0),
             "balance": BalancePolicy(interval_s=1.0, half_life_pairs=64),
         },
     )

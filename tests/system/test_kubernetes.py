@@ -13,8 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from app.cli.flags import read_config
-from app.cli.main import _parser, main
+from app.cli.main import main
 from app.cli.serve import plan_of
 from tests.structs import changed
 from tests.system.conftest import Tiny
@@ -35,11 +34,15 @@ DRAFTS = r"topspin_spec_decode_num_accepted_tokens_total\{.*\} [1-9]"
 
 def plan_for(tiny: Tiny, *, transport: str, counts: tuple[int, int]) -> EnginePlan:
     """Return a plan as `topspin serve --print-plan` gives one, of the model in the pods."""
-    flags = ("--kv-cache-memory", "8MiB", "--layout", "shared", "--num-threads", "1")
-    number = ("--attention-nodes", str(counts[0]), "--expert-nodes", str(counts[1]))
-    own = ("--transport", transport)
-    parsed = _parser(["serve"]).parse_args(["serve", str(tiny.path), *flags, *number, *own])
-    plan = plan_of(read_config(parsed), tiny.path)
+    plan = plan_of(
+        tiny.path,
+        kv_cache_bytes=8 * 2**20,
+        layout="shared",
+        num_threads=1,
+        attention_nodes=counts[0],
+        expert_nodes=counts[1],
+        transport=transport,
+    )
     return changed(plan, {"model": changed(plan.model, {"path": MODEL})})
 
 

@@ -19,7 +19,6 @@ from tests.structs import changed, with_nodes
 from tests.system.server import Server
 from tests.system.test_serve import complete
 from topspin.plan.local_experts import LocalExperts
-from topspin.plan.settings import FailoverSection
 from topspin.plan.spec import EnginePlan
 
 pytestmark = pytest.mark.slow
@@ -47,7 +46,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def plan_of(path: Path, **settings: object) -> EnginePlan:
-    plan = engine_config(path, transport="shm", **settings)  # type: ignore[arg-type]
+    plan = engine_config(path, transport="shm", **settings)
     layers = load_model_config(path).moe_layers
     return msgspec.structs.replace(plan, local_experts=LocalExperts(layers=layers))
 
@@ -72,7 +71,7 @@ def changes(server: Server) -> list[int]:
 
 
 def test_a_slow_link_makes_all_layers_local(case: Case, tmp_path: Path) -> None:
-    with Server(case.path, tmp_path, plan=plan_of(case.path, link_latency_us=2000.0)) as server:
+    with Server(case.path, tmp_path, plan=plan_of(case.path, latency_us=2000.0)) as server:
         assert num_local(server) == 0
         for _ in range(6):
             check_round(server, case)
@@ -94,7 +93,7 @@ def test_layers_stay_remote_where_the_expert_node_is_faster(case: Case, tmp_path
 
 def test_layers_are_local_while_their_expert_node_is_gone(case: Case, tmp_path: Path) -> None:
     """The only expert node is killed; requests go on, first without it, then with its successor."""
-    plan = plan_of(case.path, failover=FailoverSection(restart=True, restart_deadline_s=60.0))
+    plan = plan_of(case.path, restart=True, restart_deadline_s=60.0)
     with Server(case.path, tmp_path, plan=plan) as server:
         check_round(server, case)
         with ThreadPoolExecutor(1) as pool:
@@ -111,8 +110,7 @@ def test_layers_are_local_while_their_expert_node_is_gone(case: Case, tmp_path: 
 
 
 def test_an_attention_node_that_dies_while_layers_are_local(case: Case, tmp_path: Path) -> None:
-    restart = FailoverSection(restart=True, restart_deadline_s=60.0)
-    plan = plan_of(case.path, failover=restart, attention_nodes=2)
+    plan = plan_of(case.path, restart=True, restart_deadline_s=60.0, attention_nodes=2)
     assert plan.local_experts is not None
     always = msgspec.structs.replace(plan.local_experts, when="always")
     plan = changed(plan, {"local_experts": always, "nodes": tuple(plan.attention)})

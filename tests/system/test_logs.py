@@ -15,8 +15,9 @@ from topspin.logs import FORMAT_VARIABLE, is_json
 
 # A step takes some milliseconds on the links alone: the node is killed inside of the request.
 SLOW: Settings = {
-    "m2n": {"link_latency_us": 2000, "deadline_s": 2},
-    "failover": {"restart": True},
+    "latency_us": 2000,
+    "deadline_s": 2,
+    "restart": True,
 }
 
 

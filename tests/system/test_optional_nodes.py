@@ -14,7 +14,6 @@ from tests.structs import changed
 from tests.system.conftest import Tiny
 from tests.system.server import Server
 from tests.system.streams import DEADLINE_S, NUM_STREAMS, Load
-from topspin.plan.settings import BalanceSection, FailoverSection
 from topspin.plan.spec import EnginePlan
 
 NUM_EXPERTS = 8
@@ -28,8 +27,9 @@ def plan_of(tiny: Tiny) -> EnginePlan:
         expert_nodes=2,
         transport="shm",
         max_num_seqs=NUM_STREAMS // 2,
-        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
-        balance=BalanceSection(redundant_experts=NUM_EXPERTS),
+        restart=True,
+        restart_deadline_s=60.0,
+        redundant_experts=NUM_EXPERTS,
     )
     nodes = tuple(changed(node, {"optional": node.index == 1}) for node in plan.nodes)
     return changed(plan, {"nodes": nodes})

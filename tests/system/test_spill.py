@@ -23,8 +23,9 @@ MEMORY_BYTES = 6_500 * TOKEN_BYTES + 3 * 2**20
 """With what is beside it: two of the prompts do not fit whole."""
 # A step takes about 40 ms: requests are still under way when the node is killed.
 SLOW: Settings = {
-    "m2n": {"link_latency_us": 5000, "deadline_s": 2},
-    "failover": {"restart": True},
+    "latency_us": 5000,
+    "deadline_s": 2,
+    "restart": True,
 }
 
 

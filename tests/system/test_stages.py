@@ -18,7 +18,6 @@ from tests.system import chaos
 from tests.system.chaos import Streams, check_identical, wait_until, wait_until_whole
 from tests.system.server import Server
 from topspin.plan.file import read_plan
-from topspin.plan.settings import FailoverSection
 
 NUM_TOKENS = 60
 MIN_MARGIN = 5e-4
@@ -40,8 +39,8 @@ def test_streams_survive_the_end_of_each_process(
         expert_nodes=2,
         micro_batches=2,
         # A step takes about 20 ms, so that a loss falls into the middle of one.
-        link_latency_us=2000.0,
-        failover=FailoverSection(restart=True),
+        latency_us=2000.0,
+        restart=True,
     )
     plan = msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, path=str(path)))
     with Server(path, tmp_path, plan=staged(plan, 1, 3, 4)) as server:

@@ -12,7 +12,6 @@ from topspin.devices import (
     assign_devices,
     auto_micro_batches,
     auto_transport,
-    check_options,
     check_transport,
     parse_device,
     share_a_device,
@@ -178,21 +177,3 @@ def test_micro_batches_are_for_overlap_where_nobody_measures() -> None:
         assert auto_micro_batches(nodes(attention, experts), transport, gpu_streams) == want
         dense = nodes(attention, experts, num_experts=0)
         assert auto_micro_batches(dense, transport, gpu_streams) is None
-
-
-def test_flags_that_would_mean_nothing_are_refused() -> None:
-    one = nodes("cuda:0", "cuda:0")
-    with pytest.raises(ConfigError, match=r"^--m2n-payload fp8 with --transport local"):
-        check_options(one, "local", payload="fp8", layout="shared")
-    with pytest.raises(ConfigError, match=r"^--layout split: a node on a GPU"):
-        check_options(one, "shm", payload="auto", layout="split")
-
-
-def test_flags_that_mean_something_are_not() -> None:
-    for attention, experts, transport, payload, layout in (
-        ("cuda:0", "cuda:0", "cuda_ipc", "fp8", "shared"),
-        ("cuda", "cpu", "local", "fp8", "shared"),
-        ("cpu", "cpu", "local", "int8", "shared"),
-        ("interpreted", "interpreted", "shm", "auto", "split"),
-    ):
-        check_options(nodes(attention, experts), transport, payload=payload, layout=layout)

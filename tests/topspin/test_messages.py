@@ -77,7 +77,6 @@ from topspin.messages import (
     unpack_ints,
 )
 from topspin.plan.precision import PrecisionRule
-from topspin.plan.settings import ComputeSection, M2NSection, ModelSection
 from topspin.plan.spec import NodeSpec
 
 SAMPLING = SamplingParams(
@@ -119,9 +118,13 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     Hello(role="expert", index=1, incarnation=2**62, revision="0.1.0", data_address="unix:@x"),
     Welcome(
         config=plan(
-            model=ModelSection(path="/m", dtype="float32", max_model_len=9, quantization="int8"),
-            m2n=M2NSection(transport="tcp", link_gbps=1.5),
-            compute=ComputeSection(num_threads=2),
+            path="/m",
+            dtype="float32",
+            max_model_len=9,
+            quantization="int8",
+            transport="tcp",
+            gbps=1.5,
+            num_threads=2,
         ).for_node("expert"),
         topology=TOPOLOGY,
         joins_late=True,

@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 from topspin.errors import ConfigError
+from topspin.plan.checks import check_plan
 from topspin.plan.spec import EnginePlan
 from topspin.plan.strict_yaml import PlainDumper, StrictLoader
 
@@ -24,12 +25,12 @@ def read_plan(path: str) -> EnginePlan:
     """Return the plan in the YAML file at `path`.
 
     Raises ConfigError naming the file and the field for a plan that is no plan, or that no
-    engine could run (EnginePlan.check).
+    engine could run (topspin.plan.checks).
     """
     try:
         tree = yaml.load(Path(path).read_text(), Loader=StrictLoader)
         plan = msgspec.convert(tree, EnginePlan)
-        plan.check()
+        check_plan(plan)
     except OSError as error:
         raise ConfigError(f"--plan {path}: {error.strerror}") from error
     # ValueError: no UTF-8, a date that is none, a ConfigError of the check.

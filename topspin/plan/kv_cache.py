@@ -1,8 +1,8 @@
 """How attention nodes keep keys and values, as plans say it: for all layers, and for single ones.
 
-Owns the settings of the paged KV cache and the checks that need no node. A layer's settings follow
-from the layer alone: all attention nodes agree. Knows no tensors. Part of topspin.plan.spec; read
-by attention_nodes.step.kv_cache.
+Owns the settings of the paged KV cache. A layer's settings follow from the layer alone: all
+attention nodes agree. Knows no tensors. Part of topspin.plan.spec; read by
+attention_nodes.step.kv_cache.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from topspin.errors import ConfigError
-from topspin.plan.retrieval import RetrievalPolicy, SpillSpec
+from topspin.plan.retrieval import RetrievalPolicy, SpillSpec, parse_spill
+from topspin.plan.setting import AUTO, Setting
 from topspin.plan.settings import KvDtype, Section
 
 
@@ -39,9 +39,28 @@ class KvCacheSpec(Section, frozen=True, kw_only=True):
     """
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
-    dtype: KvDtype = "auto"
+    dtype: Annotated[
+        KvDtype,
+        Setting(
+            "type of cached keys and values; auto: the model's; fp8, which is fp8_e4m3: half the "
+            "memory of bf16, with some loss of quality; only on the CPU",
+            flag="--kv-cache-dtype",
+            name="kv_cache_dtype",
+        ),
+    ] = "auto"
     retrieval: RetrievalPolicy | None = None
-    spill: SpillSpec | None = None
+    spill: Annotated[
+        SpillSpec | None,
+        Setting(
+            "directory and size of an unlinked file for all keys and values of an attention node, "
+            "--kv-cache-memory of which are in memory, for example /var/tmp:8GiB; host:8GiB beside "
+            "a GPU: memory of the host; needs --kv-retrieval-tokens; auto: none",
+            flag="--kv-spill-dir DIR:SIZE",
+            parse=parse_spill,
+            unset=AUTO,
+            name="kv_spill",
+        ),
+    ] = None
     layers: tuple[KvLayerRule, ...] = ()
 
     def dtype_of(self, layer: int) -> KvDtype:
@@ -64,40 +83,3 @@ class KvCacheSpec(Section, frozen=True, kw_only=True):
             if rule.dtype not in (None, "auto"):
                 return f"kv_cache.layers[{idx}].dtype {rule.dtype}"
         return None
-
-    def check(self) -> None:
-        """Raise ConfigError, naming the field, for settings that contradict each other."""
-        if self.spill is not None and self.retrieval is None:
-            raise ConfigError(
-                "kv_cache.spill (--kv-spill-dir): without kv_cache.retrieval "
-                "(--kv-retrieval-tokens) every token attends to keys that must be in memory"
-            )
-        if self.spill is not None and self.layers:
-            raise ConfigError(
-                "kv_cache.layers: with kv_cache.spill (--kv-spill-dir) the keys of all layers must "
-                "be searched and of one type"
-            )
-        for idx, rule in enumerate(self.layers):
-            if rule.dtype is None and rule.retrieval is None:
-                raise ConfigError(f"kv_cache.layers[{idx}]: give a dtype, or retrieval, or both")
-            if rule.retrieval is not None and self.retrieval is None:
-                raise ConfigError(
-                    f"kv_cache.layers[{idx}].retrieval: kv_cache.retrieval "
-                    "(--kv-retrieval-tokens) says how many keys are selected; give it"
-                )
-
-    def check_layers(self, windows: tuple[int | None, ...]) -> None:
-        """Raise ConfigError if a rule does not fit the layers of a model, by their windows."""
-        last = len(windows) - 1
-        for idx, rule in enumerate(self.layers):
-            beyond = [layer for layer in rule.layers if layer > last]
-            if beyond:
-                raise ConfigError(
-                    f"kv_cache.layers[{idx}]: layer {beyond[0]}: the model has layers 0 to {last}"
-                )
-            narrow = [layer for layer in rule.layers if windows[layer] is not None]
-            if rule.retrieval and narrow:
-                raise ConfigError(
-                    f"kv_cache.layers[{idx}].retrieval: layer {narrow[0]} has a window of "
-                    f"{windows[narrow[0]]} tokens, in which all keys are attended to"
-                )

@@ -1,18 +1,17 @@
-"""The record that describes one setting of a configuration section.
+"""The record that describes a setting with a flag, attached to the field that the flag writes.
 
-Owns the record (Setting) that topspin.plan.settings attaches to every field by Annotated, the name
-of a setting in messages, and the check of its range. Knows no
-particular setting. app.cli.flags derives the command line from the same records.
+Owns the record (Setting), a field with it (Field), and the check of a value by the field's type and
+range, which are the field's own. Knows no particular setting: topspin.plan.flags has them all.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
+from msgspec import inspect
 
 from topspin.errors import ConfigError
 
@@ -21,91 +20,69 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The meaning of a field of a section, its range, and its flag.
+    """The meaning of a field, and its flag.
 
-    `flag` is the flag with the name of its value ("--port PORT"); None: it is only in an
-    engine plan. Numbers are between the two of `within`, inclusive (None: no such bound), and
-    larger than `above`. `parse` reads the flag's text (None: by the field's type) and raises
-    ConfigError. A flag with a `constant` takes no text and sets that value. `none` is the word for
-    None, where that is a value.
+    `flag` has the name of its value too ("--port PORT"), and `group` is the part of the help that
+    shows it (None: that of the field's struct). `unset` is the word that says the same as no flag,
+    where the field's default says it otherwise. `parse` reads the flag's text (None: by the
+    field's type) and raises ConfigError. A flag with a `constant` takes no text and sets that
+    value. `name`: the setting's in topspin.plan.from_flags (None: the field's).
     """
 
     help: str
-    flag: str | None = None
-    within: tuple[float | None, float | None] = (None, None)
-    above: float | None = None
+    flag: str
+    unset: str | None = None
     parse: Callable[[str], object] | None = None
     constant: object = None
-    none: str = AUTO
+    name: str | None = None
+    group: str | None = None
 
 
 class Field(NamedTuple):
-    """A setting in its place. `type` is the field's, without its annotation."""
+    """A field of a struct, and its setting if it has a flag. `type` has its range."""
 
-    section: str
     name: str
     type: Any
     default: Any
-    setting: Setting
-
-    @property
-    def key(self) -> str:
-        """Return its path in a configuration: `section.field`."""
-        return f"{self.section}.{self.name}"
+    group: str
+    setting: Setting | None
 
     @property
     def shown_name(self) -> str:
-        """Return the name by which a user knows it: the flag, else the key."""
-        return (self.setting.flag or self.key).split()[0]
+        """Return the name by which a user knows it: the flag, else the field's."""
+        return self.name if self.setting is None else self.setting.flag.split()[0]
+
+    @property
+    def unset(self) -> str | None:
+        """Return the word that sets nothing; None: there is none."""
+        return None if self.setting is None else self.setting.unset
+
+    @property
+    def kind(self) -> inspect.Type:
+        """Return the type of a value that is not None."""
+        found = inspect.type_info(self.type)
+        kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
+        return next(kind for kind in kinds if not isinstance(kind, inspect.NoneType))
+
+    def check(self, value: object) -> None:
+        """Raise ConfigError naming the setting, its value and its range if it is none of these."""
+        try:
+            msgspec.convert(value, self.type)
+        except msgspec.ValidationError as error:
+            shown, reason, kind = value, str(error), self.kind
+            if isinstance(value, float):
+                shown = format(value, "g")
+            if isinstance(kind, inspect.IntType | inspect.FloatType):
+                low = f"between {kind.ge}" if kind.gt is None else f"above {kind.gt}"
+                reason = f"must be {low} and {'' if kind.gt is None else 'at most '}{kind.le}"
+            raise ConfigError(f"{self.shown_name} {shown}: {reason}") from error
 
 
-def fields_of(config: type[msgspec.Struct]) -> Iterator[Field]:
-    """Yield the settings of all sections of `config`, a struct, in their order."""
-    for section in msgspec.structs.fields(config):
-        if not (isinstance(section.type, type) and issubclass(section.type, msgspec.Struct)):
-            continue
-        for field in msgspec.structs.fields(section.type):
-            if get_origin(field.type) is not Annotated:
-                continue
-            plain, setting = get_args(field.type)
-            if isinstance(setting, Setting):
-                yield Field(section.name, field.name, plain, field.default, setting)
-
-
-def check_ranges(config: msgspec.Struct, *, by_flag: bool = True) -> None:
-    """Raise ConfigError for the first number of `config` that is out of range.
-
-    It is named by its flag, if it has one, or by its key.
-    """
-    for field in fields_of(type(config)):
-        value = getattr(getattr(config, field.section), field.name)
-        if isinstance(value, int | float) and not _is_within(value, field.setting):
-            shown = format(value, "g") if isinstance(value, float) else value
-            name = field.shown_name if by_flag else field.key
-            raise ConfigError(f"{name} {shown}: must be {_range(field.setting)}")
-
-
-def _is_within(value: float, setting: Setting) -> bool:
-    low, high = setting.within
-    return (
-        math.isfinite(value)
-        and (low is None or value >= low)
-        and (high is None or value <= high)
-        and (setting.above is None or value > setting.above)
-    )
-
-
-def _range(setting: Setting) -> str:
-    low, high = setting.within
-    if low is not None and high is not None:
-        return f"between {low} and {high}"
-    bounds = [
-        f"{words} {bound:g}"
-        for words, bound in (
-            ("at least", low),
-            ("above", setting.above),
-            ("at most", high),
-        )
-        if bound is not None
-    ]
-    return " and ".join(["a finite number", *bounds])
+def fields_of(kind: type[msgspec.Struct], group: str) -> Iterator[Field]:
+    """Yield the fields of the struct `kind` in their order."""
+    for field in msgspec.structs.fields(kind):
+        notes = get_args(field.type) if get_origin(field.type) is Annotated else ()
+        setting = next((note for note in notes if isinstance(note, Setting)), None)
+        name = setting.name if setting is not None and setting.name else field.name
+        shown = setting.group if setting is not None and setting.group else group
+        yield Field(name, field.type, field.default, shown, setting)

@@ -1,8 +1,8 @@
 """The engine plan: one file that describes an engine whole, its nodes, links and policies.
 
-Owns the plan's structure, the checks that need no model and no machine, and each node's part of
-it. Flags become a plan in topspin.plan.from_flags; topspin.plan.file reads and prints one. Launch,
-scheduler and nodes know no other description of the engine.
+Owns the plan's structure and each node's part of it. Flags become a plan in
+topspin.plan.from_flags, topspin.plan.file reads and prints one, topspin.plan.checks refuses those
+that no engine could run. Launch, scheduler and nodes know no other description of the engine.
 
 Limits and policies are in the plan (`micro_batches: null` is "measured while serving"); facts of
 a run are not: block counts, the current number of micro-batches, expert tables, sockets.
@@ -17,43 +17,37 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from topspin.devices import (
-    KernelName,
-    NodeRole,
-    Place,
-    check_transport,
-    parse_device,
-    share_a_device,
-)
+from topspin.devices import KernelName, NodeRole, Place, share_a_device
 from topspin.errors import ConfigError
 from topspin.plan.expected import Expected
 from topspin.plan.kv_cache import KvCacheSpec
 from topspin.plan.local_experts import LocalExperts
-from topspin.plan.network import LOCALHOST, NetworkSpec, check_network
-from topspin.plan.optional import check_optional
+from topspin.plan.network import LOCALHOST, NetworkSpec
 from topspin.plan.precision import PrecisionRule
-from topspin.plan.retrieval import SpillSpec
-from topspin.plan.setting import check_ranges
+from topspin.plan.setting import AUTO, Setting
 from topspin.plan.settings import (
+    CPU_BATCH,
+    CPU_KV_CACHE_BYTES,
+    GPU_BATCH,
+    Amount,
     BalancePolicy,
+    Count,
     Dtype,
     ExecutionPolicy,
     FailoverPolicy,
     GatewaySection,
+    Payload,
+    Positive,
     SchedulingPolicy,
     Section,
     TraceSection,
     Transport,
 )
-from topspin.plan.speculation import Speculation
-from topspin.plan.stages import Stage, check_stages, stages_of
+from topspin.plan.speculation import Speculation, parse_speculation
+from topspin.plan.stages import Stage
+from topspin.units import format_size, parse_object, parse_size
 
-# A plan travels as JSON, which has no infinity.
-FINITE = 1e9
-
-Count = Annotated[int, Meta(ge=1, le=2**20)]
 Index = Annotated[int, Meta(ge=0, le=1023)]
-Payload = Literal["bf16", "fp32", "fp8", "int8"]
 Wait = Literal["block", "spin"]
 
 
@@ -65,9 +59,9 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     waits within a step. `slow` k emulates a device that takes k times as long: the node sleeps for
     k - 1 times its own computing, on the CPU only. `host`: where others reach it, with
     `EnginePlan.network`; `key`: the group of its keys (None: its role's). The engine is ready
-    without an `optional` node (topspin.plan.optional). Not served yet, and refused unless left out:
-    a device group (`tp`), a single one of the `phases`. `layers`: those from the first number to
-    before the second (topspin.plan.stages); None: all.
+    without an `optional` node, which joins late and may leave again
+    (server.scheduler.nodes.failover). `layers`: those from the first number to before the second
+    (topspin.plan.stages); None: all.
     """
 
     role: ClassVar[NodeRole]
@@ -76,15 +70,20 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     device: str
     kernels: KernelName
     wait: Wait
-    num_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    num_threads: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        Setting(
+            "threads of each node; auto: all cores that its process may use",
+            flag="--num-threads N",
+            unset=AUTO,
+        ),
+    ] = None
     cores: tuple[Annotated[int, Meta(ge=0)], ...] = ()
     host: str = LOCALHOST
     address: str | None = None
     key: str | None = None
     optional: bool = False
-    tp: Count = 1
     layers: tuple[int, int] | None = None
-    phases: Literal["both", "prefill", "decode"] = "both"
     slow: Annotated[float, Meta(ge=1, le=1000)] = 1.0
 
     @property
@@ -110,10 +109,46 @@ class AttentionNode(NodeSpec, frozen=True, kw_only=True, tag="attention"):
 
     role: ClassVar[NodeRole] = "attention"
 
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65536)]
-    max_num_batched_tokens: Count
-    kv_cache_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = None
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1, le=65536)],
+        Setting(
+            "sequences that run at once on an attention node; auto: "
+            f"{CPU_BATCH.max_num_seqs} on the CPU, {GPU_BATCH.max_num_seqs} on a GPU",
+            flag="--max-num-seqs N",
+            unset=AUTO,
+            group="scheduling",
+        ),
+    ]
+    max_num_batched_tokens: Annotated[
+        Count,
+        Setting(
+            "tokens per step and attention node; longer prompts go in chunks; auto: "
+            f"{CPU_BATCH.max_num_batched_tokens} on the CPU, "
+            f"{GPU_BATCH.max_num_batched_tokens} on a GPU",
+            flag="--max-num-batched-tokens N",
+            unset=AUTO,
+            group="scheduling",
+        ),
+    ]
+    kv_cache_bytes: Annotated[
+        Annotated[int, Meta(ge=1, le=2**50)] | None,
+        Setting(
+            "KV cache of each attention node, its codes for retrieval included, for example 2GiB; "
+            f"auto: {format_size(CPU_KV_CACHE_BYTES)} on the CPU, what fits on a GPU",
+            flag="--kv-cache-memory SIZE",
+            parse=parse_size,
+            unset=AUTO,
+            group="kv_cache",
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        Setting(
+            "share of a GPU's memory that a node may fill with weights, buffers and KV cache",
+            flag="--gpu-memory-utilization SHARE",
+            group="kv_cache",
+        ),
+    ] = 0.9
 
 
 class StageNode(NodeSpec, frozen=True, kw_only=True, tag="stage"):
@@ -149,27 +184,74 @@ class DraftNode(NodeSpec, frozen=True, kw_only=True, tag="draft"):
 
 
 class LinkSpec(Section, frozen=True, kw_only=True):
-    """The data plane between all attention and all expert nodes; fields as in M2NSection."""
+    """The data plane between all attention and all expert nodes.
+
+    `payload` fp8 and int8 compress requests (with a scale per row); answers are bf16. Idle nodes
+    always block, whatever a node's `wait` is. A micro-batch of more than `window_rows` token rows
+    goes in several windows; they are larger over cuda_ipc, where an expert node reads all weights
+    for each. `latency_us` (one way) and `gbps` (None: no limit) emulate a link. A step in which a
+    node waits longer than `deadline_s` for another has failed; it limits one wait, not the step.
+    """
 
     between: tuple[Literal["attention"], Literal["expert"]] = ("attention", "expert")
-    transport: Transport
-    payload: Payload
+    transport: Annotated[
+        Transport,
+        Setting(
+            "between attention and expert nodes; local: all nodes in one process; cuda_ipc: "
+            "GPUs of one host; nixl needs pip install -e '.[rdma]'; auto: local on one GPU, "
+            "cuda_ipc between several, else shm, unless --layout auto finds one process faster",
+            flag="--transport",
+            unset=AUTO,
+        ),
+    ]
+    payload: Annotated[
+        Payload,
+        Setting(
+            "how rows travel between nodes; auto: in the model's dtype; fp8, int8: compressed "
+            "to the experts, bf16 back",
+            flag="--m2n-payload",
+            unset=AUTO,
+        ),
+    ]
+    # A GPU's kernels have one program per row, and this is the most.
     window_rows: Annotated[int, Meta(ge=1, le=2**16 - 1)]
-    latency_us: Annotated[float, Meta(ge=0, le=FINITE)] = 0.0
-    gbps: Annotated[float, Meta(gt=0, le=FINITE)] | None = None
-    deadline_s: Annotated[float, Meta(gt=0, le=FINITE)] = 30.0
+    latency_us: Amount = 0.0
+    gbps: Positive | None = None
+    deadline_s: Positive = 30.0
 
 
 class PlannedModel(Section, frozen=True, kw_only=True):
     """The checkpoint (a directory, a hub id, or the default model's name) and how it is served.
 
-    `hf_overrides` replace fields of its config.json (models.description.overrides).
+    `hf_overrides` replace fields of its config.json (models.description.overrides). Activations,
+    embeddings, routers and norms are in `dtype`, and all weights that no precision rule covers.
     """
 
     path: str
-    dtype: Dtype
-    max_model_len: Annotated[int, Meta(ge=1, le=2**24)]
-    hf_overrides: dict[str, Any] | None = None
+    dtype: Annotated[
+        Dtype,
+        Setting(
+            "type of weights and activations; auto: the checkpoint's", flag="--dtype", unset=AUTO
+        ),
+    ]
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=1, le=2**24)],
+        Setting(
+            "longest sequence, prompt and output together; auto: the model's own limit",
+            flag="--max-model-len TOKENS",
+            unset=AUTO,
+        ),
+    ]
+    hf_overrides: Annotated[
+        dict[str, Any] | None,
+        Setting(
+            "fields that replace those of the model's config.json, as JSON, to extend its limit: "
+            "max_position_embeddings, rope_theta and rope_scaling",
+            flag="--hf-overrides JSON",
+            parse=parse_object,
+            unset="none",
+        ),
+    ] = None
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):
@@ -228,7 +310,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
 
 
 class EnginePlan(Section, frozen=True, kw_only=True):
-    """One engine. `check()` must hold before anything is started. `speculation` null: off.
+    """One engine; topspin.plan.checks must hold before it is started. `speculation` null: off.
 
     `network` null: one host. `expected`: the planner's figures, for comparison only.
     """
@@ -241,7 +323,17 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     links: tuple[LinkSpec, ...]
     execution: ExecutionPolicy = ExecutionPolicy()
     scheduling: SchedulingPolicy = SchedulingPolicy()
-    speculation: Speculation | None = None
+    speculation: Annotated[
+        Speculation | None,
+        Setting(
+            "guess tokens by what was written before or with a draft model, as JSON with vLLM's "
+            "keys, for example "
+            '{"method": "suffix", "num_speculative_tokens": 7}; output is the same',
+            flag="--speculative-config JSON",
+            parse=parse_speculation,
+            unset="off",
+        ),
+    ] = None
     balance: BalancePolicy = BalancePolicy()
     failover: FailoverPolicy = FailoverPolicy()
     trace: TraceSection = TraceSection()
@@ -268,6 +360,12 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     def drafts(self) -> list[DraftNode]:
         """Return the draft nodes by index; none: attention nodes draft for themselves."""
         return [node for node in self.nodes if isinstance(node, DraftNode)]
+
+    @property
+    def layer_ranges(self) -> tuple[Stage, ...]:
+        """Return the layers of the stages, by index; the plan is a checked one."""
+        cut = [(node.of, node.layers) for node in self.stages]
+        return tuple(Stage(of, *layers) for of, layers in cut if layers is not None)
 
     @property
     def key_groups(self) -> set[str]:
@@ -329,157 +427,9 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             leave_deadline_s=self.failover.halt_deadline_s if self.failover.restart else None,
             trace=self.trace,
             local_layers=() if self.local_experts is None else self.local_experts.layers,
-            stages=stages_of(self.stages),
+            stages=self.layer_ranges,
             of=self.attention[own.of] if isinstance(own, StageNode) else None,
         )
-
-    def check(self) -> None:
-        """Raise ConfigError, naming the field, for a plan that no engine could run."""
-        check_ranges(self, by_flag=False)
-        for idx, node in enumerate(self.nodes):
-            _check_node(node, where=f"nodes[{idx}] ({node})")
-        _check_indices("attention", self.attention)
-        _check_indices("stage", self.stages)
-        _check_indices("expert", self.experts)
-        _check_indices("draft", self.drafts)
-        self._check_drafts()
-        if not self.attention:
-            raise ConfigError("nodes: an engine needs an attention node")
-        check_network(self)
-        check_stages(self)
-        check_optional(self)
-        if len(self.links) != 1:
-            raise ConfigError(
-                f"links: {len(self.links)} of them; one link joins all attention and expert nodes"
-            )
-        self._check_kv_cache()
-        self._check_cores()
-        self._check_threads()
-        check_transport(
-            [node.place for node in (*self.attention, *self.stages)],
-            [node.place for node in self.experts],
-            self.link.transport,
-        )
-        self._check_effect()
-        self._check_kernels()
-        if self.local_experts is not None:
-            self._check_local(self.local_experts)
-
-    def _check_kv_cache(self) -> None:
-        """Check that the kernels of all attention nodes can keep and read keys as they must."""
-        kept = self.kv_cache
-        kept.check()
-        if kept.spill is not None:
-            self._check_spill(kept.spill)
-        for node in (*self.attention, *self.stages):
-            if kept.fp8_setting is not None and node.kernels == "triton":
-                raise ConfigError(
-                    f"{kept.fp8_setting}: {node} has the kernels triton; only those for the CPU "
-                    "keep keys in fp8"
-                )
-            if kept.retrieval is not None and node.kernels == "deterministic":
-                raise ConfigError(
-                    f"kv_cache.retrieval (--kv-retrieval-tokens): {node} has the kernels "
-                    "deterministic, which attend to all keys"
-                )
-
-    def _check_spill(self, spill: SpillSpec) -> None:
-        """Check that nothing needs keys whole that are not in memory."""
-        if self.speculation is not None and self.speculation.branches:
-            raise ConfigError(
-                "kv_cache.spill (--kv-spill-dir): drafts that branch attend to all keys; set "
-                "speculation.branches to false"
-            )
-        place = "the host's memory" if spill.is_in_host_memory else "a file"
-        reader = "triton" if spill.is_in_host_memory else "cpu"
-        for node in self.attention:
-            if node.kernels != reader:
-                raise ConfigError(
-                    f"kv_cache.spill (--kv-spill-dir): {node} has the kernels {node.kernels}; only "
-                    f"{reader} reads selected keys from {place}"
-                )
-
-    def _check_drafts(self) -> None:
-        """Check that draft nodes have a model, and none is idle."""
-        if not self.drafts:
-            return
-        if self.speculation is None or self.speculation.model is None:
-            raise ConfigError(f"{self.drafts[0]}: there is no draft model; give speculation one")
-        if len(self.drafts) > len(self.attention):
-            raise ConfigError(
-                f"nodes: {len(self.drafts)} draft nodes for {len(self.attention)} attention nodes: "
-                "each of these asks one"
-            )
-
-    def _check_cores(self) -> None:
-        """Check that cores belong to one node only, of a process of its own."""
-        owner: dict[int, NodeSpec] = {}
-        for node in self.nodes:
-            if node.cores and self.is_one_process and node.role != "draft":
-                raise ConfigError(f"{node}: cores {list(node.cores)}: all nodes are one process")
-            for core in node.cores:
-                if core in owner:
-                    raise ConfigError(f"{node}: core {core} belongs to {owner[core]} already")
-                owner[core] = node
-
-    def _check_threads(self) -> None:
-        """Check that nodes of one process, whose threads are counted once, agree on the number."""
-        first = self.attention[0]
-        for node in (*self.attention, *self.experts):
-            if self.is_one_process and node.num_threads != first.num_threads:
-                raise ConfigError(
-                    f"{node}: num_threads {node.num_threads}: all nodes are one process, and "
-                    f"{first} has num_threads {first.num_threads}"
-                )
-
-    def _check_effect(self) -> None:
-        """Check that no option is without effect between nodes on such devices."""
-        link, shares_device = self.link, self.shares_device
-        plain = "fp32" if self.model.dtype == "float32" else "bf16"
-        has_no_link = shares_device or link.transport == "cuda_ipc"
-        meaningless = (
-            (shares_device and link.payload != plain, f"links[0]: payload {link.payload}"),
-            (has_no_link and link.latency_us > 0, f"links[0]: latency_us {link.latency_us:g}"),
-            (has_no_link and link.gbps is not None, f"links[0]: gbps {link.gbps}"),
-            *((shares_device and n.wait != "block", f"{n}: wait {n.wait}") for n in self.nodes),
-        )
-        for is_set, option in meaningless:
-            if is_set:
-                raise ConfigError(
-                    f"{option} with transport {link.transport}: kernels of GPUs hand rows over in "
-                    "memory, where there is no such thing; leave it out, or use transport shm"
-                )
-        if self.execution.gpu_streams > 1 and not shares_device:
-            raise ConfigError(
-                f"execution.gpu_streams {self.execution.gpu_streams}: only attention and experts "
-                "on one GPU, in one process, overlap on two streams"
-            )
-
-    def _check_kernels(self) -> None:
-        """Check that all nodes whose sums show add in a fixed order, or none."""
-        for node in (*self.attention, *self.stages, *self.experts):
-            if (node.kernels == "deterministic") != self.execution.deterministic:
-                raise ConfigError(
-                    f"{node}: kernels {node.kernels} with execution.deterministic "
-                    f"{str(self.execution.deterministic).lower()}: the kernels `deterministic` and "
-                    "that setting need each other"
-                )
-
-    def _check_local(self, local: LocalExperts) -> None:
-        """Check that layers can be local at some times and not at others."""
-        if local.when == "always":
-            return
-        if self.shares_device:
-            raise ConfigError(
-                "local_experts: attention and experts share a device, where no layer has a hop; "
-                "leave it out"
-            )
-        plain = "fp32" if self.model.dtype == "float32" else "bf16"
-        if self.execution.deterministic and self.link.payload != plain:
-            raise ConfigError(
-                f"local_experts: payload {self.link.payload} rounds rows on their way, so "
-                f"execution.deterministic needs payload {plain}, or when always"
-            )
 
 
 class ServeConfig(Section, frozen=True, kw_only=True):
@@ -497,43 +447,3 @@ def load_serve_config(path: str) -> ServeConfig:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
-
-
-def _check_node(node: NodeSpec, *, where: str) -> None:
-    """Refuse the fields that the engine does not act on yet."""
-    neutral: dict[str, tuple[Any, str]] = {
-        "tp": (1, "a node is one device"),
-        "phases": ("both", "a node serves prefill and decode"),
-    }
-    for name, (only, reason) in neutral.items():
-        value = getattr(node, name)
-        if value != only:
-            raise ConfigError(f"{where}: {name} {value!r}: {reason} for now; leave it at {only}")
-    device = parse_device(f"{where}: device", node.device)
-    if device == "cuda" or device != node.device:
-        number = "cuda:0" if device == "cuda" else device
-        raise ConfigError(f"{where}: device {node.device}: give its number, for example {number}")
-    if node.place.is_gpu and node.kernels in ("cpu", "deterministic"):
-        raise ConfigError(f"{where}: kernels {node.kernels} compute on the CPU only")
-    if node.place.is_gpu and node.cores:
-        raise ConfigError(f"{where}: cores: a node on a GPU needs none of its own")
-    if node.slow > 1 and node.place.is_device:
-        raise ConfigError(
-            f"{where}: slow {node.slow:g}: only nodes that compute on the CPU, without the kernels "
-            "triton, are slowed down; leave it out"
-        )
-    if isinstance(node, AttentionNode):
-        if node.kv_cache_bytes is None and not node.place.is_gpu:
-            raise ConfigError(f"{where}: kv_cache_bytes: a node on the CPU needs a size")
-        if node.max_num_batched_tokens < node.max_num_seqs:
-            raise ConfigError(
-                f"{where}: max_num_batched_tokens {node.max_num_batched_tokens} is less than "
-                f"max_num_seqs {node.max_num_seqs}: not every running sequence could advance by a "
-                "token in a step"
-            )
-
-
-def _check_indices(role: str, nodes: Sequence[NodeSpec]) -> None:
-    found = [node.index for node in nodes]
-    if found != list(range(len(nodes))):
-        raise ConfigError(f"nodes: {role} nodes have the indices {found}, not 0, 1, ... in order")

@@ -18,14 +18,13 @@ from app.cli import collect_env
 from app.cli import pull as pull_command
 from app.cli import serve as serve_command
 from app.cli.main import main
-from app.cli.serve import resolve_for
-from models.description.config import load_model_config
+from app.cli.serve import plan_of
 from tests.app.cli.checkpoint import MIXTRAL, write_checkpoint
 from tests.app.launch.roles import ROOT
 from topspin.errors import ConfigError, EngineError
 from topspin.plan.file import print_plan, read_plan
 from topspin.plan.precision import rules_of
-from topspin.plan.settings import ComputeSection, EngineConfig, GatewaySection, ModelSection
+from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import EnginePlan, ServeConfig
 
 
@@ -108,21 +107,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     return configs
 
 
-def plan_for(checkpoint: Path, path: Path, **sections: Any) -> EnginePlan:
-    """Return the plan of `sections`, as printed: the model is called `path`."""
-    asked = EngineConfig(
-        model=ModelSection(path=str(path)), compute=ComputeSection(layout="shared"), **sections
-    )
-    return resolve_for(asked, load_model_config(checkpoint), checkpoint)
-
-
 def test_serve_launches_the_plan_and_returns_its_status(
     checkpoint: Path, launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(checkpoint.parent)
     assert main(["serve", "tiny-moe", "--layout", "shared", "--port", "7"]) == 7
     gateway = GatewaySection(port=7, served_names=("tiny-moe",))
-    plan = plan_for(checkpoint, checkpoint.resolve())
+    plan = plan_of(checkpoint.resolve())
     assert launched == [ServeConfig(plan=plan, gateway=gateway)]
 
 
@@ -182,7 +173,7 @@ def read(directory: Path, text: str) -> EnginePlan:
         (
             ("", ""),
             "MODEL --micro-batches auto --layout split",
-            "{file} with MODEL MODEL, --micro-batches, --layout: the plan says",
+            "{file} with MODEL MODEL, --layout, --micro-batches: the plan says",
         ),
         (("", ""), "--port 70000", "error: --port 70000: must be between 0 and 65535"),
         (("", ""), "--generation-config /nowhere", "there is no /nowhere/generation_config.json"),
@@ -202,7 +193,7 @@ def test_a_plan_that_cannot_be_is_refused_before_a_process_is_started(
     message: str,
 ) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text(print_plan(plan_for(checkpoint, checkpoint)).replace(*change, 1))
+    file.write_text(print_plan(plan_of(checkpoint)).replace(*change, 1))
     assert main(["serve", "--plan", str(file), *flags.split()]) == 2
     assert not launched
     error = capsys.readouterr().err

@@ -13,22 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.cli.serve import resolve_for
+from app.cli.serve import plan_of
 from app.launch import calibrate
 from app.launch.calibrate import CalibrationError, Candidate, choose_layout, measure_all
 from app.launch.display import CompiledKernels
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from topspin.cores import LayoutChoice
-from topspin.plan.settings import (
-    ComputeSection,
-    EngineConfig,
-    FailoverSection,
-    M2NSection,
-    ModelSection,
-    SchedulerSection,
-    TopologySection,
-)
 
 SHARED = LayoutChoice("shared", "shm")
 SPLIT = LayoutChoice("split", "shm")
@@ -62,14 +53,13 @@ class Chooser:
         self._cache = cache
         self._times = times
 
-    def choose(self, *, cores: Sequence[int] = (0, 1), **sections: Any) -> LayoutChoice | None:
+    def choose(self, *, cores: Sequence[int] = (0, 1), **asked: Any) -> LayoutChoice | None:
         model = load_model_config(self._path)
-        asked = EngineConfig(model=ModelSection(path=str(self._path)), **sections)
         return choose_layout(
             asked,
             model,
             self._path,
-            lambda choice: resolve_for(asked, model, self._path, measured=choice),
+            lambda choice: plan_of(self._path, measured=choice, **asked),
             emit=self.lines.append,
             measure=self._measure,
             cores=cores,
@@ -107,7 +97,7 @@ def test_a_choice_is_explained_in_a_line_and_remembered(checkpoint: Path, tmp_pa
     )
     assert second == f"layout: shared, 2 threads (measured before: {tmp_path}/layouts.json)"
     # Nothing is known for other settings or on other cores.
-    chooser.choose(m2n=M2NSection(transport="shm"))
+    chooser.choose(transport="shm")
     chooser.choose(cores=(0, 1, 2))
     assert chooser.tried[3:] == [SHARED, SPLIT, SHARED, SPLIT, ALONE]
 
@@ -126,7 +116,7 @@ def test_many_cores_are_tried_by_halves_too(checkpoint: Path, tmp_path: Path) ->
 
 def test_a_number_of_threads_that_was_asked_for_stays(checkpoint: Path, tmp_path: Path) -> None:
     chooser = Chooser(checkpoint, tmp_path, {})
-    chooser.choose(cores=range(8), compute=ComputeSection(num_threads=3))
+    chooser.choose(cores=range(8), num_threads=3)
     assert {each.num_threads for each in chooser.tried if each.layout == "shared"} == {3}
     assert chooser.lines[0].startswith("layout: shared, 3 threads ")
 
@@ -136,37 +126,35 @@ def test_one_process_is_tried_whether_or_not_it_is_restarted(
     checkpoint: Path, tmp_path: Path, restart: bool
 ) -> None:
     chooser = Chooser(checkpoint, tmp_path, {ALONE: 0.1})
-    assert chooser.choose(failover=FailoverSection(restart=restart)) == ALONE
+    assert chooser.choose(restart=restart) == ALONE
     assert chooser.tried == [SHARED, SPLIT, ALONE]
-    chooser.choose(failover=FailoverSection(restart=not restart))
+    chooser.choose(restart=not restart)
     assert "measured before" in chooser.lines[1]
 
 
 @pytest.mark.parametrize(
-    ("sections", "cores", "reason"),
+    ("asked", "cores", "reason"),
     [
-        ({"topology": TopologySection(expert_nodes=2)}, (0, 1), "measured for one attention and"),
-        ({"m2n": M2NSection(transport="local")}, (0, 1), "nothing to choose with --transport"),
-        ({"m2n": M2NSection(link_latency_us=5)}, (0, 1), "the link is emulated"),
+        ({"expert_nodes": 2}, (0, 1), "measured for one attention and"),
+        ({"transport": "local"}, (0, 1), "nothing to choose with --transport"),
+        ({"latency_us": 5}, (0, 1), "the link is emulated"),
         ({}, (0,), "one core"),
     ],
 )
 def test_the_default_holds_where_nothing_is_measured(
-    checkpoint: Path, tmp_path: Path, sections: Any, cores: Sequence[int], reason: str
+    checkpoint: Path, tmp_path: Path, asked: Any, cores: Sequence[int], reason: str
 ) -> None:
     chooser = Chooser(checkpoint, tmp_path, {})
-    assert chooser.choose(cores=cores, **sections) is None
+    assert chooser.choose(cores=cores, **asked) is None
     [line] = chooser.lines
     assert line.startswith(f"layout: shared, the default ({reason}")
 
 
 def test_gpus_and_large_experts_are_not_measured(checkpoint: Path) -> None:
     model = load_model_config(checkpoint)
-    asked = EngineConfig(model=ModelSection(path=str(checkpoint)))
-    gpu = ComputeSection(attention_device="cuda")
-    on_gpu = resolve_for(msgspec.structs.replace(asked, compute=gpu), model, checkpoint)
+    on_gpu = plan_of(checkpoint, attention_device="cuda")
     assert "only nodes on the CPU" in str(calibrate._reason_against(on_gpu, model, 2))
-    plan = resolve_for(asked, model, checkpoint)
+    plan = plan_of(checkpoint)
     assert calibrate._reason_against(plan, model, 2) is None
     assert model.moe is not None
     large = replace(model, moe=replace(model.moe, num_experts=10**5))
@@ -190,15 +178,11 @@ def test_a_trial_that_fails_leaves_the_default_and_is_not_remembered(
 def candidates(
     path: Path, *choices: LayoutChoice, model_len: int | None = None, num_seqs: int | None = None
 ) -> list[Candidate]:
-    asked = EngineConfig(
-        model=ModelSection(path=str(path), max_model_len=model_len),
-        scheduler=SchedulerSection(max_num_seqs=num_seqs),
-    )
-    model = load_model_config(path)
+    asked = {"max_model_len": model_len, "max_num_seqs": num_seqs}
     cores = sorted(os.sched_getaffinity(0))
     return [
         calibrate._candidate(
-            each, lambda choice: resolve_for(asked, model, path, measured=choice), path, cores
+            each, lambda choice: plan_of(path, measured=choice, **asked), path, cores
         )
         for each in choices
     ]

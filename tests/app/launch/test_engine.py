@@ -32,12 +32,7 @@ from tests.topspin.plans import plan
 from topspin.cores import CORES_VARIABLE, Layout
 from topspin.errors import EngineError
 from topspin.plan.settings import (
-    ComputeSection,
-    FailoverSection,
     GatewaySection,
-    M2NSection,
-    ModelSection,
-    TopologySection,
     Transport,
 )
 from topspin.plan.spec import ServeConfig
@@ -90,16 +85,15 @@ def engine(
     layout: Layout = "shared",
 ) -> ServeConfig:
     made = plan(
-        model=ModelSection(path="/models/it's tiny"),
-        topology=TopologySection(attention_nodes=attention, expert_nodes=experts),
-        m2n=M2NSection(transport=transport),
-        failover=FailoverSection(restart=False),
-        compute=ComputeSection(
-            num_threads=threads,
-            attention_device=devices[0],
-            expert_device=devices[1],
-            layout=layout,
-        ),
+        path="/models/it's tiny",
+        attention_nodes=attention,
+        expert_nodes=experts,
+        transport=transport,
+        restart=False,
+        num_threads=threads,
+        attention_device=devices[0],
+        expert_device=devices[1],
+        layout=layout,
     )
     return ServeConfig(plan=made, gateway=GatewaySection(port=0, served_names=("it's tiny",)))
 

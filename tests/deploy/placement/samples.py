@@ -12,7 +12,7 @@ from deploy.placement.search.search import Inputs
 from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import ModelShape, Window
 from deploy.placement.workload import Lengths, Targets, Workload
-from topspin.plan.from_flags import ModelFacts
+from topspin.plan.model_facts import ModelFacts
 
 GIB = 2**30
 LINKS = (

@@ -19,6 +19,7 @@ from models.description.config import load_model_config
 from tests.deploy.kubernetes.renders import IMAGE, plan_named, render
 from tests.structs import changed
 from topspin.errors import ConfigError
+from topspin.plan.checks import check_plan
 from topspin.plan.file import print_plan, read_plan
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.network import NetworkSpec
@@ -92,7 +93,7 @@ def test_a_whole_engine_needs_no_network() -> None:
     plan = plan_named("planned/h20_l40s")
     hosts = tuple(changed(node, {"host": "10.0.0.1", "key": "own"}) for node in plan.nodes)
     given = changed(plan, {"nodes": hosts, "network": NetworkSpec(control="tcp://10.0.0.1:7000")})
-    given.check()
+    check_plan(given)
     found = services(given).plan
     assert found.network is None
     assert found == services(plan).plan

@@ -16,7 +16,6 @@ from tests.checkpoints import make_checkpoint
 from tests.models.quantised.forms import FORMS, Form, fp8_blocks, gptq, make_quantised
 from topspin.plan.from_flags import resolve
 from topspin.plan.precision import Format, PrecisionRule, Rules
-from topspin.plan.settings import ComputeSection, EngineConfig, ModelSection
 
 PARTS = ("attention", "experts")
 
@@ -90,11 +89,7 @@ def test_a_plan_has_the_rules_of_each_roles_kernels(tmp_path: Path) -> None:
     facts = facts_of(model, tmp_path / "coded")
 
     def precision(quantization: Any = "auto", **compute: Any) -> Rules:
-        asked = EngineConfig(
-            model=ModelSection(path="m", quantization=quantization),
-            compute=ComputeSection(layout="shared", **compute),
-        )
-        return resolve(asked, facts).precision
+        return resolve(facts, path="m", quantization=quantization, **compute).precision
 
     assert precision() == of_parts("int4")
     assert precision("none") == ()

@@ -34,7 +34,7 @@ from topspin.messages import (
     unpack_ints,
 )
 from topspin.plan.kv_cache import KvCacheSpec
-from topspin.plan.settings import FailoverSection, SchedulingPolicy, Transport
+from topspin.plan.settings import FailoverPolicy, SchedulingPolicy, Transport
 from topspin.plan.spec import (
     AttentionNode,
     DraftNode,
@@ -62,7 +62,7 @@ def make_config(
     num_expert_nodes: int = 1,
     transport: Transport = "shm",
     deadline_s: float = 30.0,
-    failover: FailoverSection | None = None,
+    failover: FailoverPolicy | None = None,
     draft_nodes: int = 0,
 ) -> EnginePlan:
     """Return the plan of equal nodes with small limits; expert nodes hold 2 experts each."""
@@ -93,7 +93,7 @@ def make_config(
         links=(
             LinkSpec(transport=transport, payload="fp32", window_rows=16, deadline_s=deadline_s),
         ),
-        failover=failover or FailoverSection(restart=False),
+        failover=failover or FailoverPolicy(restart=False),
         scheduling=SchedulingPolicy(
             micro_batches=micro_batches,
             prefix_caching=prefix_caching,

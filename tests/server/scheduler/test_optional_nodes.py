@@ -15,7 +15,7 @@ from topspin.messages import (
     Stop,
     Welcome,
 )
-from topspin.plan.settings import FailoverSection
+from topspin.plan.settings import FailoverPolicy
 from topspin.plan.spec import EnginePlan
 from topspin.processes.channel import PeerGone
 
@@ -27,7 +27,7 @@ def optional_ones(plan: EnginePlan) -> EnginePlan:
         changed(node, {"experts": 4}) if (node.role, node.index) == ("expert", 0) else node
         for node in nodes
     )
-    return changed(plan, {"nodes": nodes, "failover": FailoverSection(restart=True)})
+    return changed(plan, {"nodes": nodes, "failover": FailoverPolicy(restart=True)})
 
 
 def ready(world: World) -> None:

@@ -23,7 +23,7 @@ from topspin.messages import (
     unpack_ints,
 )
 from topspin.plan.network import NetworkSpec
-from topspin.plan.settings import FailoverSection
+from topspin.plan.settings import FailoverPolicy
 from topspin.plan.spec import EnginePlan
 from topspin.processes.channel import Event, Malformed, PeerGone, Received
 
@@ -259,7 +259,7 @@ def test_an_error_after_the_request_to_stop_is_no_failure() -> None:
 def test_nodes_of_several_hosts_wait_for_another_scheduler() -> None:
     def on_hosts(plan: EnginePlan) -> EnginePlan:
         network = NetworkSpec(control="tcp://10.0.0.1:7000")
-        return changed(plan, {"network": network, "failover": FailoverSection(restart=True)})
+        return changed(plan, {"network": network, "failover": FailoverPolicy(restart=True)})
 
     world = World(change=on_hosts)
     world.start()

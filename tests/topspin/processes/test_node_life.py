@@ -47,7 +47,6 @@ from topspin.messages import (
     Topology,
     Welcome,
 )
-from topspin.plan.settings import FailoverSection
 from topspin.processes.channel import ControlClient, ControlServer, Received
 from topspin.processes.inbox import Stopped
 from topspin.processes.node_life import CacheSize, NodeLife, run_node
@@ -140,7 +139,7 @@ def topology(generation: int) -> Topology:
 
 
 def welcome(*, restart: bool = True, joins_late: bool = False, generation: int = 1) -> Welcome:
-    config = plan(failover=FailoverSection(restart=restart)).for_node()
+    config = plan(restart=restart).for_node()
     return Welcome(config=config, topology=topology(generation), joins_late=joins_late)
 
 
@@ -421,7 +420,7 @@ def test_a_node_that_is_to_leave_ends_in_order_if_the_scheduler_is_gone() -> Non
 LONELY = """
 import sys
 from tests.topspin.processes.test_node_life import Node, SIGTERM, plan, welcome
-from topspin.plan.settings import FailoverSection
+from topspin.plan.settings import FailoverPolicy
 import msgspec
 
 restart, num_signals = sys.argv[1] == "restart", int(sys.argv[2])

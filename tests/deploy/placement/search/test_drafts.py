@@ -233,7 +233,7 @@ def test_refused_drafts_are_in_no_plan(fields: dict[str, Any], said: str) -> Non
 
 
 def test_no_drafts_where_layers_are_cut() -> None:
-    """EnginePlan.check refuses them."""
+    """A plan with them is refused."""
     found = samples.host((samples.cpu("a", cores=4), 1), (samples.cpu("b", cores=4), 2))
     inputs = inputs_of(found, acceptance=0.9)
     member = member_of(inputs, "attention on a, b by layer ranges, experts on 1 b")

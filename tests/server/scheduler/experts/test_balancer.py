@@ -11,7 +11,7 @@ from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertCounts, pack_ints
-from topspin.plan.settings import BalanceSection
+from topspin.plan.settings import BalancePolicy
 
 NODES = [Member("attention", 0), Member("expert", 0), Member("expert", 1)]
 TABLE = uniform_table(num_layers=2, num_experts=4, num_nodes=2)
@@ -19,7 +19,7 @@ SKEWED = [[90, 60, 6, 4], [90, 60, 6, 4]]
 
 
 def make(formation: Formation | None = None, **changes: float) -> ExpertBalancer:
-    config = msgspec.structs.replace(BalanceSection(interval_s=10.0, half_life_pairs=64), **changes)
+    config = msgspec.structs.replace(BalancePolicy(interval_s=10.0, half_life_pairs=64), **changes)
     return ExpertBalancer(formation or Formation(TABLE), config)
 
 
@@ -153,7 +153,7 @@ def test_what_is_given_up_is_not_used_and_its_version_not_used_again() -> None:
 
 def test_one_expert_node_leaves_no_choice() -> None:
     table = uniform_table(num_layers=1, num_experts=4, num_nodes=1)
-    balancer = ExpertBalancer(Formation(table), BalanceSection(interval_s=0.001))
+    balancer = ExpertBalancer(Formation(table), BalancePolicy(interval_s=0.001))
     balancer.ask()
     assert balancer.turn(0.0, NODES) is None
     assert not balancer.is_planning

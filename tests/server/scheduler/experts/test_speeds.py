@@ -21,7 +21,7 @@ from tests.server.scheduler.experts.test_placement import tables_and_loads
 from topspin.errors import ProtocolError
 from topspin.expert_table import ACTIVATION_ROWS, ExpertTable, shares_by_speed, uniform_table
 from topspin.messages import ExpertCounts, pack_ints
-from topspin.plan.settings import BalanceSection
+from topspin.plan.settings import BalancePolicy
 
 HALF = (1.0, 0.5)
 
@@ -162,7 +162,7 @@ def report(load: ExpertLoad, table: ExpertTable, pairs: Sequence[int], *seconds:
 def test_a_balancer_moves_load_to_the_node_that_takes_less_time() -> None:
     table = uniform_table(num_layers=2, num_experts=4, num_nodes=2)
     formation = Formation(table)
-    balancer = ExpertBalancer(formation, BalanceSection(interval_s=0.0))
+    balancer = ExpertBalancer(formation, BalancePolicy(interval_s=0.0))
     members = [Member("expert", 0), Member("expert", 1)]
     report(balancer.load, table, [300, 100, 300, 100], 0.01, 0.03)
     assert balancer.load.speeds() == (1.0, 0.33)
