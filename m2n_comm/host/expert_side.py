@@ -7,8 +7,9 @@ and tables. Knows no socket, no memory mapping and no weights. Runs in the one b
 expert node; local.py runs it inline.
 
 While a ticket is recorded, a batch has as many rows of each participant as the ticket's bucket
-says. Ops find the records of the participants by their place among them, so a recording serves
-other participants too; only its stamps name those of the recorded ticket.
+says, in memory of its own: a thread that comes late to a kernel of the recording still reads them
+when the next batch is there. Ops find the records of the participants by their place among them, so
+a recording serves other participants too; only its stamps name those of the recorded ticket.
 
 The check of the slots trusts that a peer (same user, same engine) does not rewrite a window
 after publishing it.
@@ -48,7 +49,7 @@ from m2n_comm.host.frames.wire import (
     payload_code,
     read_header,
 )
-from m2n_comm.host.join import Join, Taken
+from m2n_comm.host.join import Buffers, Join, Taken
 from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
 from m2n_comm.net import ExpertBatch, Senders
 from m2n_comm.pairing.hello import Identity
@@ -245,10 +246,11 @@ class ExpertSide:
         counts = [0] * len(ticket.participants)
         most = max(ticket.row_buckets[micro_batch], 1) if is_recorded else self.shape.window_rows
         places_rows = is_recorded or (join.takes_rows and len(pending) > 1)
+        buffers = Buffers(self.shape, most * len(pending)) if is_recorded else join.buffers
         taken: list[Taken] = []
         low = 0
         for order, (position, peer, record, place) in enumerate(pending):
-            hidden_at, slots_at, weights_at = join.places(low)
+            hidden_at, slots_at, weights_at = buffers.places(low)
             wait = partial(self._await_long, layer, micro_batch, position, part)
             launch_alone(hops.await_frame, (place, hidden_at if places_rows else 0, most), wait)
             if self.trace is not None:
@@ -274,7 +276,7 @@ class ExpertSide:
             if rows and not is_recorded:
                 window = self.lines.inbox(peer, micro_batch)
                 taken.append(Taken(record, window, rows, places_rows and record.is_placed))
-        found = join.first(low) if is_recorded else join.join(taken)
+        found = buffers.first(low) if is_recorded else join.join(taken)
         if self.trace is not None:
             self.trace.stamp(Kind.JOINED, layer, micro_batch)
         return ExpertBatch(micro_batch, layer, part, *found, tuple(counts), ticket.table_version)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from expert_nodes.ticket_graphs import TicketGraphs
 from kernels.cpu.compiled.program import Program
+from kernels.cpu.compiled.runtime import is_recording
 from kernels.cpu.recorder import CpuRuntime
 from kernels.runtime import Replay
 from m2n_comm.emulate import LinkEmulation
@@ -163,18 +164,25 @@ def test_replays_wait_for_an_emulated_link(latency_us: float, runs: mock.Mock) -
 
 
 def serve_recorded(net: ExpertSide, steps: Sequence[StepTicket], graphs: TicketGraphs) -> None:
-    """Serve tickets by recordings; an expert's answer is the row itself."""
+    """Serve tickets by recordings; an expert's answer is the row itself.
+
+    A thread may read a batch of a recording when the next one is there, so no two share memory.
+    """
     for ticket in steps:
         net.begin(ticket)
+        batches: list[ExpertBatch] = []
 
-        def body(ticket: StepTicket = ticket) -> None:
+        def body(ticket: StepTicket = ticket, batches: list[ExpertBatch] = batches) -> None:
             for layer in range(net.shape.num_layers):
                 for micro_batch in range(ticket.num_micro_batches):
                     for batch in net.gather(micro_batch, layer):
                         net.reply(batch, batch.hidden)
+                        if is_recording():
+                            batches.append(batch)
 
         assert net.is_graph_safe
         graphs.serve(net, ticket, body)
+        assert len({each.slots.data_ptr() for each in batches}) == len(batches)
 
 
 def run_recorded(fleet: Fleet, steps: list[StepTicket], attention: Any) -> dict[str, BaseException]:
