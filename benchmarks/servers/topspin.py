@@ -44,26 +44,39 @@ class TopspinServer(StartedServer):
 
         Without a `log` the server's is thrown away.
         """
-        self._folder = tempfile.TemporaryDirectory()
-        if isinstance(asked, EnginePlan):
-            file = Path(self._folder.name) / "plan.yaml"
-            file.write_text(print_plan(asked))
-            asked = ["--plan", str(file)]
+        self._plan = asked if isinstance(asked, EnginePlan) else None
+        flags = () if isinstance(asked, EnginePlan) else asked
+        self._has_log = log is not None
         port = free_port()
         python = sys.executable if tree is None else str(tree.resolve() / ".venv/bin/python")
         super().__init__(
-            shlex.join([python, "-P", "-m", "topspin", "serve", *asked, "--port", str(port)]),
+            shlex.join([python, "-P", "-m", "topspin", "serve", *flags, "--port", str(port)]),
             url=f"http://127.0.0.1:{port}",
-            log=log or Path(self._folder.name) / "server.log",
+            log=log or Path("server.log"),
             ready_timeout_s=ready_timeout_s,
             cwd=tree,
         )
 
     def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        if self._plan is not None:
+            (folder / "plan.yaml").write_text(print_plan(self._plan))
+            self.words += ["--plan", str(folder / "plan.yaml")]
+        if not self._has_log:
+            self._log = folder / "server.log"
         begun_s = time.perf_counter()
-        super().__enter__()
+        try:
+            super().__enter__()
+        except BaseException:
+            self._folder.cleanup()
+            raise
         self.ready_s = time.perf_counter() - begun_s
-        self.model = first_model(self.url)
+        try:
+            self.model = first_model(self.url)
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def stop(self) -> None:

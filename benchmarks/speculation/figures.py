@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
+from scipy import stats
 
 from topspin.errors import EngineUnavailable, TopspinError
 
 _PREFIX = "topspin_spec_decode_num_"
-_BISECTIONS = 200
 
 
 class NothingAccepted(TopspinError):
@@ -98,36 +98,9 @@ def paired_ratio(values: Sequence[float], bases: Sequence[float]) -> Ratio:
     rounds = [math.exp(each) for each in logs]
     if len(logs) < 2:
         return Ratio(math.exp(mean), None, None, rounds)
-    half = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    quantile = float(stats.t.ppf(0.975, len(logs) - 1))
+    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), rounds)
-
-
-def t_quantile(freedom: int, level: float = 0.95) -> float:
-    """Return t with P(|T| < t) = `level` for Student's T with `freedom` >= 1 degrees."""
-    low, high = 0.0, math.pi / 2
-    # In the angle atan(t / sqrt(freedom)), which is bounded.
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if _within(middle, freedom) < level:
-            low = middle
-        else:
-            high = middle
-    return math.tan(low) * math.sqrt(freedom)
-
-
-def _within(angle: float, freedom: int) -> float:
-    """Return P(|T| < tan(angle) * sqrt(freedom)), a finite sum for whole degrees of freedom.
-
-    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for k in range(2 + odd, freedom - 1, 2):
-        term *= cosine * cosine * (k - 1) / k
-        total += term
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
 def check_accepted(turns: Mapping[str, Turn], server: str, concurrency: int) -> None:

@@ -23,7 +23,6 @@ from benchmarks.speculation.figures import (
     paired_ratio,
     read_drafts,
     summarise,
-    t_quantile,
 )
 from benchmarks.speculation.prompts import KINDS, PROMPTS_PER_KIND, TEXTS, requests_of
 from benchmarks.tables import block
@@ -33,15 +32,6 @@ from topspin.errors import ConfigError, EngineUnavailable
 
 NONE = Drafts(0, 0, 0)
 SOME = Drafts(10, 40, 15)
-
-
-@pytest.mark.parametrize(
-    ("freedom", "expected"),
-    # From printed tables of Student's t, both tails together 5 %.
-    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (10, 2.228), (30, 2.042)],
-)
-def test_quantiles_are_those_of_printed_tables(freedom: int, expected: float) -> None:
-    assert t_quantile(freedom) == pytest.approx(expected, abs=6e-4)
 
 
 def test_an_interval_is_students_on_the_logarithms_of_the_rounds_ratios() -> None:
