@@ -28,7 +28,8 @@ TESTS = $(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu and not clients
 PACKAGES = app topspin models kernels m2n_comm spec_decode attention_nodes expert_nodes draft_nodes server deploy
 SOURCES = $(PACKAGES) tests benchmarks docs .ci
 
-BENCHMARKS = vs_transformers m2n disaggregation pingpong payload scheduler_overhead cpu_kernels gateway startup
+BENCHMARKS = vs_transformers scheduler_overhead transport.m2n transport.pingpong quality.payload \
+  engine.disaggregation engine.startup kernels.cpu_kernels gateway.command
 
 .PHONY: help serve venv test test-slow test-clients check fix bench map gpu clean
 

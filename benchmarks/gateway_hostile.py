@@ -29,12 +29,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import report
-from benchmarks.gateway import READY_TIMEOUT_S, start_gateway, start_stub
-from benchmarks.load.targets import wait_until_ready
+from benchmarks.experiment import Experiment, Result, Table, say
+from benchmarks.gateway.command import READY_TIMEOUT_S, start_gateway, start_stub
+from benchmarks.load.client.targets import wait_until_ready
+from models.sources.hub import DEFAULT_MODEL, resolve_model
 from topspin.plan.settings import API_KEY_VARIABLE
 
 KEY = "benchmark-key-of-the-honest-client"
@@ -106,16 +105,8 @@ async def _be_all_hostile(port: int, kind: Hostile) -> None:
 
 @contextlib.contextmanager
 def _hostile_process(port: int, name: str) -> Iterator[None]:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "benchmarks.gateway_hostile",
-        "--be",
-        name,
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-P", "-m", "benchmarks.gateway_hostile"]
+    command += ["--be", name, "--port", str(port)]
     process = subprocess.Popen(command)
     try:
         yield
@@ -198,14 +189,47 @@ def measure(name: str, *, model: Path, seconds: float, tree: Path | None) -> dic
     }
 
 
+def layout(result: Result) -> Iterator[Table]:
+    """Yield each kind's figures, of the gateways side by side."""
+    by_kind: dict[str, dict[str, Result]] = {}
+    for row in result["rows"]:
+        by_kind.setdefault(row["clients"], {})[row["gateway"]] = row
+    gateways = list(next(iter(by_kind.values())))
+    yield Table(
+        [
+            "clients",
+            *(
+                f"{gateway}: {heading}"
+                for gateway in gateways
+                for heading in ("/live p50 ms", "max ms", "token gap ms")
+            ),
+        ],
+        [
+            [
+                kind,
+                *(
+                    f"{figure:.1f}"
+                    for row in rows.values()
+                    for figure in (*row["live_ms"].values(), row["longest_token_gap_ms"])
+                ),
+            ]
+            for kind, rows in by_kind.items()
+        ],
+    )
+
+
+EXPERIMENT = Experiment(
+    "gateway_hostile", __doc__, layout, command="python -m benchmarks.gateway_hostile"
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each kind, print a table, write the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_hostile")
-    parser.add_argument("model", nargs="?", default="smollm2-moe", help="whose tokenizer is used")
+    parser = EXPERIMENT.parser()
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="whose tokenizer is used")
     parser.add_argument("--seconds", type=float, default=5.0, help="per kind")
     parser.add_argument("--kinds", default=",".join(KINDS), help="those to measure")
     parser.add_argument("--before", type=Path, metavar="TREE", help="measure this checkout too")
-    parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--be", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -213,31 +237,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.nice(19)
         uvloop.run(_be_all_hostile(args.port, KINDS[args.be]))
         return 0
-    from models.sources.hub import resolve_model
-
     model = resolve_model(args.model)
     trees: dict[str, Path | None] = {} if args.before is None else {"before": args.before}
     trees["now"] = None
-    table = Table(title="one gateway process beside clients without a key")
-    table.add_column("clients")
-    for label in trees:
-        for heading in ("/live p50 ms", "max ms", "token gap ms"):
-            table.add_column(f"{label}: {heading}", justify="right")
     rows = []
-    console = Console()
     for name in args.kinds.split(","):
-        cells = []
         for label, tree in trees.items():
-            row = measure(name, model=model, seconds=args.seconds, tree=tree) | {"gateway": label}
-            rows.append(row)
-            live = row["live_ms"]
-            figures = (live["p50"], live["max"], row["longest_token_gap_ms"])
-            cells += [f"{figure:.1f}" for figure in figures]
-        table.add_row(name, *cells)
-    console.print(table)
-    if not args.no_write:
-        console.print(f"written to {report.write('gateway_hostile', {'rows': rows})}")
-    return 0
+            say(f"{name}, {label}")
+            row = measure(name, model=model, seconds=args.seconds, tree=tree)
+            rows.append(row | {"gateway": label})
+    return EXPERIMENT.finish(args, {"rows": rows})
 
 
 if __name__ == "__main__":

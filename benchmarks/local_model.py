@@ -3,7 +3,7 @@
 Owns the weights, all experts and one KV cache, and makes nodes of them: attention nodes that share
 these (the net of one process), each with its own sequences and perhaps retrieval. Sequences never
 end by themselves. Knows no scheduler: its caller says which blocks a sequence has and what a step
-computes. Called by benchmarks.step and benchmarks.retrieval_*.
+computes. Called by benchmarks.kernels.step and benchmarks.retrieval_*.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import compare
+from benchmarks.load import compare
+from benchmarks.load.started_server import free_port
 from topspin.plan.precision import UNQUANTISED
 
 PLACES = 16
@@ -34,14 +34,6 @@ class _Ports(dict[str, int]):
     def __missing__(self, name: str) -> int:
         self[name] = free_port()
         return self[name]
-
-
-def free_port() -> int:
-    """Return a loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def start_lines(args: argparse.Namespace, ports: Mapping[str, int]) -> dict[str, list[str]]:

@@ -1,7 +1,7 @@
 """The two nodes of `topspin bench pingpong`: real kernels, random weights, one thread each.
 
 Owns the model's shape, the expert process and the attention node, and the start of a step on both.
-Knows no grid and no statistics (benchmarks.pingpong).
+Knows no grid and no statistics (benchmarks.transport.pingpong).
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ results/scheduler_overhead.json. Run as `python -m benchmarks.scheduler_overhead
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks import report
+from benchmarks.experiment import Experiment, Result, Table, say, table
 from server.scheduler.command import relax_garbage_collection
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
@@ -125,25 +125,37 @@ def _ms(seconds: list[float]) -> float:
     return round(statistics.median(seconds) * 1e3, 4)
 
 
-def main() -> None:
+def layout(result: Result) -> Iterator[Table]:
+    """Yield the policy's time per step."""
+    columns = {
+        "running sequences": "{num_running}",
+        "micro-batches": "{micro_batches}",
+        "schedule ms": "{schedule_ms_p50}",
+        "update ms": "{update_ms_p50}",
+        "p50 ms": "{total_ms_p50}",
+        "p99 ms": "{total_ms_p99}",
+    }
+    yield table(columns, result["rows"])
+
+
+EXPERIMENT = Experiment(
+    "scheduler_overhead", __doc__, layout, command="python -m benchmarks.scheduler_overhead"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure all sizes, print a table, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = EXPERIMENT.parser()
     parser.add_argument("--steps", type=int, default=200, help="measured steps (%(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     relax_garbage_collection()  # as the scheduler process does
     rows = []
-    print("running  m  schedule ms  update ms  total p50  total p99  encode ms")
     for num_running in NUM_RUNNING:
         for num_micro_batches in NUM_MICRO_BATCHES:
-            row = measure(num_running, num_micro_batches, args.steps)
-            rows.append(row)
-            print(
-                f"{num_running:7} {num_micro_batches:2} {row['schedule_ms_p50']:12.3f} "
-                f"{row['update_ms_p50']:10.3f} {row['total_ms_p50']:10.3f} "
-                f"{row['total_ms_p99']:10.3f} {row['encode_ms_p50']:10.3f}"
-            )
-    print(f"written to {report.write('scheduler_overhead', {'rows': rows})}")
+            say(f"{num_running} running, {num_micro_batches} micro-batches")
+            rows.append(measure(num_running, num_micro_batches, args.steps))
+    return EXPERIMENT.finish(args, {"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -12,16 +12,15 @@ code that would run there. Run as
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from benchmarks.experiment import Experiment, Result, Table, table
 from spec_decode.asking import Questions
 from spec_decode.draft import ROOT, Draft, DraftRequest, Text, accepted
 from spec_decode.forest import Growth, Kept, Rows
@@ -222,15 +221,34 @@ def compare(acceptance: float, ratio: float, *, num_steps: int, seed: int = 1) -
     }
 
 
+def layout(result: Result) -> Iterator[Table]:
+    """Yield the speeds by the ratio of a pass to a step."""
+    columns = {
+        "pass / step": "{draft_over_target:.3f}",
+        "serial: passes": "{serial_passes}",
+        "tokens per step": "{serial_tokens:.2f}",
+        "speed": "{serial_speed:.2f}",
+        "parallel: tokens per step": "{parallel_tokens:.2f}",
+        "parallel: speed": "{parallel_speed:.2f}",
+        "parallel / serial": "{parallel_over_serial:.2f}x",
+        "round / formula": "{round_over_formula:.3f}",
+    }
+    yield table(columns, result["rows"])
+
+
+EXPERIMENT = Experiment(
+    "spec_simulator", __doc__, layout, command="python -m benchmarks.spec_simulator"
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the comparison as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.spec_simulator")
+    """Play both runners at each ratio, print the table, and write the result."""
+    parser = EXPERIMENT.parser()
     parser.add_argument("--steps", type=int, default=2000, help="steps per run (2000)")
     parser.add_argument("--acceptance", type=float, default=0.8, help="of a first choice (0.8)")
     args = parser.parse_args(argv)
     rows = [compare(args.acceptance, ratio, num_steps=args.steps) for ratio in RATIOS]
-    print(json.dumps({"acceptance": args.acceptance, "sync": SYNC, "rows": rows}, indent=1))
-    return 0
+    return EXPERIMENT.finish(args, {"acceptance": args.acceptance, "sync": SYNC, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,26 +9,21 @@ once that share a schema, and without one. Medians of a server that this starts,
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import report
-from benchmarks.startup import phases
+from benchmarks.experiment import Experiment, Result, Table, rounds_in_turn
+from benchmarks.load.client.targets import first_model
+from benchmarks.servers.topspin import TopspinServer
+from models.sources.hub import DEFAULT_MODEL
 
 TIMEOUT_S = 300.0
 Medians = dict[str, dict[str, float]]
@@ -80,111 +75,78 @@ def ask(url: str, model: str, fields: dict[str, Any]) -> dict[str, float]:
     return {"ttft_ms": 1e3 * times_s[0], "token_ms": 1e3 * token_s}
 
 
-def measure(urls: Sequence[str], *, rounds: int) -> list[Medians]:
+def measure(urls: Mapping[str, str], *, rounds: int) -> dict[str, Medians]:
     """Return each server's medians of each kind of chat, and of several users at once."""
-    models = [httpx.get(f"{url}/v1/models").json()["data"][0]["id"] for url in urls]
-    servers = list(zip(urls, models, strict=True))
-    found: list[dict[str, list[dict[str, float]]]] = [{} for _ in urls]
-    for number in range(-2, rounds):
-        for kind in KINDS:
-            turns = list(zip(found, servers, strict=True))
-            # The one that is asked first finds its weights in no cache.
-            for times, (url, model) in reversed(turns) if number % 2 else turns:
-                # A server keeps what it has compiled: another run is of other schemas.
-                one = ask(url, model, outputs_of(kind, time.time_ns()))
-                if number >= 0:  # the first ones warm up
-                    times.setdefault(kind, []).append(one)
-    with ThreadPoolExecutor(NUM_USERS) as users:
-        for _ in range(max(1, rounds // 4)):
-            for kind in ("no grammar", "a known schema"):
+    models = {url: first_model(url) for url in urls.values()}
+
+    def alone(url: str, turn: int) -> dict[str, dict[str, float]]:
+        # A server keeps what it has compiled: another run is of other schemas.
+        return {kind: ask(url, models[url], outputs_of(kind, time.time_ns())) for kind in KINDS}
+
+    def together(url: str, turn: int) -> dict[str, list[dict[str, float]]]:
+        found = {}
+        with ThreadPoolExecutor(NUM_USERS) as users:
+            for kind in KINDS[0], KINDS[2]:
                 fields = outputs_of(kind, 0)
-                for times, (url, model) in zip(found, servers, strict=True):
-                    for each in [users.submit(ask, url, model, fields) for _ in range(NUM_USERS)]:
-                        times.setdefault(f"{kind}, {NUM_USERS} users", []).append(each.result())
-    return [
-        {
-            kind: {name: statistics.median(each[name] for each in every) for name in every[0]}
-            for kind, every in times.items()
+                asked = [users.submit(ask, url, models[url], fields) for _ in range(NUM_USERS)]
+                found[f"{kind}, {NUM_USERS} users"] = [each.result() for each in asked]
+        return found
+
+    times: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in urls}
+    for turn in rounds_in_turn(urls, alone, rounds=rounds, warm_ups=2):
+        for name, kinds in turn.items():
+            for kind, one in kinds.items():
+                times[name].setdefault(kind, []).append(one)
+    for crowd in rounds_in_turn(urls, together, rounds=max(1, rounds // 4), warm_ups=0):
+        for name, crowds in crowd.items():
+            for kind, many in crowds.items():
+                times[name].setdefault(kind, []).extend(many)
+    return {
+        name: {
+            kind: {key: statistics.median(each[key] for each in every) for key in every[0]}
+            for kind, every in kinds.items()
         }
-        for times in found
-    ]
+        for name, kinds in times.items()
+    }
 
 
-@contextmanager
-def serving(
-    model: str,
-    flags: Sequence[str],
-    *,
-    tree: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[str]:
-    """Run `topspin serve`, of the checkout `tree` if there is one, and give its URL.
-
-    `environment` is added to ours.
-    """
-    python = sys.executable if tree is None else str(tree.resolve() / ".venv/bin/python")
-    server = subprocess.Popen(
-        [python, "-P", "-m", "topspin", "serve", model, "--port", "0", *flags],
-        cwd=tree,
-        env=os.environ | (environment or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert server.stdout is not None
-    try:
-        yield phases((0.0, line) for line in server.stdout)[1]
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=TIMEOUT_S)
+def layout(result: Result) -> Iterator[Table]:
+    """Yield the medians, and the ratios to those of a checkout before."""
+    before = result.get("before")
+    keys = {"first token, ms": "ttft_ms", "each token, ms": "token_ms"}
+    rows = []
+    for kind, own in result["medians"].items():
+        row = [kind]
+        for key in keys.values():
+            row.append(f"{own[key]:.2f}")
+            if before is not None:
+                row.append(f"{own[key] / before[kind][key]:.2f}")
+        rows.append(row)
+    headings = [each for key in keys for each in ([key] if before is None else [key, "ratio"])]
+    yield Table(["chats with", *headings], rows)
 
 
-def table_of(medians: Sequence[Medians], *, title: str) -> Table:
-    """Return the medians of a server as a table, with the ratios to one before."""
-    table = Table(title=title)
-    table.add_column("chats with")
-    for heading in ("first token, ms", "each token, ms"):
-        table.add_column(heading, justify="right")
-        if len(medians) > 1:
-            table.add_column("ratio", justify="right")
-    for kind, own in medians[0].items():
-        cells = []
-        for name in ("ttft_ms", "token_ms"):
-            cells.append(f"{own[name]:.2f}")
-            cells += [f"{own[name] / before[kind][name]:.2f}" for before in medians[1:]]
-        table.add_row(kind, *cells)
-    return table
+EXPERIMENT = Experiment(
+    "structured_output", __doc__, layout, command="python -m benchmarks.structured_output"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the result."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.structured_output", description=__doc__
-    )
-    parser.add_argument("model", nargs="?", default="smollm2-moe")
+    parser = EXPERIMENT.parser(rounds=20)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--url", help="of a server that runs, instead of one of MODEL")
     parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout with its .venv")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--no-write", action="store_true", help="print only")
     args, flags = parser.parse_known_args(argv)
     with ExitStack() as running:
-        urls = [args.url or running.enter_context(serving(args.model, flags))]
+        words = [args.model, *flags]
+        urls = {"medians": args.url or running.enter_context(TopspinServer(words)).url}
         if args.before is not None:
-            urls.append(running.enter_context(serving(args.model, flags, tree=args.before)))
+            server = TopspinServer(words, tree=args.before)
+            urls["before"] = running.enter_context(server).url
         medians = measure(urls, rounds=args.rounds)
-    console = Console()
-    console.print(
-        table_of(medians, title=f"{args.model} {' '.join(flags)}: medians of {args.rounds} rounds")
-    )
-    if not args.no_write:
-        result = {
-            "model": args.model,
-            "flags": flags,
-            "rounds": args.rounds,
-            **dict(zip(("medians", "before"), medians, strict=False)),
-        }
-        console.print(f"written to {report.write('structured_output', result)}")
-    return 0
+    about = {"model": args.model, "flags": flags, "rounds": args.rounds}
+    return EXPERIMENT.finish(args, {**about, **medians})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The tables of benchmarks/README.md, written from the results.
 
 Owns the markers (`<!-- table: NAME -->` to `<!-- end -->`) and replaces the text between them
-by the layout of results/NAME.json (benchmarks.table_layouts; for gpu-NAME the newest result of
-a GPU), the picture of that name if there is one, and the origin of the result; without a
+by the tables of results/NAME.json, as its benchmark lays them out (for gpu-NAME the newest result
+of a GPU), the picture of that name if there is one, and the origin of the result; without a
 result, by "not measured". So the README's figures are always those of the results. Run as
 
     python -m benchmarks.tables [--check]
@@ -13,21 +13,111 @@ after a result has changed; --check changes nothing and fails if something would
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from benchmarks.experiment import Experiment, Result, Table, number, table
 from benchmarks.report import RESULTS
-from benchmarks.table_layouts import LAYOUTS
 from topspin.errors import ConfigError
 
 README = Path(__file__).with_name("README.md")
 NOT_MEASURED = "*not measured*"
 _BEGIN = re.compile(r"<!-- table: (\S+) -->")
 _END = "<!-- end -->"
+
+
+def gpu_decode(result: Result) -> Iterator[Table]:
+    """Yield decode and prefill on a GPU."""
+    figures = measured(result)
+    rows: list[Mapping[str, Any]] = [
+        {"name": "decode, batch {batch}, context {context}".format_map(each), **each}
+        for each in figures
+        if each["of"] == "decode"
+    ]
+    rows += [
+        {"name": f"prefill, {each['tokens']} tokens", "step_ms": each["ms"], **each}
+        for each in figures
+        if each["of"] == "prefill"
+    ]
+    yield Table(
+        ["what", "ms", "tokens/s", "of the byte floor", "goal"],
+        [
+            [
+                *(row["name"], number(row["step_ms"]), number(row["tokens_per_s"])),
+                *(f"{row[key]:.0%}" if row.get(key) else "-" for key in ("fraction", "goal")),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def gpu_rooflines(result: Result) -> Iterator[Table]:
+    """Yield a GPU's kernels with its limits."""
+    columns = {
+        "kernel": "{op}",
+        "size": "{shape}",
+        "us": "{us}",
+        "of the limit": "{fraction:.0%}",
+        "bound": "{bound}",
+        "torch, us": "{library_us}",
+    }
+    yield table(columns, (each for each in measured(result) if each["of"] == "kernel"))
+
+
+def measured(result: Result) -> Sequence[Mapping[str, Any]]:
+    """Return the figures of a GPU's result; raise ConfigError if it has no speeds."""
+    if result["quick"] or not result["complete"]:
+        raise ConfigError(f"{result['benchmark']}: not a complete run at real sizes")
+    figures: Sequence[Mapping[str, Any]] = result["figures"]
+    return figures
+
+
+GPU: Final = {
+    "gpu-decode": Experiment("gpu-decode", None, gpu_decode),
+    "gpu-rooflines": Experiment("gpu-rooflines", None, gpu_rooflines),
+}
+MODULES: Final = {
+    "cost-model": "engine.cost_model",
+    "cpu_kernels": "kernels.cpu_kernels",
+    "disaggregation": "engine.disaggregation",
+    "disaggregation-686m": "engine.disaggregation",
+    "gateway": "gateway.command",
+    "local_layers": "engine.local_layers",
+    "m2n": "transport.m2n",
+    "payload": "quality.payload",
+    "peers-one-user-qwen3-moe-686m": "load.compare",
+    "peers-one-user-qwen3-moe-686m-int4": "load.compare",
+    "peers-one-user-smollm2-moe": "load.compare",
+    "peers-qwen3-moe-686m": "load.compare",
+    "peers-qwen3-moe-686m-int4": "load.compare",
+    "peers-smollm2-moe": "load.compare",
+    "pingpong": "transport.pingpong",
+    "placement": "engine.placement",
+    "quantization": "quality.quantization",
+    "retrieval": "retrieval.command",
+    "scheduler_overhead": "scheduler_overhead",
+    "sensitivity": "quality.sensitivity",
+    "spec": "speculation.command",
+    "startup": "engine.startup",
+    "vs_transformers": "vs_transformers",
+}
+"""The name of a result and of its table, and the module whose EXPERIMENT lays it out."""
+
+
+def experiment_of(name: str) -> Experiment:
+    """Return the benchmark of the table NAME."""
+    if name in GPU:
+        return GPU[name]
+    if name not in MODULES:
+        known = ", ".join(sorted({*GPU, *MODULES}))
+        raise ConfigError(f"no layout for table {name}; there are: {known}")
+    found: Experiment = importlib.import_module(f"benchmarks.{MODULES[name]}").EXPERIMENT
+    return found
 
 
 def render(text: str, results: Path) -> str:
@@ -51,14 +141,15 @@ def render(text: str, results: Path) -> str:
 
 def block(name: str, results: Path) -> str:
     """Return the table NAME as markdown, with its picture and its origin."""
-    if name not in LAYOUTS:
-        raise ConfigError(f"no layout for table {name}; there are: {', '.join(sorted(LAYOUTS))}")
+    experiment = experiment_of(name)
     path = result_path(name, results)
     if path is None:
         return NOT_MEASURED
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        parts = [LAYOUTS[name](result), origin(result, path.name)]
+        if result.get("error") is not None:
+            raise ConfigError(f"{path.name} is of a run that failed: {result['error']}")
+        parts = [experiment.markdown(result), origin(result, path.name)]
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path.name} is not JSON: {error}") from None
     except (KeyError, IndexError, TypeError) as error:

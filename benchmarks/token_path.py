@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import httpx
 
 from benchmarks.path_recorder.sitecustomize import FOLDER_VARIABLE, LAST
-from benchmarks.structured_output import serving
+from benchmarks.servers.topspin import TopspinServer
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "architecture.md"
@@ -105,11 +105,11 @@ def follow(model: str, flags: Sequence[str] = MULTI_PROCESS) -> list[Visit]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         window = _Window(folder)
-        environment = {
-            FOLDER_VARIABLE: name,
-            "PYTHONPATH": str(Path(__file__).parent / "path_recorder"),
-        }
-        with serving(model, flags, environment=environment) as url:
+        recorder = Path(__file__).parent / "path_recorder"
+        topspin = TopspinServer([model, *flags])
+        topspin.words[:0] = ["env", f"{FOLDER_VARIABLE}={name}", f"PYTHONPATH={recorder}"]
+        with topspin as server:
+            url = server.url
             for _ in range(WARM_UPS):
                 stream(url)
             begun_ns = []

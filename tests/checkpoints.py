@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.transformers_names import CACHE
+from benchmarks.quality.transformers_names import CACHE
 
 HIDDEN_SIZE = 64
 VOCAB_SIZE = 288

@@ -22,27 +22,27 @@ from topspin.process import open_standard_streams
 # `server` are likely names of a directory that somebody starts Topspin in.
 SHARED_NAMES = ("kernels", "models", "server")
 
-# `topspin bench NAME` calls main(flags) of benchmarks/NAME.py, with _ for - in its name.
-BENCHMARKS = (
-    "compare",
-    "cost-model",
-    "cpu-kernels",
-    "disaggregation",
-    "gateway",
-    "local-layers",
-    "m2n",
-    "payload",
-    "pingpong",
-    "placement",
-    "quantization",
-    "retrieval",
-    "sensitivity",
-    "serve",
-    "spec",
-    "startup",
-    "step",
-    "sweep",
-)
+# `topspin bench NAME` calls main(flags) of a module of benchmarks.
+BENCHMARKS = {
+    "compare": "load.compare",
+    "cost-model": "engine.cost_model",
+    "cpu-kernels": "kernels.cpu_kernels",
+    "disaggregation": "engine.disaggregation",
+    "gateway": "gateway.command",
+    "local-layers": "engine.local_layers",
+    "m2n": "transport.m2n",
+    "payload": "quality.payload",
+    "pingpong": "transport.pingpong",
+    "placement": "engine.placement",
+    "quantization": "quality.quantization",
+    "retrieval": "retrieval.command",
+    "sensitivity": "quality.sensitivity",
+    "serve": "load.serve",
+    "spec": "speculation.command",
+    "startup": "engine.startup",
+    "step": "kernels.step",
+    "sweep": "load.sweep",
+}
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -162,7 +162,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_bench(parsed: argparse.Namespace) -> int:
-    module = importlib.import_module(f"benchmarks.{parsed.name.replace('-', '_')}")
+    module = importlib.import_module(f"benchmarks.{BENCHMARKS[parsed.name]}")
     main: Callable[[Sequence[str]], int] = module.main
     return main(parsed.flags)
 

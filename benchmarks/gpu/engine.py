@@ -25,10 +25,10 @@ from torch import Tensor
 from attention_nodes.step import kv_cache
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import MAX_LAUNCHED, ModelRunner
-from benchmarks.byte_floor import decode_floor
 from benchmarks.gpu.plans import Plans
 from benchmarks.gpu.weights import RandomWeights
 from benchmarks.gpu.workload import Fields, Variant, Workload
+from benchmarks.kernels.byte_floor import decode_floor
 from expert_nodes.experts import Experts
 from kernels.dispatch import select_ops
 from kernels.runtime import DeviceMemory, Runtime, open_runtime
@@ -200,7 +200,7 @@ class GpuEngine:
             self.last_result = self._runner.collect()
 
     def decode_floor(self) -> Mapping[str, float]:
-        """Return the bytes that a step like the last one must move; see benchmarks.byte_floor."""
+        """Return the bytes that a step like the last one must move; see byte_floor."""
         self.finish()
         return decode_floor(
             self.model,

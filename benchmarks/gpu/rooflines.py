@@ -1,10 +1,10 @@
 """Every kernel compared with the limits of the GPU, and with torch's kernel if there is one.
 
 The second part of `make gpu`. A kernel's time comes from CUDA graphs and the device's events
-(benchmarks.gpu.timing), its bytes and operations from benchmarks.roofline; the share is of the
-least time that the bandwidth and matmul rates measured in the same run allow. Weights and cached
-keys that are cold in a step are cold here: calls rotate over copies larger than any L2 cache. Bytes
-of experts count the experts that the routing touches.
+(benchmarks.gpu.timing), its bytes and operations from benchmarks.kernels.roofline; the share
+is of the least time that the bandwidth and matmul rates measured in the same run allow. Weights
+and cached keys that are cold in a step are cold here: calls rotate over copies larger than any L2
+cache. Bytes of experts count the experts that the routing touches.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import roofline
 from benchmarks.gpu.part import Part, open_part, parse, parser
 from benchmarks.gpu.timing import matmul_rate, measure_bandwidths, time_call
-from benchmarks.roofline import BF16, FP32, Roofline, Work
+from benchmarks.kernels import roofline
+from benchmarks.kernels.roofline import BF16, FP32, Roofline, Work
 from kernels.contracts import AttentionMeta
 from kernels.runtime import Runtime
 from kernels.sampling import SamplingBatch

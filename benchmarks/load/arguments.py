@@ -1,8 +1,8 @@
 """The flags of every command that sends load, in the spelling of `vllm bench serve`.
 
-Owns the flags and their mapping to a Target, a Load and a Report; the dataset's flags are in
-benchmarks.load.datasets.settings. Sends no load, but asks the tested server for its model. Every
-mistake is a ConfigError that names the flag.
+Owns the flags of targets and reports and their mapping to a Target and a Report; those of the load
+and of the dataset are fields of Load and DatasetSettings. Sends no load, but asks the tested server
+for its model. Every mistake is a ConfigError that names the flag.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.load.arrivals import check_load
-from benchmarks.load.client import OWNED_FIELDS
+from benchmarks.load.client.arrivals import check_load
+from benchmarks.load.client.http import OWNED_FIELDS
+from benchmarks.load.client.targets import first_model, served_model, wait_until_ready
 from benchmarks.load.contracts import ENDPOINTS, Load, Target
 from benchmarks.load.datasets.settings import DatasetSettings
-from benchmarks.load.metrics import parse_goodput
-from benchmarks.load.result import LATENCIES
-from benchmarks.load.targets import first_model, served_model
+from benchmarks.load.figures.metrics import LATENCIES, parse_goodput
+from benchmarks.load.flags import add_flags, read_flags
 from models.sources.hub import made_model_path
 from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError
 
 # Datasets that set the output lengths.
-EXACT_OUTPUT = ("random", "burstgpt", "mooncake")
+EXACT_OUTPUT = ("random", "burstgpt")
 _SAMPLING: dict[str, type] = {
     "top-p": float,
     "top-k": int,
@@ -99,56 +99,18 @@ def add_request_arguments(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the load: when requests are sent."""
+def add_load_arguments(parser: argparse.ArgumentParser, *, num_warmups: int) -> None:
+    """Add the flags of the load and of the dataset."""
     group = parser.add_argument_group("load")
+    add_flags(group, Load)
     group.add_argument(
-        "--request-rate",
-        type=float,
-        default=math.inf,
-        metavar="R",
-        help="requests/s, gamma distributed gaps (inf: all at once)",
+        "--num-warmups",
+        type=int,
+        default=num_warmups,
+        metavar="N",
+        help="unmeasured requests (%(default)s)",
     )
-    group.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="B",
-        help="shape of the gaps: 1 Poisson, below 1 bursts, inf a clock (%(default)g)",
-    )
-    group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"))
-    group.add_argument("--ramp-up-start-rps", type=float, metavar="R")
-    group.add_argument("--ramp-up-end-rps", type=float, metavar="R")
-    group.add_argument(
-        "--replay",
-        "--self-timed",
-        action="store_true",
-        help="send at the dataset's own timestamps",
-    )
-    group.add_argument(
-        "--time-scale", type=float, default=1.0, metavar="F", help="2 replays half as fast"
-    )
-    group.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="most requests with the server at once"
-    )
-    group.add_argument(
-        "--users", type=int, metavar="N", help="closed loop of N users: send, read, think, again"
-    )
-    group.add_argument(
-        "--think-time",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="seconds from a reply to the user's next request (%(default)g)",
-    )
-    group.add_argument(
-        "--request-timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="a request without an end after so long has failed (%(default)g)",
-    )
-    group.add_argument("--seed", type=int, default=0, help="of arrivals and dataset (%(default)s)")
+    add_flags(parser.add_argument_group("dataset"), DatasetSettings)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,9 +140,12 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the JSON"
     )
-    group.add_argument(
-        "--report", type=Path, metavar="FILE", help="pictures and table as .html or .png"
-    )
+    add_page_arguments(group)
+
+
+def add_page_arguments(group: argparse._ActionsContainer) -> None:
+    """Add --report and --quiet."""
+    group.add_argument("--report", type=Path, metavar="FILE", help="tables and a picture, as .html")
     group.add_argument(
         "--disable-tqdm", "--quiet", action="store_true", dest="quiet", help="show no progress"
     )
@@ -249,20 +214,9 @@ def _sampling_fields(parsed: argparse.Namespace, dataset_name: str) -> dict[str,
 
 def load_of(parsed: argparse.Namespace) -> Load:
     """Return the Load of the flags; raises ConfigError if they contradict each other."""
-    load = Load(
-        request_rate=parsed.request_rate,
-        burstiness=parsed.burstiness,
-        ramp_up=parsed.ramp_up_strategy,
-        ramp_up_start_rps=parsed.ramp_up_start_rps,
-        ramp_up_end_rps=parsed.ramp_up_end_rps,
-        replay=parsed.replay,
-        time_scale=parsed.time_scale,
-        max_concurrency=parsed.max_concurrency,
-        users=parsed.users,
-        think_time_s=parsed.think_time,
-        request_timeout_s=parsed.request_timeout,
-        seed=parsed.seed,
-    )
+    if (parsed.num_warmups or 0) < 0:
+        raise ConfigError(f"--num-warmups is {parsed.num_warmups}; it must be 0 or more")
+    load = read_flags(Load, parsed)
     check_load(load)
     return load
 
@@ -327,28 +281,47 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-class Texts(NamedTuple):
-    """The sources of prompts: the tokenizer's name, the tokenizer, and the dataset."""
+def numbers(flag: str, text: str, *, whole: bool) -> tuple[float, ...]:
+    """Return the numbers of `text`, ascending; raises ConfigError naming `flag` otherwise."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: not numbers with commas") from None
+    for value in found:
+        if not 0 < value < math.inf or (whole and not value.is_integer()):
+            kind = "whole number" if whole else "number"
+            raise ConfigError(f"{flag} {text}: {value:g} is no {kind} above 0")
+    if len(set(found)) < len(found):
+        raise ConfigError(f"{flag} {text}: a value is given twice")
+    return tuple(sorted(found))
 
+
+class Opened(NamedTuple):
+    """A target, the tokenizer's name, the tokenizer, and the dataset with its vocabulary."""
+
+    target: Target
     tokenizer_id: str | None
     tokenizer: Tokenizer | None
     dataset: DatasetSettings
 
 
-def texts_of(parsed: argparse.Namespace, target: Target, dataset: DatasetSettings) -> Texts:
-    """Return the named or local tokenizer, and `dataset` with the model's vocabulary.
+def open_target(parsed: argparse.Namespace, base_url: str, dataset: DatasetSettings) -> Opened:
+    """Wait for the server if asked to, and return it with the named or its own tokenizer.
 
     Without a tokenizer the server is asked for its checkpoint's directory, which may be on
     this host, and for the size of its vocabulary, from which token ids can be drawn.
     """
+    if parsed.ready_check_timeout_sec:
+        wait_until_ready(base_url, parsed.ready_check_timeout_sec, request_headers(parsed))
+    target = target_of(parsed, base_url, dataset_name=dataset.name)
     name, tokenizer = tokenizer_of(parsed.tokenizer, target.model)
     if tokenizer is not None:
-        return Texts(name, tokenizer, dataset)
+        return Opened(target, name, tokenizer, dataset)
     served = served_model(target.base_url, target.model, target.headers)
     if served.root is not None:
         name, tokenizer = tokenizer_of(None, served.root)
     vocab_size = served.vocab_size if dataset.vocab_size is None else dataset.vocab_size
-    return Texts(name, tokenizer, replace(dataset, vocab_size=vocab_size))
+    return Opened(target, name, tokenizer, replace(dataset, vocab_size=vocab_size))
 
 
 def tokenizer_of(tokenizer: str | None, model: str) -> tuple[str | None, Tokenizer | None]:

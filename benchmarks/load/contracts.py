@@ -2,7 +2,7 @@
 
 Owns the types only: a BenchRequest comes from a dataset, a Target says where it is sent, a
 Load when; a RequestRecord has all measurements of one request, and a Run has all records.
-Datasets make BenchRequests; benchmarks.load.client makes a Run of them; metrics, result,
+Datasets make BenchRequests; benchmarks.load.client.http makes a Run of them; metrics, result,
 report, sweep and compare read a Run. All times are seconds on one monotonic clock, counted
 from the start of the run, unless the name says otherwise.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from benchmarks.load.flags import flag
 
 Message = dict[str, Any]
 Backend = Literal["openai", "openai-chat"]
@@ -25,22 +27,15 @@ ENDPOINTS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request of a dataset; exactly one of `prompt` and `messages` is set.
-
-    In a session (multi-turn conversation) `messages` holds only this turn's new messages: the
-    user's, and in turn 0 also a system message. The client sends the conversation so far, with
-    the model's actual replies, once the previous turn has ended.
-    """
+    """One request of a dataset; exactly one of `prompt` and `messages` is set."""
 
     max_tokens: int
     prompt: str | list[int] | None = None
     messages: list[Message] | None = None
     # The prompt's length, if the dataset knows it; the server's usage takes precedence.
     prompt_tokens: int | None = None
-    # A replayed timestamp, from the start of the run. For a later turn: its earliest time.
+    # A replayed timestamp, from the start of the run.
     arrival_s: float | None = None
-    session: int | None = None
-    turn: int = 0
     # Fields of this request's body, which override those of the Target.
     extra_body: dict[str, Any] = field(default_factory=dict)
 
@@ -50,8 +45,6 @@ class BenchRequest:
             raise ValueError("a request has either a prompt or messages")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; at least 1 is needed")
-        if self.turn and self.session is None:
-            raise ValueError(f"turn {self.turn} belongs to no session")
 
 
 @dataclass(frozen=True)
@@ -75,23 +68,50 @@ class Target:
 
 @dataclass(frozen=True)
 class Load:
-    """When requests are sent: open loop by rate, ramp or replay, or closed loop by users."""
+    """When requests are sent: open loop by rate, ramp or replay, or closed loop by a limit."""
 
-    request_rate: float = math.inf
-    # Shape of the gamma distribution of the gaps: 1 is Poisson, below 1 bursts, inf is a clock.
-    burstiness: float = 1.0
-    ramp_up: RampUp | None = None
-    ramp_up_start_rps: float | None = None
-    ramp_up_end_rps: float | None = None
-    # Take the requests' own arrival_s, times time_scale (2: half as fast).
-    replay: bool = False
-    time_scale: float = 1.0
-    max_concurrency: int | None = None
-    # Closed loop: the number of users, who each send, read the reply, think, and send again.
-    users: int | None = None
-    think_time_s: float = 0.0
-    request_timeout_s: float = 600.0
-    seed: int = 0
+    request_rate: float = flag(
+        "--request-rate",
+        math.inf,
+        "requests/s, gamma distributed gaps (inf: all at once)",
+        above=0,
+        type=float,
+        metavar="R",
+    )
+    burstiness: float = flag(
+        "--burstiness",
+        1.0,
+        "shape of the gaps: 1 Poisson, below 1 bursts, inf a clock (1)",
+        above=0,
+        type=float,
+        metavar="B",
+    )
+    ramp_up: RampUp | None = flag("--ramp-up-strategy", choices=("linear", "exponential"))
+    ramp_up_start_rps: float | None = flag("--ramp-up-start-rps", type=float, metavar="R")
+    ramp_up_end_rps: float | None = flag("--ramp-up-end-rps", type=float, metavar="R")
+    replay: bool = flag(
+        "--replay --self-timed", False, "send at the dataset's own timestamps", action="store_true"
+    )
+    time_scale: float = flag(
+        "--time-scale", 1.0, "2 replays half as fast", above=0, type=float, metavar="F"
+    )
+    max_concurrency: int | None = flag(
+        "--max-concurrency",
+        None,
+        "most requests with the server at once",
+        least=1,
+        type=int,
+        metavar="N",
+    )
+    request_timeout_s: float = flag(
+        "--request-timeout",
+        600.0,
+        "a request without an end after so long has failed (600)",
+        above=0,
+        type=float,
+        metavar="S",
+    )
+    seed: int = flag("--seed", 0, "of arrivals and dataset (0)", type=int)
 
 
 @dataclass(frozen=True)
@@ -100,10 +120,10 @@ class RequestRecord:
 
     intended_s <= admitted_s <= sent_s <= first_token_s <= last_token_s <= end_s.
 
-    `intended_s` is its scheduled time: the arrival time in an open loop; in a closed loop (users,
-    or an infinite rate under a concurrency limit) the time when a user or a place became free. From
-    intended to admitted it waited for a place under --max-concurrency; from admitted to sent is the
-    client's own delay.
+    `intended_s` is its scheduled time: the arrival time in an open loop; in a closed loop (an
+    infinite rate under a concurrency limit) the time when a place became free. From intended to
+    admitted it waited for a place under --max-concurrency; from admitted to sent is the client's
+    own delay.
 
     An arrival is one read from the socket with output: events in one read arrive at the same time.
     `arrival_tokens` are the tokens of each arrival; exact if the server counts them (token ids,
@@ -136,8 +156,6 @@ class RequestRecord:
     # None if it succeeded, else a short stable name, e.g. "http_429", "timeout", "connection".
     error_kind: str | None = None
     error: str = ""
-    session: int | None = None
-    turn: int = 0
 
     @property
     def ok(self) -> bool:

@@ -1,8 +1,8 @@
 """A server started for a measurement and stopped after it, so that two never share the cores.
 
 Owns one child process group, its log file, the wait until it answers, and its end. Knows no
-engine: the caller gives the command and the URL. Called by
-benchmarks.compare and benchmarks.spec.
+engine: the caller gives the command and the URL. Called by benchmarks.load.comparison and by
+benchmarks.servers.topspin.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import contextlib
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Self
 
 import httpx
 
@@ -26,6 +28,14 @@ POLL_S = 0.1
 STOP_TIMEOUT_S = 30.0
 _READY_PATHS = ("/health", "/v1/models")
 _LOG_TAIL_LINES = 10
+
+
+def free_port() -> int:
+    """Return a loopback port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def answers(url: str) -> bool:
@@ -66,43 +76,52 @@ def ended_by_signals() -> Iterator[None]:
 class StartedServer:
     """Runs `command` while its `with` block runs; ready when the block is entered."""
 
-    def __init__(self, command: str, *, url: str, log: Path, ready_timeout_s: float) -> None:
+    def __init__(
+        self, command: str, *, url: str, log: Path, ready_timeout_s: float, cwd: Path | None = None
+    ) -> None:
         """Set the command, which is split by shell rules but not run by a shell.
 
         Raises ConfigError for an empty or unbalanced command.
         """
         try:
-            self._words = shlex.split(command)
+            self.words = shlex.split(command)
         except ValueError as error:
             raise ConfigError(f"--start {command!r}: {error}") from error
-        if not self._words:
+        if not self.words:
             raise ConfigError("--start needs a command: NAME='command'")
-        self._url = url
+        self.url = url
         self._log = log
         self._ready_timeout_s = ready_timeout_s
+        self._cwd = cwd
 
-    def __enter__(self) -> StartedServer:
+    @property
+    def pid(self) -> int:
+        """The process that was started; its children may serve."""
+        return self._process.pid
+
+    def __enter__(self) -> Self:
         """Start the server and wait until it answers.
 
         Raises ConfigError if something already answers there (it would be measured instead),
         EngineUnavailable with the end of its log if it dies or is not ready in time.
         """
-        if answers(self._url):
-            raise ConfigError(f"{self._url} already answers; stop that server, or drop --start")
+        if answers(self.url):
+            raise ConfigError(f"{self.url} already answers; stop that server, or drop --start")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            log.write(f"$ {shlex.join(self._words)}\n".encode())
+            log.write(f"$ {shlex.join(self.words)}\n".encode())
             log.flush()
             try:
                 self._process = subprocess.Popen(
-                    self._words,
+                    self.words,
+                    cwd=self._cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
             except OSError as error:
-                raise ConfigError(f"--start: cannot run {self._words[0]!r}: {error}") from error
+                raise ConfigError(f"--start: cannot run {self.words[0]!r}: {error}") from error
         try:
             self._wait_until_ready()
         except BaseException:
@@ -126,7 +145,7 @@ class StartedServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(patience_s)
             raise EngineUnavailable(
-                f"the server for {self._url} ended with status {status}; the end of "
+                f"the server for {self.url} ended with status {status}; the end of "
                 f"{self._log}:\n{self._tail()}"
             )
 
@@ -144,11 +163,11 @@ class StartedServer:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s
-        while not answers(self._url):
+        while not answers(self.url):
             self.check()
             if time.monotonic() > deadline:
                 raise EngineUnavailable(
-                    f"{self._url} did not answer within {self._ready_timeout_s:g} s; the end of "
+                    f"{self.url} did not answer within {self._ready_timeout_s:g} s; the end of "
                     f"{self._log}:\n{self._tail()}"
                 )
             time.sleep(POLL_S)

@@ -1,120 +1,219 @@
-"""Many loads on one server: its knee and its Pareto-optimal points.
+"""Try many loads on one server: `topspin bench sweep`; finds its knee and its Pareto front.
 
-Owns the rules, on figures only, and the parsing of loads; sends nothing and draws nothing.
-Called by benchmarks.sweep, with one Point for each load that was tried.
+Owns the command: flags, the order of the points, the table and the JSON. Each point is a run like
+`topspin bench serve`, with its own prompts (a synthetic dataset is drawn again for each point, so
+that prefix caches do not help; a file repeats its prompts). A point that fails is reported, and the
+sweep continues. The rules are in benchmarks.load.knee.
 
-The knee, when latency bounds are given (--goodput): the highest load at which no request failed and
-the p99 of every bounded latency is within its bound. Otherwise, over the points in order of load,
-with output throughput x and median end-to-end latency y both scaled to 0..1 from their least to
-their greatest: the point with the largest x - y, which is the one farthest below the chord of the
-curve (Kneedle, Satopaa et al. 2011). At least three points are needed. There is no knee if no point
-lies below the chord, or if the greatest latency is less than 1.5 times the least: the load was too
-low.
+    topspin bench sweep --base-url http://127.0.0.1:8000 --concurrencies 1,2,4,8,16
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from topspin.errors import ConfigError
+import numpy as np
 
-# Without bounds, a latency that rises by a smaller factor shows only noise, not a knee.
-_LEAST_RISE = 1.5
+from benchmarks.experiment import Experiment, Result, Table, say, table
+from benchmarks.load import arguments, datasets, serve
+from benchmarks.load.contracts import Load, Run
+from benchmarks.load.figures.metrics import measure_run, parse_goodput
+from benchmarks.load.figures.page import check_report, write_report
+from benchmarks.load.knee import Point, find_knee, pareto
+from topspin.errors import ConfigError, TopspinError
+
+_PERCENTILES = (50.0, 90.0, 99.0)
+_REQUESTS_PER_PLACE = 8
+_SECONDS_OF_RATE = 30.0
+_LEAST_REQUESTS = 16
+_LATENCIES = ("median_tpot_ms", "median_ttft_ms")
+_COLUMNS = {
+    "load": "{load:g}",
+    "req/s": "{request_throughput:.1f}",
+    "tok/s": "{output_throughput:.1f}",
+    "TTFT p50 ms": "{median_ttft_ms}",
+    "p99": "{p99_ttft_ms}",
+    "TPOT p50 ms": "{median_tpot_ms}",
+    "p99 ": "{p99_tpot_ms}",
+    "E2EL p50 ms": "{median_e2el_ms}",
+    "failed": "{failed}",
+    "": "{mark}",
+}
 
 
 @dataclass(frozen=True)
-class Point:
-    """One load and its measurements; `figures` has the keys of the result's JSON.
+class Asked:
+    """The request of the command line.
 
-    `error` is set, and `figures` empty, if the load could not be measured at all.
+    `loads` are rates or concurrencies, by `load_name`; `load` is the Load of the first.
     """
 
-    load: float
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
+    parsed: argparse.Namespace
+    loads: tuple[float, ...]
+    load_name: str
+    load: Load
+    dataset: datasets.DatasetSettings
+    goodput_s: Mapping[str, float]
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether at least one request was answered."""
-        return self.error is None and self.figures["completed"] > 0
+    def load_at(self, value: float) -> Load:
+        """Return the load of one point."""
+        if self.load_name == "concurrency":
+            return replace(self.load, max_concurrency=int(value))
+        return replace(self.load, request_rate=value)
 
-
-class Knee(NamedTuple):
-    """The chosen load, or None, and the rule in one sentence."""
-
-    load: float | None
-    rule: str
-
-
-def find_knee(points: Sequence[Point], bounds_ms: Mapping[str, float]) -> Knee:
-    """Return the knee by the rules above; `bounds_ms` is --goodput, keys ttft, tpot and e2el."""
-    measured = sorted((p for p in points if p.is_measured), key=lambda point: point.load)
-    if bounds_ms:
-        text = ", ".join(f"{name} {bound:g} ms" for name, bound in bounds_ms.items())
-        rule = f"the highest load without failures whose p99 keeps {text}"
-        kept = [point.load for point in measured if _keeps(point, bounds_ms)]
-        return Knee(max(kept), rule) if kept else Knee(None, f"{rule}: no load did")
-    rule = "the largest bend of median end-to-end latency over output throughput"
-    if len(measured) < 3:
-        return Knee(None, f"{rule}: needs three measured loads, there are {len(measured)}")
-    latencies = [point.figures["median_e2el_ms"] for point in measured]
-    if max(latencies) < _LEAST_RISE * min(latencies):
-        return Knee(None, f"{rule}: the latency has hardly risen, try higher loads")
-    throughputs = [point.figures["output_throughput"] for point in measured]
-    scaled = zip(_scaled(throughputs), _scaled(latencies), strict=True)
-    gains = [x - y for x, y in scaled]
-    best = max(range(len(gains)), key=lambda idx: gains[idx])
-    if gains[best] <= max(gains[0], gains[-1]) + 1e-9:
-        return Knee(None, f"{rule}: the curve does not bend")
-    return Knee(measured[best].load, rule)
+    def num_prompts_at(self, value: float) -> int:
+        """Return the number of requests of one point: enough for its load, unless it is given."""
+        factor = _REQUESTS_PER_PLACE if self.load_name == "concurrency" else _SECONDS_OF_RATE
+        return self.dataset.num_prompts or max(_LEAST_REQUESTS, math.ceil(value * factor))
 
 
-def _keeps(point: Point, bounds_ms: Mapping[str, float]) -> bool:
-    figures = point.figures
-    return figures["failed"] == 0 and all(
-        # Requests for one token have no TPOT, so it cannot exceed a bound.
-        (figures[f"p99_{name}_ms"] or 0.0) <= bound
-        for name, bound in bounds_ms.items()
+def read_flags(flags: Sequence[str] | None) -> Asked:
+    """Return the request in `flags`; raises ConfigError naming an invalid flag."""
+    parsed = _parser().parse_args(flags)
+    by_rate = parsed.request_rates is not None
+    other = {
+        "--request-rate": parsed.request_rate is not None,
+        "--max-concurrency": parsed.max_concurrency is not None and not by_rate,
+        "--ramp-up-strategy": parsed.ramp_up_strategy is not None,
+        "--replay": parsed.replay is not None,
+    }
+    for flag, given in other.items():
+        if given:
+            raise ConfigError(f"{flag} does not go with a sweep, whose points say the load")
+    if by_rate:
+        loads = arguments.numbers("--request-rates", parsed.request_rates, whole=False)
+        parsed.request_rate = loads[0]
+    else:
+        loads = arguments.numbers("--concurrencies", parsed.concurrencies, whole=True)
+        parsed.max_concurrency = int(loads[0])
+    check_report(parsed.report)
+    return Asked(
+        parsed=parsed,
+        loads=loads,
+        load_name="request rate" if by_rate else "concurrency",
+        load=arguments.load_of(parsed),
+        dataset=datasets.DatasetSettings.of(parsed, chat=parsed.backend == "openai-chat"),
+        goodput_s=parse_goodput(parsed.goodput),
     )
 
 
-def _scaled(values: Sequence[float]) -> list[float]:
-    low, high = min(values), max(values)
-    return [(value - low) / (high - low) if high > low else 0.0 for value in values]
+def _parser() -> argparse.ArgumentParser:
+    parser = EXPERIMENT.parser(
+        folder=Path(),
+        epilog=f"Without --num-prompts a point has {_REQUESTS_PER_PLACE} requests a place, or "
+        f"{_SECONDS_OF_RATE:g} s of a rate, {_LEAST_REQUESTS} at least.",
+    )
+    arguments.add_target_arguments(parser)
+    arguments.add_load_arguments(parser, num_warmups=2)
+    points = parser.add_mutually_exclusive_group(required=True)
+    points.add_argument("--request-rates", metavar="R,R,...", help="requests/s of each point")
+    points.add_argument("--concurrencies", metavar="N,N,...", help="requests at once, each point")
+    group = parser.add_argument_group("report")
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="the knee is the highest load whose p99 keeps them: ttft:200 tpot:50 e2el:5000",
+    )
+    arguments.add_page_arguments(group)
+    return parser
 
 
-def pareto(points: Sequence[Point], latency: str) -> list[Point]:
-    """Return the measured points that no other beats in both throughput and `latency`.
+def main(flags: Sequence[str] | None = None) -> int:
+    """Run the command with `flags` (default: the process's); returns the exit status.
 
-    `latency` is a key of the figures, e.g. median_tpot_ms. Ordered by latency; of equal
-    points the one with the lower load is kept.
+    0 if a point was measured, 1 if none was, 130 after Ctrl-C (with the points so far).
     """
-    front: list[Point] = []
+    asked = read_flags(flags)
+    base_url = arguments.base_url_of(asked.parsed)
+    opened = arguments.open_target(asked.parsed, base_url, asked.dataset)
+    points, runs = _measure(asked, opened)
+    if points:
+        EXPERIMENT.finish(asked.parsed, _result(asked, opened, points))
+    if asked.parsed.report is not None and runs:
+        write_report(asked.parsed.report, runs, title=f"Sweep of {opened.target.url}")
+        print(f"Written to {asked.parsed.report}")
+    if any(run.interrupted for run in runs.values()) or len(points) < len(asked.loads):
+        return 130
+    return 0 if any(point.is_measured for point in points) else 1
 
-    def rank(point: Point) -> tuple[float, float, float]:
-        figures = point.figures
-        return figures[latency], -figures["output_throughput"], point.load
 
-    measured = (p for p in points if p.is_measured and p.figures[latency] is not None)
-    for point in sorted(measured, key=rank):
-        if not front or point.figures["output_throughput"] > front[-1].figures["output_throughput"]:
-            front.append(point)
-    return front
+def _measure(asked: Asked, opened: arguments.Opened) -> tuple[list[Point], dict[str, Run]]:
+    """Measure the points from the lowest load up; Ctrl-C ends with the points so far."""
+    points: list[Point] = []
+    runs: dict[str, Run] = {}
+    for idx, value in enumerate(asked.loads):
+        name = f"{asked.load_name} {value:g}"
+        say(f"[{idx + 1}/{len(asked.loads)}] {name}")
+        rng = np.random.default_rng([asked.load.seed, idx])
+        settings = replace(opened.dataset, num_prompts=asked.num_prompts_at(value))
+        requests = datasets.load(settings, opened.tokenizer, rng)
+        load = asked.load_at(value)
+        try:
+            run = serve.measure(
+                opened.target, requests, load, parsed=asked.parsed, settings=settings
+            )
+        except KeyboardInterrupt:
+            break
+        except ConfigError:
+            raise
+        except TopspinError as error:
+            points.append(Point(value, error=str(error)))
+            say(f"  failed: {error}")
+            continue
+        figures = measure_run(run, percentiles=_PERCENTILES, goodput_s=asked.goodput_s)
+        points.append(Point(value, figures))
+        runs[name] = run
+        say(f"  {figures['output_throughput']:.1f} output tokens/s, {figures['failed']} failed")
+        if run.interrupted:
+            break
+    return points, runs
 
 
-def numbers(flag: str, text: str, *, whole: bool) -> tuple[float, ...]:
-    """Return the numbers of `text`, ascending; raises ConfigError naming `flag` otherwise."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{flag} {text}: not numbers with commas") from None
-    for value in found:
-        if not 0 < value < math.inf or (whole and not value.is_integer()):
-            kind = "whole number" if whole else "number"
-            raise ConfigError(f"{flag} {text}: {value:g} is no {kind} above 0")
-    if len(set(found)) < len(found):
-        raise ConfigError(f"{flag} {text}: a value is given twice")
-    return tuple(sorted(found))
+def _result(asked: Asked, opened: arguments.Opened, points: Sequence[Point]) -> Result:
+    goodput_ms = {name: goal * 1000 for name, goal in asked.goodput_s.items()}
+    return {
+        "model_id": opened.target.model,
+        "url": opened.target.url,
+        "dataset": asked.dataset.name,
+        "load_name": asked.load_name,
+        "goodput_ms": goodput_ms,
+        "knee": find_knee(points, goodput_ms)._asdict(),
+        "pareto": {key: [point.load for point in pareto(points, key)] for key in _LATENCIES},
+        "points": [
+            {"load": point.load, "error": point.error, "result": dict(point.figures) or None}
+            for point in points
+        ],
+    }
+
+
+def layout(result: Result) -> Iterator[Table | str]:
+    """Yield the points, the knee, and the points or requests that failed."""
+    name, knee = result["load_name"], result["knee"]["load"]
+    measured = [each for each in result["points"] if each["error"] is None]
+    yield f"Sweep of the {name}"
+    yield table(_COLUMNS, (_row(each, knee) for each in measured))
+    chosen = "none" if knee is None else f"{name} {knee:g}"
+    yield f"Knee: {chosen} ({result['knee']['rule']})."
+    for each in result["points"]:
+        if each["error"] is not None:
+            yield f"{name} {each['load']:g} was not measured: {each['error']}"
+        elif each["result"]["failed"]:
+            kinds = each["result"]["topspin"]["errors_by_kind"]
+            yield f"{name} {each['load']:g}: failed requests by kind: {kinds}"
+
+
+def _row(point: Result, knee: float | None) -> Result:
+    figures = point["result"]
+    marks = ["knee"] if point["load"] == knee else []
+    if figures["topspin"]["client"]["saturated"]:
+        marks.append("client saturated")
+    return {**figures, "load": point["load"], "mark": " ".join(marks)}
+
+
+EXPERIMENT = Experiment("sweep", __doc__, layout)

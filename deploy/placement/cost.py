@@ -3,7 +3,7 @@
 Owns the times of one layer and one micro-batch on one node, the hop between nodes, and the step
 that they add up to: measured tables where the shape was measured, the roofline (Williams,
 Waterman, Patterson, CACM 2009) where it was not. Pure arithmetic; knows no search. Called by the
-planner and by benchmarks.cost_model.
+planner and by benchmarks.engine.cost_model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bytes of a node's weights and of its process.
 
 Owns the sums; the sizes of weights are shapes.py's. Pure arithmetic; checked against the resident
-memory of real nodes by benchmarks.cost_model. Called by the planner.
+memory of real nodes by benchmarks.engine.cost_model. Called by the planner.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the visits of a rally and their samples. Attention and experts take turns on all cores, or have
 cores of their own. Knows no tables: worker.py compares with what each side takes alone. Also called
-by benchmarks.cost_model, for steps to compare predictions with.
+by benchmarks.engine.cost_model, for steps to compare predictions with.
 """
 
 from __future__ import annotations

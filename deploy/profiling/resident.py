@@ -2,7 +2,7 @@
 
 Owns the reading of the kernel's accounts and a node of next to no size: the process that imports,
 compiles and runs as a real node does. Called by worker.py in a process of its own, and by
-benchmarks.cost_model for real nodes.
+benchmarks.engine.cost_model for real nodes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, peers
+from benchmarks import peers
+from benchmarks.load import compare
 
 
 @pytest.fixture

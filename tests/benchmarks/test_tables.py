@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,18 @@ import pytest
 
 from app.cli.main import BENCHMARKS
 from benchmarks import report, tables
-from benchmarks.load.compare import Agreement, ByteFloor, Figures, summarise
-from benchmarks.markdown import number, table
-from benchmarks.table_layouts import LAYOUTS
-from benchmarks.tables import NOT_MEASURED, render
+from benchmarks.experiment import (
+    Experiment,
+    Result,
+    Table,
+    can_draw,
+    number,
+    rounds_in_turn,
+    settings_of,
+    table,
+)
+from benchmarks.load.comparison import Agreement, ByteFloor, Figures, summarise
+from benchmarks.tables import GPU, MODULES, NOT_MEASURED, experiment_of, render
 from topspin.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +57,10 @@ def _write(folder: Path, name: str, result: dict[str, Any]) -> None:
 def test_figures_have_about_three_digits() -> None:
     written = [number(value) for value in (1234.5, 99.96, 12.34, 1.234, 0.01234, 0, None)]
     assert written == ["1234", "100.0", "12.3", "1.23", "0.0123", "0", "-"]
-    assert table(["a", "b"], [[1, "x"]]) == "| a | b |\n| --- | ---: |\n| 1 | x |"
+    shown = table(
+        {"a": "{x}", "b": "{y[z]:.1f} of {n}"}, [{"x": 0.12345, "y": {"z": 2}, "n": None}]
+    )
+    assert shown.markdown() == "| a | b |\n| --- | ---: |\n| 0.123 | 2.0 of - |"
 
 
 def test_a_table_is_made_from_its_result_and_the_rest_stays(tmp_path: Path) -> None:
@@ -96,11 +108,11 @@ def test_peers_have_a_table_per_concurrency_with_ratios_to_the_first(tmp_path: P
     result = {
         **ENVELOPE,
         "rounds_measured": 3,
-        "agreement": {"peer": agreed.as_json()},
+        "agreement": {"peer": asdict(agreed)},
         "warnings": ["peer: the client was saturated."],
         "concurrencies": {"1": summarise(rounds), "16": summarise(rounds[:1])},
     }
-    shown = LAYOUTS["peers-smollm2-moe"](result)
+    shown = experiment_of("peers-smollm2-moe").markdown(result)
     assert "| 1 at once | topspin | peer |" in shown
     assert "| output throughput (tokens/s) | 110 | 80.0 (0.70x [0.50..0.80]) |" in shown
     assert "| median TPOT (ms) | 9.00 | - |" in shown
@@ -109,7 +121,7 @@ def test_peers_have_a_table_per_concurrency_with_ratios_to_the_first(tmp_path: P
     assert shown.endswith("Warning: peer: the client was saturated.")
     assert "floor" not in shown
     floor = ByteFloor(weight_bytes=90_000_000, read_bytes_per_s=20e9)
-    shown = LAYOUTS["peers-smollm2-moe"]({**result, "byte_floor": floor.as_json()})
+    shown = experiment_of("peers-smollm2-moe").markdown({**result, "byte_floor": floor.as_json()})
     # With more requests at once than one there is no such figure.
     assert shown.count("| median TPOT / byte floor, 4.50 ms | 2.00x | - |") == 1
     assert shown.index("byte floor, 4.50 ms") < shown.index("16 at once")
@@ -124,7 +136,9 @@ def test_kernels_have_a_column_a_number_of_rows() -> None:
         {**common, "op": "norm", "rows": 1, "us_p50": 2.0, "fraction": 0.1, "cold": False},
     ]
     machine = {"read_gb_per_s": 50.0, "bf16_gflop_per_s": 800.0, "int8_gop_per_s": 1600.0}
-    shown = LAYOUTS["cpu_kernels"]({"ceilings": {"all_cores": machine}, "rows": rows})
+    shown = experiment_of("cpu_kernels").markdown(
+        {"ceilings": {"all_cores": machine}, "rows": rows}
+    )
     assert "All cores: 50.0 GB/s read, 800 GFLOP/s in bf16" in shown
     assert "| m | weights or context | 1 rows | 16 rows |" in shown
     assert "| o | int4 | 25% 3.00 us | 50% 12.0 us |" in shown
@@ -175,10 +189,47 @@ def tracked(tmp_path: Path) -> Path:
 def test_the_readme_shows_the_results_that_are_tracked(tracked: Path) -> None:
     text = (tracked / "README.md").read_text(encoding="utf-8")
     assert render(text, tracked / "results") == text, "run python -m benchmarks.tables"
-    assert set(re.findall(r"<!-- table: (\S+) -->", text)) == set(LAYOUTS)
+    assert set(re.findall(r"<!-- table: (\S+) -->", text)) == {*GPU, *MODULES}
 
 
 def test_the_readme_names_every_benchmark() -> None:
     text = tables.README.read_text(encoding="utf-8")
     for name in BENCHMARKS:
         assert f"topspin bench {name}" in text, name
+
+
+def test_who_is_first_in_a_round_is_last_in_the_next_and_warm_ups_do_not_count() -> None:
+    asked: list[str] = []
+
+    def measure(name: str, turn: int) -> int:
+        asked.append(f"{name}{turn}")
+        return turn
+
+    things = {"a": "a", "b": "b"}
+    assert rounds_in_turn(things, measure, rounds=2) == [{"a": 0, "b": 0}, {"a": 1, "b": 1}]
+    assert asked == ["a-1", "b-1", "b0", "a0", "a1", "b1"]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_result_is_shown_written_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], writes: bool
+) -> None:
+    def layout(result: Result) -> list[Table | str]:
+        return ["Speeds:", table({"name": "{name}", "tokens/s": "{speed}"}, result["rows"])]
+
+    def draw(result: Result, figure: Any) -> None:
+        figure.subplots().plot([row["speed"] for row in result["rows"]])
+
+    experiment = Experiment("some_speed", "What is the speed?", layout, draw)
+    parser = experiment.parser(rounds=3)
+    assert parser.prog == "topspin bench some-speed"
+    flags = ["--result-dir", str(tmp_path), "--name", "mine", *([] if writes else ["--no-write"])]
+    args = parser.parse_args([*flags, "--rounds", "2"])
+    assert settings_of(args, more=1) == {"rounds": 2, "more": 1}
+    assert experiment.finish(args, {"rows": [{"name": "a", "speed": 12.345}]}) == 0
+    assert "12.3" in capsys.readouterr().out
+    assert (tmp_path / "mine.json").exists() == writes
+    assert (tmp_path / "mine.png").exists() == (writes and can_draw())
+    if writes:
+        written = json.loads((tmp_path / "mine.json").read_text())
+        assert {"benchmark", "date", "commit", "machine", "versions", "rows"} == set(written)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks.transformers_names import CACHE
+from benchmarks.quality.transformers_names import CACHE
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate, oracle_model
 from tests.engine import Engine, engine_config

@@ -1,7 +1,7 @@
 """Every weight in a format of its own: tokens do not depend on the node that served them.
 
 The oracle is transformers' fp32 model with the products of the quantised kernels, weight by weight
-(benchmarks.quantization.patched). Nodes hold different numbers of experts in several formats;
+(quantization.patched). Nodes hold different numbers of experts in several formats;
 tables move experts and copies, and a node is lost and returns.
 """
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.quantization import patched
+from benchmarks.quality.quantization import patched
 from kernels.dispatch import select_ops
 from models.description.config import load_model_config
 from models.description.facts import facts_of

@@ -1,7 +1,7 @@
 """Engines with quantised weights give transformers' tokens for the same matrices.
 
 The oracle is transformers' fp32 model with the products of the quantised kernels
-(benchmarks.quantization.patched). Everything else is fp32 on both sides, but a number between two
+(quantization.patched). Everything else is fp32 on both sides, but a number between two
 codes may be rounded either way, so only tokens with a clear margin count.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.quantization import mode_ops, patched
+from benchmarks.quality.quantization import mode_ops, patched
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
 from topspin.plan.precision import Format, rules_of

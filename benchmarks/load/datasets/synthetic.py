@@ -1,4 +1,4 @@
-"""Synthetic datasets: random, prefix-repetition, multi-turn.
+"""Synthetic datasets: random, prefix-repetition.
 
 Pure: settings, a PromptMaker and a generator in, requests out. Knows no file.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.load.contracts import BenchRequest, Message
+from benchmarks.load.contracts import BenchRequest
 from benchmarks.load.datasets.prompts import PromptMaker
 from benchmarks.load.datasets.settings import DEFAULT_NUM_PROMPTS, DatasetSettings
 
@@ -74,30 +74,6 @@ def prefix_repetition_requests(
         )
         for idx in range(count)
     ]
-    if settings.shuffle:
+    if not settings.in_order:
         requests = [requests[idx] for idx in rng.permutation(count)]
     return requests
-
-
-def made_sessions(
-    settings: DatasetSettings, maker: PromptMaker, rng: np.random.Generator
-) -> list[BenchRequest]:
-    """Return num_users conversations of num_turns turns with one system prompt for all.
-
-    Turn by turn: all first turns, then all second ones, so that a limit on the number of
-    requests shortens conversations instead of leaving users out.
-    """
-    output_len = settings.turn_output_len or 128
-    system: list[Message] = []
-    if settings.system_len:
-        system = [{"role": "system", "content": maker.text(maker.draw(rng, settings.system_len))}]
-    requests = []
-    for turn in range(settings.num_turns):
-        for session in range(settings.num_users):
-            content = maker.text(maker.draw(rng, settings.user_len))
-            user: Message = {"role": "user", "content": content}
-            messages = [*system, user] if turn == 0 else [user]
-            requests.append(
-                BenchRequest(messages=messages, max_tokens=output_len, session=session, turn=turn)
-            )
-    return requests[: settings.num_prompts]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.byte_floor import expert_numbers
 from benchmarks.gpu.engine import Touched, fitting, open_engine
 from benchmarks.gpu.plans import Plans
 from benchmarks.gpu.workload import FULL, QUICK, Variant
+from benchmarks.kernels.byte_floor import expert_numbers
 from kernels.runtime import DeviceMemory
 from m2n_comm.net import ExpertBatch
 from topspin.errors import ConfigError

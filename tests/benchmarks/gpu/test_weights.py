@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.byte_floor import decode_floor
 from benchmarks.gpu.weights import RandomWeights
+from benchmarks.kernels.byte_floor import decode_floor
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weights import load_attention_weights, load_expert_weights
 from models.description.config import ModelConfig, load_model_config

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from benchmarks.load import runner
+from benchmarks.load.client import runner
 
 
 @pytest.fixture

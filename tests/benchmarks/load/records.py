@@ -36,7 +36,7 @@ def run_of(records: Sequence[RequestRecord], *, duration_s: float, **more: Any) 
     """Return a run of these records by a client that kept up."""
     fields: dict[str, Any] = {
         "target": Target("http://127.0.0.1:1", "scripted"),
-        "load": Load(users=2),
+        "load": Load(max_concurrency=2),
         "health": ClientHealth(0.1, 0.001, 0.002, 0.003, 0.0, 0.0, 0.0),
         "started_at": "2026-01-01T00:00:00+00:00",
         "num_requested": len(records),

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from app.cli.main import main
+from benchmarks.load.client.runner import Snapshot
 from benchmarks.load.contracts import BenchRequest, Load, Target
-from benchmarks.load.runner import Snapshot
-from benchmarks.load.view import Progress, progress_line
-from benchmarks.serve import warm_up
+from benchmarks.load.figures.view import Progress, progress_line
+from benchmarks.load.serve import warm_up
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
 from tests.benchmarks.load.words import write_byte_level
 
@@ -40,7 +40,7 @@ def test_a_run_prints_its_table_and_writes_its_json(
         saved = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
         assert bench(server, *flags, *saved, "--metric-percentiles", "50,99.9") == 0
     out = capsys.readouterr().out
-    for expected in ("scripted at", "Successful requests", "Time to first token", "P99.9"):
+    for expected in ("scripted at", "Successful requests", "Time to first token", "p99.9"):
         assert expected in out
     result: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
     assert result["completed"] == 5
@@ -144,7 +144,7 @@ def test_texts_and_messages_are_warmed_up_by_other_ones() -> None:
             1,
         )
         messages = [{"role": "user", "content": "four five"}]
-        asked = BenchRequest(max_tokens=1, messages=messages, session=1, turn=1)
+        asked = BenchRequest(max_tokens=1, messages=messages)
         chat = Target(server.base_url, "m", backend="openai-chat")
         warm_up(chat, [asked], Load(max_concurrency=1), 1)
     assert server.requests[0].body["prompt"] == "three two one"
@@ -162,7 +162,7 @@ def test_a_warm_up_that_fails_ends_the_command(capsys: pytest.CaptureFixture[str
     ("flags", "said"),
     [
         (("--request-rate", "0"), "--request-rate is 0"),
-        (("--users", "2", "--request-rate", "3"), "--users"),
+        (("--replay", "--request-rate", "3"), "--replay"),
         (("--replay",), "timestamps"),
         (("--port", "80"), "--base-url says where"),
         (("--goodput", "itl:5"), "'itl' is no goal"),
@@ -174,7 +174,7 @@ def test_a_warm_up_that_fails_ends_the_command(capsys: pytest.CaptureFixture[str
         (("--extra-body", '{"stream": false}'), "may not set 'stream'"),
         (("--header", "nonsense"), "expected KEY=VALUE"),
         (("--endpoint", "v1/completions"), "a path begins with /"),
-        (("--report", "page.pdf"), "page.pdf"),
+        (("--report", "page.png"), "a report is a file named .html"),
         (("--num-warmups", "-1"), "--num-warmups is -1"),
         (("--num-prompts", "0"), "--num-prompts"),
         (("--tokenizer", "nowhere"), "--tokenizer nowhere"),
@@ -219,7 +219,7 @@ def test_control_c_prints_what_there_is(
     with ScriptedServer(hang_at_the_third) as server:
         assert bench(server, "--num-prompts", "9", "--max-concurrency", "1") == 130
     out = capsys.readouterr().out
-    assert "Unfinished requests (interrupted)" in out
+    assert "7 requests did not finish" in out
     assert "Time to first token" in out
 
 
@@ -237,5 +237,5 @@ def test_progress_says_what_is_happening(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_client_needs_no_torch() -> None:
-    code = "import sys, benchmarks.serve; sys.exit('torch' in sys.modules)"
+    code = "import sys, benchmarks.load.serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,9 +1,8 @@
-"""topspin bench sweep against a scripted server: its points, failures, JSON and pictures."""
+"""topspin bench sweep against a scripted server: its points, failures and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,25 +10,13 @@ from typing import Any
 import pytest
 
 from app.cli.main import main
-from benchmarks import sweep
-from benchmarks.load import pictures
+from benchmarks.load import serve, sweep
 from benchmarks.load.contracts import Run
+from benchmarks.load.figures import page
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
 from topspin.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("without_collections")
-_draws = pytest.mark.skipif(
-    not importlib.util.find_spec("matplotlib"), reason="needs the extra plots"
-)
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw only in tests that check the picture: drawing takes most of the time."""
-    if request.node.get_closest_marker("skipif") is None:
-        monkeypatch.setattr(pictures, "can_draw", lambda: False)
-
-
 DATASET = ("--vocab-size", "1000", "--random-input-len", "6", "--random-output-len", "3")
 
 
@@ -42,14 +29,12 @@ def _result(folder: Path) -> dict[str, Any]:
     return found
 
 
-@_draws
 def test_every_concurrency_is_measured_with_prompts_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--concurrencies", "4,1", "--num-prompts", "8", "--num-warmups", "1")
-    report = tmp_path / "report.html"
     with ScriptedServer() as server:
-        asked = _flags(server, tmp_path / "new", *flags, "--report", str(report))
+        asked = _flags(server, tmp_path / "new", *flags)
         assert main(["bench", "sweep", *asked]) == 0
         prompts = [tuple(received.body["prompt"]) for received in server.requests]
     assert len(prompts) == 2 * (1 + 8)
@@ -64,8 +49,6 @@ def test_every_concurrency_is_measured_with_prompts_of_its_own(
     assert result["knee"]["load"] is None
     assert result["load_name"] == "concurrency"
     assert {"commit", "machine", "versions", "date"} <= set(result)
-    assert (tmp_path / "new" / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert "concurrency 4" in report.read_text()
     captured = capsys.readouterr()
     assert "[2/2] concurrency 4" in captured.err
     assert "Knee: none" in captured.out
@@ -105,13 +88,15 @@ def test_a_server_that_answers_nothing_fails_the_sweep(tmp_path: Path) -> None:
 def test_an_interrupted_sweep_keeps_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = sweep.run_load
+    measured = serve.run_load
 
     def interrupted_at_two(*args: Any, **more: Any) -> Run:
         run = measured(*args, **more)
-        return dataclasses.replace(run, interrupted=args[2].max_concurrency == 2)
+        return dataclasses.replace(
+            run, interrupted=args[2].max_concurrency == 2 and "watch" in more
+        )
 
-    monkeypatch.setattr(sweep, "run_load", interrupted_at_two)
+    monkeypatch.setattr(serve, "run_load", interrupted_at_two)
     with ScriptedServer() as server:
         flags = ("--concurrencies", "1,2,4", "--num-prompts", "2")
         assert sweep.main(_flags(server, tmp_path, *flags)) == 130
@@ -123,7 +108,7 @@ def test_an_interrupted_sweep_keeps_what_it_has(
     [
         (("--concurrencies", "1", "--request-rate", "3"), "--request-rate does not go"),
         (("--concurrencies", "1", "--max-concurrency", "3"), "--max-concurrency does not go"),
-        (("--request-rates", "1", "--users", "3"), "--users does not go"),
+        (("--request-rates", "1", "--replay"), "--replay does not go"),
         (("--concurrencies", "1,x"), "--concurrencies 1,x: not numbers"),
         (("--concurrencies", "1.5"), "1.5 is no whole number"),
         (("--concurrencies", "1", "--burstiness", "2"), "--burstiness needs"),
@@ -141,10 +126,13 @@ def test_bad_flags_are_refused_before_the_server_hears_anything(
         assert server.requests == []
 
 
-def test_a_report_that_cannot_be_drawn_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_drawn_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "can_draw", lambda: False)
     with ScriptedServer() as server:
-        flags = ("--concurrencies", "1", "--report", str(tmp_path / "r.png"))
-        with pytest.raises(ConfigError, match="need matplotlib"):
+        flags = ("--concurrencies", "1", "--report", str(tmp_path / "r.html"))
+        with pytest.raises(ConfigError, match="needs matplotlib"):
             sweep.main(_flags(server, tmp_path, *flags))
         assert server.requests == []
 
@@ -152,8 +140,8 @@ def test_a_report_that_cannot_be_drawn_is_refused_before_the_run(tmp_path: Path)
 def test_the_number_of_requests_follows_the_load() -> None:
     flags = ["--base-url", "http://127.0.0.1:1", *DATASET]
     rates = sweep.read_flags([*flags, "--request-rates", "0.1,2", "--burstiness", "2"])
-    assert [rates.dataset_at(value).num_prompts for value in rates.loads] == [16, 60]
+    assert [rates.num_prompts_at(value) for value in rates.loads] == [16, 60]
     assert [rates.load_at(value).request_rate for value in rates.loads] == [0.1, 2]
     places = sweep.read_flags([*flags, "--concurrencies", "1,32"])
-    assert [places.dataset_at(value).num_prompts for value in places.loads] == [16, 256]
+    assert [places.num_prompts_at(value) for value in places.loads] == [16, 256]
     assert [places.load_at(value).max_concurrency for value in places.loads] == [1, 32]

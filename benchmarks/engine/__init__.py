@@ -1,0 +1,1 @@
+"""A whole engine: start-up, layouts, and the predictions of the planner."""

@@ -1,0 +1,180 @@
+"""What is gained by keeping layers on the attention node where the link is slow?
+
+Starts one engine after the other over an emulated link: all rows travel, they do not in every other
+layer, they do not at all. All get the same prompts in turn, and the tokens must be equal. The
+planner's cost model predicts each one's step from this machine's profile (`topspin profile`), to
+which only the link's latency is added. Run as `topspin bench local-layers --device DEVICE.json`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from app.cli.serve import plan_of
+from benchmarks.experiment import (
+    Experiment,
+    Result,
+    Table,
+    rounds_in_turn,
+    settings_of,
+    table,
+)
+from benchmarks.servers.topspin import TopspinServer, random_prompts
+from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
+from deploy.placement.devices import DeviceProfile, load_profile
+from deploy.placement.formats import stored
+from deploy.placement.search.layouts import Device, Host, layouts_of
+from deploy.placement.search.steps import Clock, Engine, EngineSteps
+from deploy.placement.shapes import ModelShape
+from deploy.placement.workload import Lengths, Workload
+from models.description.config import load_model_config
+from models.sources.hub import DEFAULT_MODEL, resolve_model
+from topspin.plan.local_experts import LocalExperts
+from topspin.plan.spec import EnginePlan
+
+PROMPT_LEN: Final = 16
+
+
+class Load(NamedTuple):
+    """What all engines are asked: so many requests at once, of these lengths in tokens."""
+
+    requests: int
+    prompt_len: int
+    output_len: int
+
+
+def predicted_s(
+    profile: DeviceProfile, path: Path, *, latency_us: float, num_local: int, load: Load
+) -> float:
+    """Return the seconds of a decode step, as `topspin plan` counts them.
+
+    The device serves both roles in turns over its own shm link, `latency_us` longer; the first
+    `num_local` MoE layers have no hop.
+    """
+    model = ModelShape.from_config(load_model_config(path))
+    own = next(each for each in profile.links if each.name == "shm" and each.shares_cores)
+    link = HostLink(
+        transport="shm",
+        alpha_us=own.alpha_s * 1e6 + latency_us,
+        gbps=min(1e6, own.bytes_per_s * 8e-9),
+    )
+    spec = HostGroup(name="here", devices=(DeviceGroup(device=profile.name),), links=(link,))
+    cpu = Device(0, profile, 1, int(profile.memory_bytes), 0.0, profile.cores, 1.0)
+    layouts = layouts_of(Host(spec, (cpu,)), num_experts=model.num_experts).layouts
+    engine = Engine(
+        next(each for each in layouts if each.kind == "turns"),
+        stored(model),
+        held=(model.num_experts,),
+        weights=(1.0,),
+        micro_batches=1,
+        batched_tokens=512,
+        num_local=num_local,
+    )
+    workload = Workload(
+        prompt=Lengths(mean=load.prompt_len),
+        output=Lengths(mean=load.output_len),
+        users=load.requests,
+    )
+    return EngineSteps(engine, Clock(model, workload)).step_s(load.requests, None)
+
+
+def plans(path: Path, *, latency_us: float, requests: int) -> dict[str, tuple[int, EnginePlan]]:
+    """Return the engines, with the number of layers that have no hop."""
+    model = load_model_config(path)
+    remote = plan_of(
+        path,
+        max_model_len=1024,
+        transport="shm",
+        latency_us=latency_us,
+        max_num_seqs=requests,
+        micro_batches=1,
+        kv_cache_bytes=256 * 2**20,
+        layout="shared",
+    )
+    half, whole = (LocalExperts(layers=model.moe_layers[::n], when="always") for n in (2, 1))
+    replace = msgspec.structs.replace
+    return {
+        "remote": (0, remote),
+        "half": (len(half.layers), replace(remote, local_experts=half)),
+        "local": (
+            len(whole.layers),
+            replace(remote, local_experts=whole, nodes=tuple(remote.attention)),
+        ),
+    }
+
+
+def layout(result: Result) -> Iterator[Table]:
+    """Yield what layers without a hop bring, measured and predicted."""
+    columns = {
+        "layers without a hop": "{layers_without_hop}",
+        "tokens/s": "{tokens_per_s}",
+        "predicted": "{predicted_tokens_per_s}",
+        "speed-up": "{speed_up:.2f}x",
+        "speed-up predicted": "{predicted_speed_up:.2f}x",
+        "error": "{error:+.1%}",
+    }
+    yield table(columns, result["rows"])
+
+
+EXPERIMENT = Experiment("local_layers", __doc__, layout)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure in turns, compare with the prediction, and write the result."""
+    parser = EXPERIMENT.parser(rounds=5)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument(
+        "--device", type=Path, required=True, metavar="FILE", help="this machine's profile"
+    )
+    parser.add_argument("--latency-us", type=float, default=500.0)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--output-len", type=int, default=48)
+    args = parser.parse_args(argv)
+    path = resolve_model(args.model)
+    vocab_size = load_model_config(path).vocab_size
+    profile = load_profile(args.device)
+    load = Load(args.requests, PROMPT_LEN, args.output_len)
+    planned = plans(path, latency_us=args.latency_us, requests=args.requests)
+
+    def rate(server: TopspinServer, turn: int) -> float:
+        prompts = random_prompts(
+            turn, count=args.requests, length=PROMPT_LEN, vocab_size=vocab_size
+        )
+        return round(server.decode_rate(prompts, args.output_len), 1)
+
+    with ExitStack() as running:
+        servers = {
+            name: running.enter_context(TopspinServer(plan)) for name, (_, plan) in planned.items()
+        }
+        rounds = rounds_in_turn(servers, rate, rounds=args.rounds)
+    predicted = {
+        name: predicted_s(profile, path, latency_us=args.latency_us, num_local=count, load=load)
+        for name, (count, _) in planned.items()
+    }
+    rows = []
+    for name, (count, _) in planned.items():
+        gain = statistics.median(each[name] / each["remote"] for each in rounds)
+        expected = predicted["remote"] / predicted[name]
+        rows.append(
+            {
+                "engine": name,
+                "layers_without_hop": count,
+                "tokens_per_s": statistics.median(each[name] for each in rounds),
+                "predicted_tokens_per_s": round(load.requests / predicted[name], 1),
+                "speed_up": round(gain, 3),
+                "predicted_speed_up": round(expected, 3),
+                "error": round(expected / gain - 1, 3),
+            }
+        )
+    settings = settings_of(args, model=Path(args.model).name, device=profile.name)
+    return EXPERIMENT.finish(args, {"settings": settings, "rows": rows, "rounds": rounds})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

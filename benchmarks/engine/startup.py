@@ -1,0 +1,149 @@
+"""Where does the time from `topspin serve` to the first token go, and the memory?
+
+Starts the engine several times and timestamps its log lines: processes started (a role has imported
+its modules and sent Hello), weights loaded and packed, ready; then the first request and a second
+one. Memory is the proportional set size (PSS: shared pages count once) of each process, idle after
+these requests. The files are in the page cache from the second start on. Run as
+`topspin bench startup`.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.experiment import Experiment, Result, Table, number, say
+from benchmarks.servers.topspin import descendants, pss_bytes
+from models.sources.hub import DEFAULT_MODEL, resolve_model
+
+TIMEOUT_S = 300.0
+_READY = re.compile(r"Topspin is ready at (\S+)")
+# Phase -> the log line that ends it; a phase ends with the last process that logs it.
+_PHASES = (
+    ("gateway listens", re.compile(r"gateway: listens")),
+    ("nodes imported", re.compile(r"(attention|expert) \d+ joined")),
+    ("weights loaded and packed", re.compile(r"scheduler: (attention|expert) \d+ ready")),
+    ("ready", _READY),
+)
+# Command line -> role.
+_ROLES = {
+    "server.gateway": "gateway",
+    "server.scheduler": "scheduler",
+    "app.launch.local_node": "local node",
+    "attention_nodes": "attention nodes",
+    "expert_nodes": "expert nodes",
+    "topspin serve": "supervisor",
+}
+
+
+def run_once(model: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Start, send two requests, stop; returns seconds by phase (from the start), MB by role."""
+    started_s = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "topspin", "serve", model, "--port", "0", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        stamps, url = phases(_stamped(process.stdout, started_s))
+        stamps["first token of a first request"] = _ask(url)
+        stamps["first token of a second request"] = _ask(url)
+        return {"seconds": stamps, "pss_mb": memory(process.pid)}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def _stamped(lines: Iterator[str], started_s: float) -> Iterator[tuple[float, str]]:
+    for line in lines:
+        yield time.perf_counter() - started_s, line
+
+
+def phases(lines: Iterator[tuple[float, str]]) -> tuple[dict[str, float], str]:
+    """Return the end of each phase, in seconds, and the server's URL; reads up to that line.
+
+    `lines` are (seconds since the start, log line).
+    """
+    ends: dict[str, float] = {}
+    for at_s, line in lines:
+        for name, pattern in _PHASES:
+            if pattern.search(line):
+                ends[name] = at_s
+        if found := _READY.search(line):
+            return ends, found[1]
+    raise SystemExit("topspin serve ended before it was ready")
+
+
+def _ask(url: str) -> float:
+    """Return the seconds to the first token of a short request."""
+    body = {"prompt": "The sky is", "max_tokens": 4, "temperature": 0, "stream": True}
+    body["model"] = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    sent_s = time.perf_counter()
+    first_s = None
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if first_s is None and line.startswith("data: {"):
+                first_s = time.perf_counter() - sent_s
+    if first_s is None:
+        raise SystemExit("a request had no token")
+    return first_s
+
+
+def memory(pid: int) -> dict[str, float]:
+    """Return MB of PSS by role, for the engine whose supervisor is `pid`."""
+    found: dict[str, float] = {}
+    for child in descendants(pid):
+        command = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+        role = next((role for name, role in _ROLES.items() if name in command), "other")
+        found[role] = found.get(role, 0.0) + pss_bytes(child) / 1e6
+    return {**found, "all": sum(found.values())}
+
+
+def layout(result: Result) -> Iterator[Table | str]:
+    """Yield seconds until each phase's end, and memory by role."""
+    yield f"{result['model']}, {result['weights_mb']:.0f} MB of weights:"
+    yield _medians("until", "seconds", result["seconds"])
+    yield _medians("memory (PSS) of", "MB", result["pss_mb"])
+
+
+def _medians(name: str, unit: str, values: Result) -> Table:
+    return Table([name, unit], [[each, number(value)] for each, value in values.items()])
+
+
+EXPERIMENT = Experiment("startup", __doc__, layout)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start several times, print medians, write the result."""
+    parser = EXPERIMENT.parser()
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument("--starts", type=int, default=5)
+    args, flags = parser.parse_known_args(argv)
+    path = resolve_model(args.model)
+    runs = []
+    for start in range(1, args.starts + 1):
+        say(f"start {start} of {args.starts}")
+        runs.append(run_once(str(path), flags))
+    medians = {
+        kind: {name: statistics.median(run[kind][name] for run in runs) for name in runs[0][kind]}
+        for kind in ("seconds", "pss_mb")
+    }
+    weights_mb = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1e6
+    result = {"model": args.model, "flags": flags, "weights_mb": weights_mb, **medians}
+    return EXPERIMENT.finish(args, {**result, "starts": runs})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

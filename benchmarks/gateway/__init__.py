@@ -1,0 +1,1 @@
+"""One gateway process between a stub engine and many clients."""

@@ -1,0 +1,128 @@
+"""How long do large request bodies delay other clients of one gateway process?
+
+A stub engine streams a token every 10 ms to one client while another keeps asking `/health`; then
+two large bodies arrive at once. The figures are the longest time between two tokens and the slowest
+`/health`, without and with the bodies, and the gateway's memory before, at its peak, and after.
+Called by benchmarks.gateway.command, which starts the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from contextlib import closing
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+TOKEN_PERIOD_MS = 10.0
+NUM_BODIES = 2
+SETTLE_S = 1.0
+# Memory is freed when no large body has come for a while.
+MEMORY_WAIT_S = 5.0
+TEXT = Path(__file__).parents[1] / "payload_text.txt"
+
+
+def make_bodies(size_bytes: int) -> dict[str, bytes]:
+    """Return a request of about `size_bytes` for each kind of large body."""
+    text = TEXT.read_text(encoding="utf-8")
+    text = (text * (size_bytes // len(text) + 1))[:size_bytes]
+    head: dict[str, Any] = {"model": "stub", "max_tokens": 1}
+    user = {"role": "user", "content": "Good morning."}
+    bodies = {
+        "one long message": head | {"messages": [{"role": "user", "content": text}]},
+        "many short messages": head | {"messages": [user] * (size_bytes // 45)},
+        "token ids": head | {"prompt": [30_000] * (size_bytes // 7)},
+    }
+    return {kind: json.dumps(body).encode() for kind, body in bodies.items()}
+
+
+def memory_mib(pid: int, field: str = "VmRSS") -> float:
+    """Return a memory figure of /proc/PID/status."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) / 1024
+
+
+async def measure(url: str, pid: int, bodies: dict[str, bytes]) -> list[dict[str, Any]]:
+    """Return a row without large bodies, and one for two of each kind at once."""
+    rows = []
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        started = asyncio.Event()
+        gaps: list[float] = []
+        health: list[float] = []
+        watchers = [
+            asyncio.create_task(_read_stream(session, url, gaps, started)),
+            asyncio.create_task(_ask_health(session, url, health)),
+        ]
+        await started.wait()
+        for kind, body in [("none", b""), *bodies.items()]:
+            before_mib = memory_mib(pid)
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak counts from here
+            gaps.clear()
+            health.clear()
+            sent_s = time.monotonic()
+            statuses = []
+            if body:
+                calls = (asyncio.to_thread(_post, url, kind, body) for _ in range(NUM_BODIES))
+                statuses = await asyncio.gather(*calls)
+            took_s = time.monotonic() - sent_s
+            await asyncio.sleep(SETTLE_S)
+            row = {
+                "bodies": kind,
+                "size_mib": len(body) / 2**20,
+                "statuses": statuses,
+                "took_s": took_s,
+                "longest_token_gap_ms": max(gaps) * 1e3,
+                "slowest_health_ms": max(health) * 1e3,
+                "peak_mib": memory_mib(pid, "VmHWM"),
+                "before_mib": before_mib,
+            }
+            await asyncio.sleep(MEMORY_WAIT_S)
+            rows.append(row | {"after_mib": memory_mib(pid)})
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+    return rows
+
+
+def _post(url: str, kind: str, body: bytes) -> int:
+    """Return the status; called in a thread, since writing would block this event loop."""
+    path = "/v1/completions" if kind == "token ids" else "/v1/chat/completions"
+    address = urlsplit(url)
+    with closing(HTTPConnection(str(address.hostname), address.port)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+
+async def _read_stream(
+    session: aiohttp.ClientSession, url: str, gaps: list[float], started: asyncio.Event
+) -> None:
+    """Append the time between two reads of the stream."""
+    for seed in itertools.count():
+        body = {"model": "stub", "prompt": [300], "max_tokens": 4000, "stream": True, "seed": seed}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            response.raise_for_status()
+            last_s = time.monotonic()
+            async for _ in response.content.iter_any():
+                now_s = time.monotonic()
+                gaps.append(now_s - last_s)
+                last_s = now_s
+                started.set()
+
+
+async def _ask_health(session: aiohttp.ClientSession, url: str, times: list[float]) -> None:
+    while True:
+        asked_s = time.monotonic()
+        async with session.get(f"{url}/health") as response:
+            await response.read()  # a delayed gateway may even answer 503
+        times.append(time.monotonic() - asked_s)
+        await asyncio.sleep(0.005)

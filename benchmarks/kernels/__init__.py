@@ -1,0 +1,1 @@
+"""The CPU's kernels against the machine's limits."""

@@ -1,0 +1,130 @@
+"""The bytes that a decode step needs at least: the floor that a benchmark compares with.
+
+Pure arithmetic over a model's shape, the formats of its weights, the contexts, and the number of
+experts that the step's routing touched. Every needed weight is read once, for any batch; keys and
+values are read up to each token's context (or window) and written for the new position.
+Activations are left out: they fit in a cache. Called by benchmarks.gpu.engine and, for one request
+on a CPU, by benchmarks.load.compare_plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from benchmarks.kernels.roofline import BF16, weight_bytes
+from models.description.config import LayerConfig, ModelConfig
+from topspin.plan.precision import UNQUANTISED, Format, Part, format_of, rules_of
+
+BITS: Final[dict[Format, int]] = {"int8": 8, "int4": 4}
+"""The quantised formats of the CPU's kernels, and the bits of a number without its group's step."""
+
+
+class _Matrix(NamedTuple):
+    part: Part
+    num_out: int
+    num_in: int
+
+
+def expert_numbers(model: ModelConfig) -> int:
+    """Return the number of weights of one routed expert."""
+    return sum(each.num_out * each.num_in for each in _expert(model))
+
+
+def decode_floor(
+    model: ModelConfig,
+    *,
+    itemsize: int,
+    touched: Sequence[int],
+    contexts: Sequence[int],
+    quantization: Format = UNQUANTISED,
+) -> dict[str, float]:
+    """Return the bytes of one decode step, by kind.
+
+    `itemsize` is the bytes of a number, for keys, values and weights that are not quantised;
+    `touched` the number of different experts that the step's tokens chose, per MoE layer;
+    `contexts` the positions that each sequence's new token sees, itself included. `quantization` is
+    UNQUANTISED or one of BITS.
+    """
+    assert len(touched) == len(model.moe_layers)
+    rules = rules_of(quantization)
+
+    def size(matrix: _Matrix) -> int:
+        fmt = format_of(rules, matrix.part)
+        if fmt == UNQUANTISED:
+            return matrix.num_out * matrix.num_in * itemsize
+        return weight_bytes(matrix.num_out, matrix.num_in, BITS[fmt])
+
+    seen = sum(
+        min(context, layer.sliding_window or context)
+        for layer in model.layers
+        for context in contexts
+    )
+    written = len(contexts) * model.num_layers
+    hidden = model.hidden_size
+    num_bytes = {
+        "attention": sum(
+            sum(map(size, _matrices(model, layer))) + _other_numbers(model, layer) * itemsize
+            for layer in model.layers
+        ),
+        "experts": sum(touched) * sum(map(size, _expert(model))) if touched else 0,
+        "kv": 2 * model.kv_size * (seen + written) * itemsize,
+        "lm_head": size(_Matrix("lm_head", model.vocab_size, hidden)) + hidden * itemsize,
+        "embed": len(contexts) * hidden * itemsize,
+    }
+    return {what: float(count) for what, count in num_bytes.items()}
+
+
+def step_weight_bytes(model: ModelConfig, quantization: Format) -> int:
+    """Return the bytes of all weights that a decode step of one request reads on a CPU.
+
+    These are the experts chosen in each layer, and everything else but the embeddings; what is not
+    quantised has 16 bits.
+    """
+    top_k = 0 if model.moe is None else model.moe.top_k
+    touched = [top_k] * len(model.moe_layers)
+    floor = decode_floor(
+        model, itemsize=BF16, touched=touched, contexts=[], quantization=quantization
+    )
+    return int(sum(floor.values()))
+
+
+def _expert(model: ModelConfig) -> list[_Matrix]:
+    """Return the matrices of one routed expert."""
+    assert model.moe is not None
+    return list(_mlp("experts", model.hidden_size, model.moe.intermediate_size))
+
+
+def _mlp(part: Part, hidden: int, width: int) -> Iterator[_Matrix]:
+    yield _Matrix(part, 2 * width, hidden)
+    yield _Matrix(part, hidden, width)
+
+
+def _matrices(model: ModelConfig, layer: LayerConfig) -> Iterator[_Matrix]:
+    """Yield the matrices of a layer that every token uses and that may be quantised."""
+    hidden = model.hidden_size
+    yield _Matrix("attention", model.q_size + 2 * model.kv_size, hidden)
+    yield _Matrix("attention", hidden, model.q_size)
+    if not layer.is_moe:
+        yield from _mlp("mlp", hidden, model.intermediate_size)
+        return
+    assert model.moe is not None
+    if model.moe.shared_intermediate_size is not None:
+        yield from _mlp("mlp", hidden, model.moe.shared_intermediate_size)
+
+
+def _other_numbers(model: ModelConfig, layer: LayerConfig) -> int:
+    """Return the number of a layer's other weights: norms, biases, router, shared expert's gate."""
+    hidden = model.hidden_size
+    numbers = 2 * hidden
+    numbers += model.q_size + 2 * model.kv_size if model.qkv_bias else 0
+    numbers += hidden if model.o_bias else 0
+    if model.qk_norm == "head":
+        numbers += 2 * model.head_dim
+    elif model.qk_norm == "full":
+        numbers += model.q_size + model.kv_size
+    if not layer.is_moe:
+        return numbers + (2 * model.intermediate_size + hidden if model.mlp_bias else 0)
+    assert model.moe is not None
+    numbers += model.moe.num_experts * hidden
+    return numbers + (hidden if model.moe.shared_intermediate_size is not None else 0)

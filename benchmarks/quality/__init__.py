@@ -1,0 +1,1 @@
+"""The loss of quality by formats of weights and of rows on the wire."""

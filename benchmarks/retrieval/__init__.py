@@ -1,0 +1,1 @@
+"""Attention to retrieved keys: quality, tasks, speed."""

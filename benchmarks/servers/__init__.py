@@ -1,0 +1,1 @@
+"""Servers that benchmarks start for a turn and stop after it."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: servers without it, forced and adaptive."""

@@ -1,0 +1,1 @@
+"""M2N, and the overlap of its two sides."""
