@@ -30,7 +30,7 @@ KUSTOMIZE = os.environ.get("TOPSPIN_KUSTOMIZE") or shutil.which("kustomize")
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
 # They are no commands of ours; what they do is in the text around them.
-OTHERS = {"curl", "docker", "kubectl", "pip", "printf", "git", "export", "openssl"}
+OTHERS = {"curl", "docker", "kubectl", "pip", "printf", "git", "export", "openssl", "cat", "sed"}
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
@@ -55,6 +55,8 @@ def commands(page: Path) -> Iterator[list[str]]:
     for info, text in blocks(page):
         if info.split()[:1] not in (["sh"], ["bash"], ["console"], []):
             continue
+        # What a command reads from the page is none.
+        text = re.sub(r"(<<'(\w+)')\n.*?^\2$", r"\1", text, flags=re.MULTILINE | re.DOTALL)
         pending = ""
         for line in text.replace("\\\n", " ").splitlines():
             pending = f"{pending}\n{line}" if pending else line

@@ -286,6 +286,7 @@ class ModelRunner:
         prepared = self._plans.slice_up(
             plan, drafts, may_wait=self._num_hops(net) > 0, trace=trace, beat=beat
         )
+        self._decoder.watch = prepared.watch
         asked, reserved = self._ask(prepared)
         self._begin(net, plan.ticket, trace)
         placed = self._executor.place(prepared.micro_batches, net)

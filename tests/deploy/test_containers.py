@@ -99,9 +99,9 @@ def test_probes_and_deadlines_are_those_of_the_command(name: str, form: Format) 
         assert each.probes
         if parsed.command in ("gateway", "serve"):
             assert ["http", "/health"] in each.probes
-            assert getattr(parsed, "gateway.host") == "::"
-            assert getattr(parsed, "gateway.port") == HTTP_PORT
-            assert each.grace_s > getattr(parsed, "gateway.shutdown_timeout_s")
+            assert parsed.host == "::"
+            assert parsed.port == HTTP_PORT
+            assert each.grace_s > parsed.shutdown_timeout_s
             continue
         written += [(pod, parsed.progress) for pod in each.pods]
         asked = [parse(probe[1:]) for probe in each.probes]

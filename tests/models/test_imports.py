@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 TORCH_FREE = (
-    "chat_template",
-    "checkpoint_index",
-    "config",
-    "families",
-    "hub",
+    "checkpoints.checkpoint_index",
+    "description.config",
+    "description.families",
     "rope",
-    "tokenizer",
+    "sources.hub",
+    "text.chat_template",
+    "text.tokenizer",
 )
 
 

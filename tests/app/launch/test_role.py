@@ -21,7 +21,7 @@ from app.launch.role import (
 )
 from tests.checkpoints import make_checkpoint
 from tests.structs import changed
-from tests.topspin.plan.test_network import CONTROL, spread
+from tests.topspin.plan.test_checks import CONTROL, spread
 from tests.topspin.plans import plan
 from topspin.errors import ConfigError
 from topspin.plan.file import print_plan

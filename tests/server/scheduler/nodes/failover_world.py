@@ -38,7 +38,7 @@ from topspin.messages import (
     Topology,
     Welcome,
 )
-from topspin.plan.settings import FailoverSection, Transport
+from topspin.plan.settings import FailoverPolicy, Transport
 from topspin.plan.spec import StageNode
 
 A0, A1 = Member("attention", 0), Member("attention", 1)
@@ -77,7 +77,7 @@ class World:
             num_nodes=2,
             num_expert_nodes=2,
             transport=transport,
-            failover=FailoverSection(restart=True, restart_deadline_s=30.0, halt_deadline_s=5.0),
+            failover=FailoverPolicy(restart=True, restart_deadline_s=30.0, halt_deadline_s=5.0),
         )
         own = [
             StageNode(
