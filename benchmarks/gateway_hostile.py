@@ -1,4 +1,4 @@
-"""How long do clients without a key delay others of one gateway process?
+"""The delay of one gateway's clients by others that have no key.
 
 A stub engine streams a token every 10 ms to a client that has a key, while another asks `/live` on
 a new connection each time, one after the other. Meanwhile a process of its own, at the lowest

@@ -1,4 +1,4 @@
-"""What does the scheduler's policy cost per step?
+"""The cost of the scheduler's policy per step.
 
 Times schedule() and update() of decode steps with 1, 16, 256 and 4,096 running sequences on one
 attention node; no sockets, no nodes: results are generated from the plans. Writes

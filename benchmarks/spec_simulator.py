@@ -1,4 +1,4 @@
-"""How much faster is a draft node that drafts while the target verifies, on cores of its own?
+"""The speed-up by a draft node that drafts while the target verifies, on cores of its own.
 
 Plays the real rounds (spec_decode.rounds, spec_decode.asking) and the real serial runner against a
 made-up model on a virtual clock: a step of the target takes 1, a pass of the draft model a given

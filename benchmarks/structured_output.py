@@ -1,4 +1,4 @@
-"""What does a grammar cost a request: until its first token, and for each token?
+"""The cost of a grammar to a request: until its first token, and for each token.
 
 Chats of one user in turn: without a grammar, with a schema that nobody has sent before, with one
 that the server has compiled, and forced to choose one of some texts; then chats of several users at

@@ -1,4 +1,4 @@
-"""Which files and functions does one streamed token pass?
+"""The files and functions that one streamed token passes.
 
 Runs `topspin serve` over several processes with a recorder in each (benchmarks/path_recorder),
 streams the same chat several times, and prints the product's functions that every one of them

@@ -1,4 +1,4 @@
-"""How long a step's layers take, given the times of one layer and micro-batch.
+"""The time of a step's layers, given the times of one layer and micro-batch.
 
 Owns MegaScale-Infer's pipeline formula (arXiv 2504.02263, section 4), corrected for links that are
 not hidden and for cores that both sides share. Pure arithmetic. Called by the scheduler, which

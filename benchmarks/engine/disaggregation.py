@@ -1,4 +1,4 @@
-"""What does separating attention and experts cost on one machine?
+"""The cost of separating attention and experts on one machine.
 
 Starts `topspin serve MODEL` twice, once over --transport local (everything in one process)
 and once disaggregated (shm, 1x1, unless flags say otherwise), sends both the same

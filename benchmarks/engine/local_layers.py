@@ -1,4 +1,4 @@
-"""What is gained by keeping layers on the attention node where the link is slow?
+"""The gain of keeping layers on the attention node where the link is slow.
 
 Starts one engine after the other over an emulated link: all rows travel, they do not in every other
 layer, they do not at all. All get the same prompts in turn, and the tokens must be equal. The

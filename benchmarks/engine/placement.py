@@ -1,4 +1,4 @@
-"""What is it worth to give each expert node a share of the experts by its speed?
+"""The gain of giving each expert node a share of the experts by its speed.
 
 Starts one engine per placement of the routed experts over two expert nodes, of which the second is
 an emulated device that takes `--slow` times as long: `uniform` gives both as many, `planned` as

@@ -1,4 +1,4 @@
-"""Where does the time from `topspin serve` to the first token go, and the memory?
+"""The time from `topspin serve` to the first token by its phases, and the memory of each process.
 
 Starts the engine several times and timestamps its log lines: processes started (a role has imported
 its modules and sent Hello), weights loaded and packed, ready; then the first request and a second

@@ -1,4 +1,4 @@
-"""How many tokens can one gateway process stream, and how late do they come?
+"""The tokens per second that one gateway process streams, and how late they come.
 
 A stub engine (benchmarks/engine_stub.py) sends every stream a token per step at a given total rate,
 all streams at once (one group) or spread over the step's time (several groups, as engines that are

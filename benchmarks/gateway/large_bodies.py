@@ -1,4 +1,4 @@
-"""How long do large request bodies delay other clients of one gateway process?
+"""The delay of one gateway's other clients by large request bodies.
 
 A stub engine streams a token every 10 ms to one client while another keeps asking `/health`; then
 two large bodies arrive at once. The figures are the longest time between two tokens and the slowest

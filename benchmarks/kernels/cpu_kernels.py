@@ -1,4 +1,4 @@
-"""How close do the CPU kernels come to this machine's limits?
+"""The CPU kernels against this machine's limits.
 
 Measures the machine in the same run (read bandwidth of an array larger than the cache; rates of
 torch's large matmuls, in bf16 and, the limit of quantised weights, in int8) and every op of

@@ -1,4 +1,4 @@
-"""Where does the time of a decode step go? Every op of a recorded step against its floor.
+"""The time of a decode step by the ops of its recording, each against its floor.
 
 Lets a few sequences of a model in this process (benchmarks.local_model) decode for ever. The
 recorded program leaves the time at which each of its ops ended. An op's floor is the time in which

@@ -1,4 +1,4 @@
-"""What does a compressed M2N payload cost in quality?
+"""The loss of quality by a compressed M2N payload.
 
 Runs a text and greedy continuations through the model in transformers, with the input rows of its
 routed experts converted by m2n_comm.payload as on the wire (answers in bf16), and compares with the

@@ -1,4 +1,4 @@
-"""What does --quantization cost in quality?
+"""The loss of quality by --quantization.
 
 Runs benchmarks/payload_text.txt through the model in transformers, once unchanged (in fp32) and
 once per mode with its attention projections, MLPs, routed experts and LM head computed by the

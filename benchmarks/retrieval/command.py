@@ -1,4 +1,4 @@
-"""What does attention to few retrieved keys cost in quality, and what does it bring in time?
+"""The loss of quality by attention to few retrieved keys, and the time that it saves.
 
 Three parts, each by itself with --parts: quality (real queries and keys of the model, and many ways
 to choose keys: benchmarks.retrieval.quality), tasks (servers answer questions about long texts,

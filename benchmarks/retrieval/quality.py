@@ -1,4 +1,4 @@
-"""What is lost if a decoded token attends to few of its keys? Real queries and keys, many ways.
+"""The loss of a decoded token that attends to few of its keys: real queries and keys, many ways.
 
 Owns the reading of queries, keys and values of every layer from a model that computes a text, and
 the figures of each of benchmarks.retrieval.methods on them: the error of the attention's output

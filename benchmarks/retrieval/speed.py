@@ -1,4 +1,4 @@
-"""How long does a decode step take by the length of its context, dense and with retrieval?
+"""The time of a decode step by the length of its context, dense and with retrieval.
 
 Owns nodes of one model in this process, one dense and one for each budget, that share weights and
 cache and take their steps in turn. The cache is filled with keys and values of a real text; behind

@@ -1,4 +1,4 @@
-"""What does speculative decoding bring? Servers without it, forced and adaptive, in turn.
+"""The gain of speculative decoding: servers without it, forced and adaptive, in turn.
 
 Starts `topspin serve` three times a round: with speculation off, with --config and `"adaptive":
 false` (forced), and with `"adaptive": true`. Each server is stopped before the next is started, so

@@ -1,4 +1,4 @@
-"""How fast is M2N, against general-purpose collectives and message queues, in one run?
+"""M2N's speed against general-purpose collectives and message queues, in one run.
 
 Owns the grid (backends x M x N x message size), the processes (each pinned to a core), the timing,
 and the report: round-trip p50/p99 and throughput with four messages in flight, as JSON, a table,

@@ -1,1 +1,1 @@
-"""What an image of Topspin has beside the installed package."""
+"""The parts of an image of Topspin beside the installed package."""

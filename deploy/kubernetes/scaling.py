@@ -1,4 +1,4 @@
-"""How many pods there are: what may be taken away at once, and what is added by load.
+"""The number of pods: how many may be taken away at once, and what is added by load.
 
 Owns PodDisruptionBudgets and KEDA's ScaledObjects. Gateways follow the streams that are open.
 Nodes that are optional, and engines that are whole, follow the queue and the use of the KV caches.

@@ -1,4 +1,4 @@
-"""What a node's flight recorder says of the time that each layer took.
+"""The time of each layer, as a node's flight recorder has it.
 
 Owns the reading of stamps: which events are a node's own work, and the statistic. A step has many
 layers, so its stamps are many short samples, most of which another process's turn on a core did

@@ -1,4 +1,4 @@
-"""What the calibration text puts into each matrix of a layer, as compensated rounding needs it.
+"""The calibration text's inputs of each matrix of a layer, as compensated rounding needs them.
 
 Owns the sums over rows. It is an observer of deploy.quantisation.forward, one per layer, and is
 read by deploy.quantisation.rounding.

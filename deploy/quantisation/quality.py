@@ -1,4 +1,4 @@
-"""How far a quantised model is from its original, over a text.
+"""The distance of a quantised model from its original, over a text.
 
 Owns the two measures, the comparison of checkpoints, layer by layer, and its bound. Called by
 deploy.quantisation's command and sensitivity, and by benchmarks.

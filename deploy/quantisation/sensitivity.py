@@ -1,4 +1,4 @@
-"""How much each layer's part loses in each format: an indicator, and the divergence it predicts.
+"""The loss of each layer's part in each format: an indicator, and the divergence it predicts.
 
 Owns the indicator, measuring single parts, and the prediction of the others. Knows no file of
 results. Called by deploy.quantisation.sensitivity_command and by benchmarks.

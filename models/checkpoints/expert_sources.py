@@ -1,4 +1,4 @@
-"""Where a checkpoint has the matrices of its routed experts, in either layout.
+"""The places of routed experts' matrices in a checkpoint, in either layout.
 
 Owns the choice between an expert's own tensors and a layer's stacked ones, and finding the MoE
 block's name. Reads no tensor. Called by models.checkpoints.weights and

@@ -1,4 +1,4 @@
-"""What tells a checkpoint from every other one, cheaply: a digest of each of its files.
+"""The fingerprint of a checkpoint, made cheaply: a digest of each of its files.
 
 Owns the choice of the bytes that are read: config.json and the headers whole, and a sample of every
 tensor, so that a fine-tune of the same shapes differs wherever its files were copied to. Knows no

@@ -1,4 +1,4 @@
-"""What an engine plan depends on, of a model.
+"""The facts of a model on which an engine plan depends.
 
 Knows no tensors. Called by whoever makes or checks a plan: `topspin serve` and the planner.
 """

@@ -1,4 +1,4 @@
-"""How a checkpoint stores its quantised weights: a scheme per module, and where its tensors are.
+"""The storage of a checkpoint's quantised weights: a scheme per module, and its tensors' places.
 
 Owns the schemes' fields, which of them covers a module, and the names of the tensors that make up
 one matrix. Knows no numbers (and imports no torch). models.quantised.config parses schemes,

@@ -1,4 +1,4 @@
-"""Where a node's draft model computes, with which kernels, and its room."""
+"""The device, kernels and room of a node's draft model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a step is run, recorded or replayed, and when recordings are forgotten."""
+"""The choice between running, recording and replaying a step, and the end of recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container runtime does: a container's root, user, hostname and processes.
+"""The part of a container runtime: a container's root, user, hostname and processes.
 
 Owns two processes, run by tests.system.pods in a network namespace and a mount namespace of their
 own, with a JSON specification as the argument. The first one stays, passes SIGTERM on and ends as

@@ -1,4 +1,4 @@
-"""How soon a node's end, freeze, hang or network loss is decided on.
+"""The time until a node's end, freeze, hang or network loss is decided on.
 
 The scheduler runs in this process; its decisions and the events are timed on one clock. The
 remaining error is the machine's lateness, which is measured at the same time and allowed for.

@@ -1,4 +1,4 @@
-"""What attention and draft nodes say to each other directly, and a draft node's counters.
+"""The messages between attention and draft nodes, and a draft node's counters.
 
 An attention node says by which tokens its sequences went on, once per step that may have drafts;
 the draft node answers each Verdicts with one TreeOffers of the same epoch. Whatever has another

@@ -1,4 +1,4 @@
-"""How attention nodes keep keys and values, as plans say it: for all layers, and for single ones.
+"""The form of cached keys and values, as plans say it: for all layers, and for single ones.
 
 Owns the settings of the paged KV cache. A layer's settings follow from the layer alone: all
 attention nodes agree. Knows no tensors. Part of topspin.plan.spec; read by

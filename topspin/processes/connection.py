@@ -1,4 +1,4 @@
-"""How a connection of libzmq has ended: its peer closed it, or was silent.
+"""The end of a connection of libzmq: its peer closed it, or was silent.
 
 Owns a second handle of the connection. Knows no message. Called by topspin.processes.channel.
 """

@@ -1,4 +1,4 @@
-"""How a node's process is reached by those on other hosts, and whom it lets in.
+"""The way to a node's process from other hosts, and those that it lets in.
 
 Owns the part of a role's command line that says so. On one host all of it has its default. Knows no
 socket; called by topspin.processes.node_command and by app.launch.commands.

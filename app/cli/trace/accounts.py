@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from one result of an attention node to its next.
+"""The time of a step by its parts, from one result of an attention node to its next.
 
 Owns the accounts, pure arithmetic over timelines (app.cli.trace.report). A node's timeline has
 no holes, so all of its own time is accounted for; its waits for experts are divided into the

@@ -1,4 +1,4 @@
-"""What draft nodes did in a trace, and how much of it while attention nodes computed.
+"""The work of draft nodes in a trace, and how much of it was done while attention nodes computed.
 
 Pure arithmetic over timelines (app.cli.trace.report). A pass overlaps with verification where
 an attention node is between its inputs and its tokens at the same time: this time costs a request

@@ -1,4 +1,4 @@
-"""What compiled code asks of Linux: to sleep, to wake threads and processes, and the time.
+"""Linux as compiled code uses it: to sleep, to wake threads and processes, and for the time.
 
 Owns the system calls. A futex is the lower half of an i64 (x86-64 is little-endian). Knows no
 thread and no task. Used by `kernels.cpu.compiled`, inside compiled functions only.

@@ -1,4 +1,4 @@
-"""What an answer must look like: `response_format` and `structured_outputs` to a grammar.
+"""The form that an answer must have: `response_format`, `structured_outputs` to a grammar.
 
 Owns the translation to llguidance's text, and what is refused before anything compiles it. Whether
 it can be compiled is said by attention nodes, whose reasons reach the client with the field's name:

@@ -1,4 +1,4 @@
-"""Who may call the API: keys, the tenants that they belong to, and addresses that need keys.
+"""Access to the API: keys, the tenants that they belong to, and addresses that need keys.
 
 Owns the reading of keys (the variable TOPSPIN_API_KEY, and a file that is read again when it
 changes) and the check of every request, as ASGI middleware around the whole application, so that no

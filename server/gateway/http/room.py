@@ -1,4 +1,4 @@
-"""How many connections may be open, and which one goes for a new one.
+"""The places for open connections, and the choice of one that goes for a new one.
 
 Owns that number and the order in which connections have waited for a request. A stranger can open
 connections, and needs no key for it: the one that has waited longest makes room, so that those who

@@ -1,4 +1,4 @@
-"""Whose received bytes are read next.
+"""The order in which received bytes are read.
 
 Owns the order: addresses take turns, and so do the connections of one. A few turns are taken before
 the event loop goes on with everything else, so that nobody's bytes, however many and from however

@@ -1,4 +1,4 @@
-"""What a trace tells of one generation request: its span, and those of its choices' phases.
+"""The trace of one generation request: its span, and those of its choices' phases.
 
 Owns their names, times and attributes, which follow OpenTelemetry's conventions for generative AI,
 and vLLM where those say nothing. They never hold a prompt, an answer, a header or an error's text.

@@ -1,4 +1,4 @@
-"""Whether named GPUs exist: the questions, the messages, and when there is no message."""
+"""The check of named GPUs: the questions, the messages, and when there is no message."""
 
 from __future__ import annotations
 

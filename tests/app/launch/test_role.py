@@ -1,4 +1,4 @@
-"""What `topspin scheduler`, `gateway` and `node` execute."""
+"""The commands that `topspin scheduler`, `gateway` and `node` execute."""
 
 from __future__ import annotations
 

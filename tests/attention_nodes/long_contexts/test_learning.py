@@ -1,4 +1,4 @@
-"""What sequences search is told by their committed lengths, whenever codebooks are learnt.
+"""The search of sequences, told their committed lengths, whenever codebooks are learnt.
 
 Random prompts, steps, shared texts, ends and reuse of blocks, with codebooks learnt between steps,
 within them, by one or another sequence of a text, or as late as possible.

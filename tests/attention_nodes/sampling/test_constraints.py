@@ -1,4 +1,4 @@
-"""What grammars, allowed_token_ids and bad_words leave of the vocabulary, row by row."""
+"""The vocabulary that grammars, allowed_token_ids and bad_words leave, row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps are recorded; that recorded ones are right is for tests/identity."""
+"""The choice of steps that are recorded; that recorded ones are right is for tests/identity."""
 
 from __future__ import annotations
 

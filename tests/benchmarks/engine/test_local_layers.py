@@ -1,4 +1,4 @@
-"""What the planner's cost model says of layers without a hop."""
+"""The planner's cost model of layers without a hop."""
 
 from __future__ import annotations
 

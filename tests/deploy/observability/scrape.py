@@ -1,4 +1,4 @@
-"""What a gateway's /metrics really has, and what PromQL's parser finds in an expression."""
+"""A gateway's real /metrics, and expressions as PromQL's parser reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands write, and refuse."""
+"""The output of the commands, and their refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the keys of query rows are cut into pieces."""
+"""The cutting of query rows' keys into pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the settings of retrieval amount to."""
+"""The sums that the settings of retrieval amount to."""
 
 from __future__ import annotations
 

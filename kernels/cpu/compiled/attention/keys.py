@@ -1,4 +1,4 @@
-"""Where the keys of a piece of a row lie in the caches, for the kernel of attention.
+"""The places of a row piece's keys in the caches, for the kernel of attention.
 
 Owns the arguments of that kernel, the words of its work, and the widening of caches in fp8, whose
 heads are computed with in the queries' dtype. A key's number counts along the row's

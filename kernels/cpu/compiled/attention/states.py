@@ -1,4 +1,4 @@
-"""What a query head has gathered from the keys that it has seen so far, in compiled attention.
+"""Running softmax state per query head, in compiled attention.
 
 Owns the layout of a state: the greatest score so far, the sum of the exponentials, and from VECTOR
 on the weighted sum of the values (even and odd numbers of a slice apart, if they are bf16). States

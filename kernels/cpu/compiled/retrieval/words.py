@@ -1,4 +1,4 @@
-"""What the kernels of retrieval do in each layer of a micro-batch, in memory.
+"""Argument block of the search kernels, for each layer of a micro-batch.
 
 Owns the arguments of these kernels behind those of `kernels.cpu.compiled.attention.keys`, the words
 that describe a search, and its scratch memory. A unit is a segment that a key/value head of a

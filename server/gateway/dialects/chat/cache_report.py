@@ -1,4 +1,4 @@
-"""Where a chat's prompt stops being one that the server has computed before.
+"""The place in a chat's prompt where it stops being one that was computed before.
 
 Owns the report that `report_prefix_cache` asks for: agents' authors find with it the message by
 which a request differs from the one before. Pure; server.gateway.dialects.chat.prompt finds where

@@ -1,4 +1,4 @@
-"""What compiled code asks of Linux."""
+"""Linux as compiled code uses it."""
 
 from __future__ import annotations
 

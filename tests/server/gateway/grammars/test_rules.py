@@ -1,4 +1,4 @@
-"""What is known of rules' texts, against the texts."""
+"""The properties of rules' texts, against the texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which peers may join, when the engine is complete, and when it is ready."""
+"""The peers that may join, and an engine that is complete, and ready."""
 
 from __future__ import annotations
 

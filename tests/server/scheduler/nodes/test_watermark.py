@@ -1,4 +1,4 @@
-"""Which node is declared dead, and when, on a simulated clock: the limits are exact."""
+"""The node that is declared dead, and the time, on a simulated clock: the limits are exact."""
 
 from __future__ import annotations
 

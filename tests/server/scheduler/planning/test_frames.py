@@ -1,4 +1,4 @@
-"""What must be in memory of a node whose other blocks are in a file."""
+"""The blocks in memory of a node whose other blocks are in a file."""
 
 from __future__ import annotations
 

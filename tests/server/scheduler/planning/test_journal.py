@@ -1,4 +1,4 @@
-"""What the policy tells about single requests, and how that is logged."""
+"""The policy's notes about single requests, and their log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is reserved for drafts, and given back; answers that do not fit what was planned."""
+"""The blocks reserved for drafts, and given back; answers that do not fit the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a token ends a request, and the blocks that a node must be told."""
+"""The tokens that end a request, and the blocks that a node must be told."""
 
 from __future__ import annotations
 
