@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -341,27 +341,30 @@ class AttentionSide:
         self.lines.close()
 
     def _receive(self, flight: _Flight, micro_batch: int, total: Tensor) -> None:
-        """Add the answers to all parts to `total`; send a node's next part after each one's.
+        """Add the answers to all parts to `total`: those of one frame for each node by one call."""
+        if flight.size[0] > self.shape.window_rows:
+            self._receive_parts(flight, micro_batch, total)
+            return
+        everyone = self._everyone
+        # Made before the waits, which it would prolong.
+        arguments, refuse = self._addition(micro_batch, everyone, total, fills=True)
+        for position in range(len(everyone)):
+            self._await(flight.layer, micro_batch, everyone[position:])
+        launch_alone(hops.add_rows, arguments, refuse)
 
-        Of a dispatch that one frame for each node holds, all answers are added by one call.
-        """
-        layer, everyone = flight.layer, self._everyone
-        is_whole = flight.size[0] <= self.shape.window_rows
-        fills = is_whole or len(everyone) == 1
+    def _receive_parts(self, flight: _Flight, micro_batch: int, total: Tensor) -> None:
+        """Add the answers to all parts to `total`; send a node's next part after each one's."""
+        pending, part = self._everyone, 0
+        fills = len(pending) == 1
         if not fills and flight.order is None:
             total.zero_()
-        pending, part = everyone, 0
         while pending:
             for position, expert in enumerate(pending):
-                self._await(layer, micro_batch, pending[position:])
-                if is_whole:
-                    continue
-                self._add(micro_batch, (expert,), total, fills=fills)
+                self._await(flight.layer, micro_batch, pending[position:])
+                addition = self._addition(micro_batch, (expert,), total, fills=fills)
+                launch_alone(hops.add_rows, *addition)
                 if self._records[expert, micro_batch].words[NUM_PARTS] > part + 1:
                     self._send_parts(flight, micro_batch, part + 1, (expert,))
-            if is_whole:
-                self._add(micro_batch, everyone, total, fills=True)
-                return
             part += 1
             num_parts = {
                 each: self._records[each, micro_batch].words[NUM_PARTS] for each in pending
@@ -387,10 +390,10 @@ class AttentionSide:
                 raise late("expert", hop)
             self._records[awaited[0], micro_batch].words[ARRIVED_NS] = time.monotonic_ns()
 
-    def _add(
+    def _addition(
         self, micro_batch: int, experts: tuple[int, ...], total: Tensor, *, fills: bool
-    ) -> None:
-        """Check and add up the answers of `experts`: all nodes, or one."""
+    ) -> tuple[tuple[int, ...], Callable[[], None]]:
+        """Return the arguments of a launch that adds the answers of `experts`: all, or one."""
         arguments = (
             self._addresses_at[micro_batch] + 8 * self._everyone.index(experts[0]),
             len(experts),
@@ -398,7 +401,7 @@ class AttentionSide:
             int(fills),
             self._times.address,
         )
-        launch_alone(hops.add_rows, arguments, partial(self._refuse, micro_batch, experts))
+        return arguments, partial(self._refuse, micro_batch, experts)
 
     def _refuse(self, micro_batch: int, experts: tuple[int, ...]) -> None:
         """Raise FrameError or StaleFrame for an answer that does not match its request."""

@@ -251,10 +251,7 @@ class ExpertSide:
         low = 0
         for order, (position, peer, record, place) in enumerate(pending):
             hidden_at, slots_at, weights_at = buffers.places(low)
-            wait = partial(self._await_long, layer, micro_batch, position, part)
-            launch_alone(hops.await_frame, (place, hidden_at if places_rows else 0, most), wait)
-            if self.trace is not None:
-                self.trace.stamp(Kind.GATHERED, layer, micro_batch, peer)
+            # Made before the wait: what comes after it holds up the peer.
             arguments = (
                 place,
                 layer,
@@ -270,6 +267,10 @@ class ExpertSide:
                 int(order == 0),
             )
             refuse = partial(self._refuse, layer, micro_batch, position, part)
+            wait = partial(self._await_long, layer, micro_batch, position, part)
+            launch_alone(hops.await_frame, (place, hidden_at if places_rows else 0, most), wait)
+            if self.trace is not None:
+                self.trace.stamp(Kind.GATHERED, layer, micro_batch, peer)
             launch_alone(hops.take_rows, arguments, refuse)
             rows = counts[position] = most if is_recorded else record.words[ROWS]
             low += rows
