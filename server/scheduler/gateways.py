@@ -115,10 +115,10 @@ class GatewaySide:
         elif (refusal := self.policy.add(message, peer=peer, now=self._clock())) is not None:
             self._send(peer, refusal)
 
-    def refuse(self, peer: bytes, reason: str) -> None:
-        """Refuse a peer's message, and tell it why."""
+    def refuse(self, peer: bytes, reason: str, *, is_before_hello: bool = False) -> None:
+        """Refuse a peer's message, and tell it why, as Refused has it."""
         self._log.warning("refused: %s", reason)
-        self._send(peer, Refused(reason=reason))
+        self._send(peer, Refused(reason=reason, is_before_hello=is_before_hello))
 
     def deliver(self, deliveries: list[Delivery]) -> None:
         """Send what has become of requests to their gateways."""

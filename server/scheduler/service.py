@@ -317,7 +317,8 @@ class Service:
         elif member is not None:
             self._on_node_message(member, event.message)
         else:
-            self._gateways.refuse(peer, f"{type(event.message).__name__} before Hello")
+            reason = f"{type(event.message).__name__} before Hello"
+            self._gateways.refuse(peer, reason, is_before_hello=True)
 
     def _gone(self, member: Member, event: PeerGone) -> NodeLost:
         return NodeLost(f"{self._nodes.roster.describe(member)} {event.how}")

@@ -76,9 +76,14 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """The peer may not take part; it logs the reason and exits with a failure."""
+    """The peer may not take part; it logs the reason and exits with a failure.
+
+    `is_before_hello`: the scheduler does not know the peer. libzmq connects again by itself,
+    without a Hello, so this may answer words for another scheduler, which has ended.
+    """
 
     reason: str
+    is_before_hello: bool = False
 
 
 class Ready(Message, frozen=True, kw_only=True):

@@ -127,6 +127,11 @@ def _loss(report: list[bytes], line: Line | None) -> str:
     return f"the scheduler {silence or 'closed the control connection'}"
 
 
+def _is_unknown(message: AnyMessage) -> bool:
+    """Say whether a scheduler does not know the peer: it was lost, if it had said Hello."""
+    return isinstance(message, Refused) and message.is_before_hello
+
+
 class ControlServer:
     """The scheduler's end: one address, many peers.
 
@@ -367,8 +372,7 @@ class ControlClient:
             if not (data := frame):  # an empty frame is the scheduler's probe
                 continue
             message = decode(data)
-            # libzmq connects again by itself, without a Hello; a refusal may be the answer to that.
-            if isinstance(message, Refused) and self._monitor.poll(0):
+            if _is_unknown(message) and self._monitor.poll(0):
                 continue
             return message
 
@@ -430,8 +434,7 @@ class AsyncControlClient:
             if not (data := frame):  # an empty frame is the scheduler's probe
                 continue
             message = decode(data)
-            # libzmq connects again by itself, without a Hello; a refusal may be the answer to that.
-            if self._is_lost and isinstance(message, Refused):
+            if self._is_lost and _is_unknown(message):
                 raise PeerLost("the scheduler closed the control connection")
             return message
 

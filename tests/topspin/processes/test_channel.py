@@ -25,6 +25,7 @@ from topspin.messages import (
     AbortRequest,
     AddRequest,
     Hello,
+    Message,
     Refused,
     SamplingParams,
     StatsQuery,
@@ -88,7 +89,7 @@ def lost_and_refused(client: ControlClient | AsyncControlClient, address: str) -
     client.send(StatsQuery(query_id=2))
     server = ControlServer(address)
     (event,) = wait_for(server, 1)
-    assert server.send(event.peer, Refused(reason="StatsQuery before Hello"))
+    assert server.send(event.peer, Refused(reason="StatsQuery", is_before_hello=True))
     return server
 
 
@@ -323,16 +324,21 @@ def test_a_scheduler_that_only_listens_does_not_answer(
         client.close()
 
 
-def test_client_reads_what_came_before_the_end_then_raises(address: str) -> None:
+LAST_WORDS = pytest.mark.parametrize("last", [Stop(reason="last"), Refused(reason="revision")])
+
+
+@LAST_WORDS
+def test_client_reads_what_came_before_the_end_then_raises(address: str, last: Message) -> None:
     server = ControlServer(address)
     client = ControlClient(address)
     client.send(StatsQuery(query_id=1))
     (event,) = wait_for(server, 1)
     server.send(event.peer, Stop(reason="first"))
-    server.send(event.peer, Stop(reason="second"))
+    server.send(event.peer, last)
     server.close()
+    assert client._monitor.poll(10_000), "the end is known before anything is read"
     assert client.recv(10.0) == Stop(reason="first")
-    assert client.recv(10.0) == Stop(reason="second")
+    assert client.recv(10.0) == last
     with pytest.raises(PeerLost, match="the scheduler closed the control connection"):
         client.recv(10.0)
     client.close()
@@ -360,15 +366,17 @@ def test_async_client(server: ControlServer, address: str) -> None:
     asyncio.run(talk())
 
 
-def test_async_client_raises_when_the_server_goes(address: str) -> None:
+@LAST_WORDS
+def test_async_client_raises_when_the_server_goes(address: str, last: Message) -> None:
     async def talk() -> None:
         server = ControlServer(address)
         client = AsyncControlClient(address)
         client.send(StatsQuery(query_id=1))
         events = await asyncio.to_thread(wait_for, server, 1)
-        server.send(events[0].peer, Stop(reason="last"))
+        server.send(events[0].peer, last)
         await asyncio.to_thread(server.close)
-        assert await asyncio.wait_for(client.recv(), 10) == Stop(reason="last")
+        assert await client._monitor.poll(10_000), "the end is known before anything is read"
+        assert await asyncio.wait_for(client.recv(), 10) == last
         with pytest.raises(PeerLost):
             await asyncio.wait_for(client.recv(), 10)
         client.close()
