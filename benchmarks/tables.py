@@ -87,6 +87,7 @@ MODULES: Final = {
     "disaggregation": "engine.disaggregation",
     "disaggregation-686m": "engine.disaggregation",
     "gateway": "gateway.command",
+    "gateway_hostile": "gateway_hostile",
     "local_layers": "engine.local_layers",
     "m2n": "transport.m2n",
     "payload": "quality.payload",
@@ -104,6 +105,7 @@ MODULES: Final = {
     "sensitivity": "quality.sensitivity",
     "spec": "speculation.command",
     "startup": "engine.startup",
+    "structured_output": "structured_output",
     "vs_transformers": "vs_transformers",
 }
 """The name of a result and of its table, and the module whose EXPERIMENT lays it out."""
