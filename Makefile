@@ -5,6 +5,9 @@
 #   make test-slow  the long ones (TOPSPIN_SOAK_S=60: a short soak)
 #   make test-clients  litellm, lm-eval, guidellm and others against a server; their environments
 #                   are made under CLIENTS=.venvs from pip's index
+#   make coverage   the tests, with a record of the lines that each of them runs
+#   make mutants    what `make coverage` recorded, by folder, and how many changes of the product the
+#                   tests notice (ARGS="--mutants 20 --seed 1")
 #   make check      all that must hold before a commit; rewrites nothing
 #   make fix        formats and mends what ruff can mend
 #   make bench      every benchmark, as JSON on stdout or under benchmarks/results
@@ -31,7 +34,7 @@ SOURCES = $(PACKAGES) tests benchmarks docs .ci
 BENCHMARKS = vs_transformers scheduler_overhead transport.m2n transport.pingpong quality.payload \
   engine.disaggregation engine.startup kernels.cpu_kernels gateway.command
 
-.PHONY: help serve venv test test-slow test-clients check fix bench map gpu clean
+.PHONY: help serve venv test test-slow test-clients coverage mutants check fix bench map gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -55,9 +58,9 @@ serve: $(VENV)/.installed
 	exec $(VENV)/bin/topspin serve $(MODEL) $(ARGS)
 
 # Tests start many small processes on few cores: one OpenMP thread each is fastest.
-test test-slow test-clients check: export OMP_NUM_THREADS ?= 1
+test test-slow test-clients coverage mutants check: export OMP_NUM_THREADS ?= 1
 # And each would compile our sources anew where Python is told to keep no compiled ones.
-test test-slow test-clients check: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-clients coverage check: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.installed-test
 	$(TESTS) $(ARGS)
@@ -67,6 +70,14 @@ test-slow: $(VENV)/.installed-test
 
 test-clients: $(VENV)/.installed-test
 	TOPSPIN_CLIENT_ENVIRONMENTS=$(abspath $(CLIENTS)) $(PYTEST) tests/clients -m clients $(ARGS)
+
+coverage: $(VENV)/.installed-test
+	@$(INSTALL) -e ".[coverage]"
+	rm -f .coverage*
+	$(TESTS) --cov --cov-config=.ci/coverage.ini --cov-context=test --cov-report= $(ARGS)
+
+mutants: .coverage
+	$(VENV)/bin/python .ci/mutants.py $(wildcard $(PACKAGES)) $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(RUN) ruff format --check $(wildcard $(SOURCES))
