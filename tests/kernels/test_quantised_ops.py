@@ -112,7 +112,10 @@ def test_experts_are_those_of_what_their_weights_stand_for(
         found = ops.grouped_mlp(x, slots, weights, experts, out=x.new_empty(x.shape).float())
         narrow = ops.grouped_mlp(x, slots, weights, experts)
     assert narrow.out.dtype == dtype
-    assert torch.equal(narrow.out, found.out.to(dtype))
+    if ops.name == "cpu":
+        assert torch.equal(narrow.out, found.out.to(dtype))
+    else:  # experts' parts are kept in the dtype of the result
+        torch.testing.assert_close(narrow.out.float(), found.out, rtol=2**-6, atol=2**-6)
     if num_rows:
         wanted = reference.grouped_mlp(x.float(), slots, weights, plain(kernels, experts))
         assert torch.equal(found.counts, wanted.counts)
