@@ -74,9 +74,10 @@ test-clients: $(VENV)/.installed-test
 coverage: $(VENV)/.installed-test
 	@$(INSTALL) -e ".[coverage]"
 	rm -f .coverage*
-	$(TESTS) --cov --cov-config=.ci/coverage.ini --cov-context=test --cov-report= $(ARGS)
+	COVERAGE_PROCESS_START=$(abspath .ci/coverage.ini) PYTHONPATH=.ci $(TESTS) -p test_contexts $(ARGS)
+	$(RUN) coverage combine --quiet
 
-mutants: .coverage
+mutants: $(VENV)/.installed-test
 	$(VENV)/bin/python .ci/mutants.py $(wildcard $(PACKAGES)) $(ARGS)
 
 check: $(VENV)/.installed-test

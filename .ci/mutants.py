@@ -90,7 +90,7 @@ def tests_of_lines(data: CoverageData, file: str) -> dict[int, list[str]]:
     """Return the tests that run each line: `tests/x.py::test_y[case]`, without their phases."""
     contexts = data.contexts_by_lineno(str(Path(file).resolve()))
     return {
-        line: sorted({name.split("|")[0].split(" (")[0] for name in names} - {""})
+        line: sorted({name.split(" (")[0] for name in names} - {""})
         for line, names in contexts.items()
     }
 
@@ -157,6 +157,8 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if not Path(".coverage").exists():
+        raise SystemExit("mutants: nothing is recorded: run make coverage")
     coverage = Coverage(config_file=str(CONFIG))
     coverage.load()
     print_coverage(coverage, args.folders)
