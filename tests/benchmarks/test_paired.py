@@ -46,5 +46,5 @@ def test_figures_of_both_are_compared(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_command_that_fails_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paired, "ROOT", tmp_path / "not there")
-    with pytest.raises(ConfigError, match="not there: .*No such file"):
+    with pytest.raises(ConfigError, match=r"not there: .*No such file"):
         paired.main([str(tmp_path), "step", "--no-write", "--", "bench", "step"])
