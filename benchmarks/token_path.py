@@ -3,7 +3,7 @@
 Runs `topspin serve` over several processes with a recorder in each (benchmarks/path_recorder),
 streams the same chat several times, and prints the product's functions that every one of them
 called, from the request's first byte to the last event, in the order of their first calls. Those
-that are called as well whenever nobody asks for anything, to wait or to look after time limits, are
+that are called as well while nobody asks for anything, to wait or to look after time limits, are
 left out. With `--write` the list replaces the one of docs/architecture.md. Functions that are
 compiled (numba) are called by none of Python's, and not seen. Run as `make map`.
 """
@@ -38,6 +38,8 @@ PRODUCT: Final = (
 WINDOWS: Final = 8
 WARM_UPS: Final = 3
 TIMEOUT_S: Final = 120.0
+_AFTERWARDS_S: Final = 0.05
+"""The end of a window behind the last event: logs and metrics are written, blocks are freed."""
 _POLL_S: Final = 0.05
 
 
@@ -117,6 +119,7 @@ def follow(model: str, flags: Sequence[str] = MULTI_PROCESS) -> list[Visit]:
                 with window.open(number):
                     begun_ns.append(time.monotonic_ns())
                     stream(url)
+                    time.sleep(_AFTERWARDS_S)
                 taken_s = (time.monotonic_ns() - begun_ns[-1]) / 1e9
                 with window.open(WINDOWS + number):  # as long, but nobody asks for anything
                     time.sleep(taken_s)
@@ -127,8 +130,8 @@ def follow(model: str, flags: Sequence[str] = MULTI_PROCESS) -> list[Visit]:
 def visits(records: Sequence[dict[str, object]], begun_ns: Sequence[int]) -> list[Visit]:
     """Return what was called in every window that began at `begun_ns`, by process and file.
 
-    Those windows have the numbers from 1; what is called in each of as many behind them does not
-    count.
+    Those windows have the numbers from 1; what is called in more than half of as many behind them
+    does not count.
     """
     num_windows = len(begun_ns)
     delays: dict[tuple[str, str, str], dict[int, int]] = {}
@@ -146,7 +149,7 @@ def visits(records: Sequence[dict[str, object]], begun_ns: Sequence[int]) -> lis
     found: dict[tuple[str, str], dict[str, float]] = {}
     for (process, file, function), by_number in delays.items():
         asked = [delay for number, delay in by_number.items() if number <= num_windows]
-        if len(asked) == num_windows and len(by_number) < 2 * num_windows:
+        if len(asked) == num_windows and len(by_number) - num_windows <= num_windows // 2:
             found.setdefault((process, file), {})[function] = statistics.median(asked)
     return [
         Visit(process, file, tuple(sorted(delay_of, key=lambda name: delay_of[name])))
