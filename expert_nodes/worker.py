@@ -3,6 +3,9 @@
 Owns the order in which (layer, micro-batch) are served, the reports of counts and the times of
 work on the next expert table; the node's life is topspin.processes.node_life's. The net is opened
 by a callable. Runs in the process's one busy thread, or in a thread beside the attention nodes.
+On a device a ticket's work, every layer from gather to reply, is recorded: the recording serves
+tickets of as many attention nodes, of the same row buckets and of the same expert table; kernels
+read all else from memory.
 """
 
 from __future__ import annotations
@@ -11,15 +14,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import torch
 
 from expert_nodes.experts import Experts
 from expert_nodes.memory import batch_bytes, lacking
 from expert_nodes.tables import TableChange
-from expert_nodes.ticket_graphs import TicketGraphs
 from kernels.dispatch import Ops, select_ops
 from kernels.experts.layers import rows_to_warm_up
+from kernels.recordings import Recordings
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import ExpertNet, NetShape
 from models.checkpoints.checkpoint import Checkpoint
@@ -36,6 +40,42 @@ from topspin.processes.channel import ControlClient
 from topspin.processes.node_life import CacheSize, NodeLife
 from topspin.processes.progress import Beat
 from topspin.processes.trace_node import ring_of
+
+MAX_TICKETS: Final = 64
+"""Recordings that a node keeps: decode steps of a few micro-batches have fewer shapes."""
+
+
+class TicketShape(NamedTuple):
+    """The key of a recording; `row_buckets` has one per micro-batch."""
+
+    num_participants: int
+    row_buckets: tuple[int, ...]
+
+
+class TicketGraphs:
+    """The recordings of one node, for the net, epoch and expert table of the last serve().
+
+    Those of an earlier table are dropped: they would keep experts that have left this node.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._recordings: Recordings[TicketShape] = Recordings(runtime, MAX_TICKETS)
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def serve(self, net: ExpertNet, ticket: StepTicket, body: Callable[[], None]) -> None:
+        """Enqueue the work of `body` with `net` for `ticket`, which the net has begun."""
+        if not net.is_graph_safe:
+            body()
+            return
+        shape = TicketShape(len(ticket.participants), ticket.row_buckets)
+        self._recordings.run(shape, body, (net, net.epoch, ticket.table_version))
+
+    def clear(self) -> None:
+        """Forget all recordings: the net that they use is to be closed."""
+        self._recordings.clear()
+
 
 COUNTS_INTERVAL_S = 1.0
 _WAYS_OUT = "more --expert-nodes on other GPUs, --quantization, or --expert-device cpu"

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from expert_nodes.experts import Experts
-from expert_nodes.ticket_graphs import TicketGraphs
-from expert_nodes.worker import run_ticket
+from expert_nodes.worker import TicketGraphs, run_ticket
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime
 from m2n_comm.net import ExpertBatch

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from models.text.chat_template import ChatTemplate, may_set
-from models.text.message_forms import MessageForms, marked, text_of
+from models.text.chat_template import ChatTemplate, MessageForms, marked, may_set, text_of
 from server.gateway.bodies.decoding import check_depth
 from server.gateway.dialects.chat.cache_report import PromptMap
 from server.gateway.dialects.chat.request import ChatBody, ChatMessage, ToolCall

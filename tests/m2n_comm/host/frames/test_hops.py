@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expert_nodes.ticket_graphs import TicketGraphs
+from expert_nodes.worker import TicketGraphs
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.compiled.runtime import is_recording
 from kernels.cpu.recorder import CpuRuntime
