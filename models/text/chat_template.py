@@ -2,9 +2,9 @@
 
 Owns finding the template, and rendering it in a sandbox as transformers does: same globals, same
 whitespace rules, same choice between named templates. Owns too the forms in which a template takes
-contents and the arguments of calls, found by rendering a few messages. Knows no HTTP and no tokens (the text is
-tokenised without adding special tokens); gateways call it. Imports no torch. A template comes with
-the checkpoint, never from a request.
+contents and the arguments of calls, found by rendering a few messages. Knows no HTTP and no tokens
+(the text is tokenised without adding special tokens); gateways call it. Imports no torch. A
+template comes with the checkpoint, never from a request.
 """
 
 from __future__ import annotations
