@@ -89,6 +89,7 @@ async def test_a_body_that_comes_byte_by_byte_is_cut_off(monkeypatch: pytest.Mon
     """The deadline is absolute: bytes that come meanwhile do not move it."""
     monkeypatch.setattr("server.gateway.http.body.BODY_DEADLINE_S", 0.2)
     monkeypatch.setattr("server.gateway.http.protocol.HEAD_DEADLINE_S", 0.1)
+    monkeypatch.setattr("server.gateway.http.protocol.DISCARD_DEADLINE_S", 0.05)
     async with opened(FakeEngine()) as (reader, writer):
         writer.write(head_of(1000))
 
@@ -103,28 +104,24 @@ async def test_a_body_that_comes_byte_by_byte_is_cut_off(monkeypatch: pytest.Mon
         dripping.cancel()
 
 
-def test_bodies_that_are_held_have_room_together() -> None:
-    async def test() -> None:
-        bodies = Bodies(max_held_bytes=10)
-        headers = [(b"content-type", b"application/json")]
+async def test_bodies_that_are_held_have_room_together() -> None:
+    bodies = Bodies(max_held_bytes=10)
 
-        def reading(size_bytes: int) -> AbstractAsyncContextManager[bytes]:
-            request = request_of([{"type": "http.request", "body": b"x" * size_bytes}])
-            request.scope["headers"] = headers
-            return bodies.read_json(request)
+    def reading(size_bytes: int) -> AbstractAsyncContextManager[bytes]:
+        request = request_of([{"type": "http.request", "body": b"x" * size_bytes}])
+        request.scope["headers"] = [(b"content-type", b"application/json")]
+        return bodies.read_json(request)
 
-        for _ in range(3):
-            async with reading(6), reading(4):
-                with pytest.raises(Overloaded, match="too many requests"):
-                    async with reading(1):
-                        pass
-            with pytest.raises(Overloaded):
-                async with reading(11):
+    for _ in range(3):
+        async with reading(6), reading(4):
+            with pytest.raises(Overloaded, match="too many requests"):
+                async with reading(1):
                     pass
-        async with reading(10) as data:
-            assert data == b"x" * 10
-
-    asyncio.run(test())
+        with pytest.raises(Overloaded):
+            async with reading(11):
+                pass
+    async with reading(10) as data:
+        assert data == b"x" * 10
 
 
 async def test_a_client_that_leaves_in_its_body_is_gone() -> None:

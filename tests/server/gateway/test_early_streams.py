@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import anthropic
@@ -12,9 +11,9 @@ import pytest
 from starlette.types import Message, Send
 
 from server.gateway.generation.streaming import EventStream
-from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY
-from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
-from topspin.messages import RequestFailed, RequestQueued
+from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY, http_request
+from tests.server.gateway.fakes import FakeEngine, ids, loopback, opened, output, refusing
+from topspin.messages import RequestQueued
 
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT_BODY,
@@ -25,23 +24,16 @@ PATHS: dict[str, dict[str, Any]] = {
 COMMENT, PING = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-async def ask(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    content = json.dumps({**PATHS[path], "stream": True}).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n"
-    )
-    writer.write(head.encode() + content)
-    return reader, writer
+def asked(path: str) -> bytes:
+    return http_request({**PATHS[path], "stream": True}, path=path)
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_stream_begins_when_its_request_is_queued(path: str) -> None:
     fake = FakeEngine()
     fake.queues = False
-    async with loopback(fake, keep_alive_s=0.01) as port:
-        reader, writer = await ask(port, path)
+    async with opened(fake, keep_alive_s=0.01) as (reader, writer):
+        writer.write(asked(path))
         await fake.request_came.wait()
         await fake.settle()
         head = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
@@ -60,36 +52,31 @@ async def test_a_stream_begins_when_its_request_is_queued(path: str) -> None:
         rest = await reader.readuntil(b"0\r\n\r\n")
         assert b'"b"' in rest
         assert beat not in rest.partition(b'"b"')[2]
-        writer.close()
-        await writer.wait_closed()
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_error_after_that_is_an_event(path: str) -> None:
     fake = FakeEngine()
-    async with loopback(fake) as port:
-        reader, writer = await ask(port, path)
+    async with opened(fake) as (reader, writer):
+        writer.write(asked(path))
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-        lost = {"code": "node_lost", "status": 503, "message": "secret"}
-        fake.say(RequestFailed(request_id=fake.added[0].request_id, **lost))
+        fake.run(refusing("node_lost", 503, "secret"))
         rest = await reader.readuntil(b"0\r\n\r\n")
         assert b"a node that held the request was lost" in rest
         assert b": keep-alive" not in rest, "0 is off"
-        writer.close()
-        await writer.wait_closed()
 
 
 async def test_a_client_that_leaves_before_the_first_token_frees_its_request() -> None:
     fake = FakeEngine()
-    async with loopback(fake, keep_alive_s=0.01) as port:
-        reader, writer = await ask(port, "/v1/chat/completions")
+    async with opened(fake, keep_alive_s=0.01) as (reader, writer):
+        writer.write(asked("/v1/chat/completions"))
         await reader.readuntil(COMMENT)
         writer.close()
         await fake.abort_came.wait()
         assert fake.aborted == [fake.added[0].request_id]
 
 
-def test_the_clients_of_openai_and_anthropic_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_clients_of_openai_and_anthropic_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
     has_beaten = asyncio.Event()
     beat = EventStream._beat
 
@@ -105,28 +92,25 @@ def test_the_clients_of_openai_and_anthropic_read_on(monkeypatch: pytest.MonkeyP
 
         await beat(stream, counted, *others)
 
-    async def answered(fake: FakeEngine, asked: Any) -> list[Any]:
+    async def answered(fake: FakeEngine, opening: Any) -> list[Any]:
         """Return the events of a stream whose first token comes after some keep-alives."""
         has_beaten.clear()
-        reading = asyncio.create_task(asked)
+        reading = asyncio.create_task(opening)
         await has_beaten.wait()
         fake.emit(output(fake.added[-1], ids("a"), finish_reason="length"))
         return [event async for event in await reading]
 
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake, keep_alive_s=0.001) as port:
-            url, key = f"http://127.0.0.1:{port}", "k"
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
-                chat = client.chat.completions.create(**CHAT_BODY, stream=True)
-                events = await answered(fake, chat)
-                assert "".join(each.choices[0].delta.content or "" for each in events) == "a"
-                made = client.responses.create(model="tiny", input="hi", stream=True)
-                assert (await answered(fake, made))[-1].type == "response.incomplete"
-            async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as claude:
-                said = claude.messages.create(**CHAT_BODY, max_tokens=9, stream=True)
-                kinds = [event.type for event in await answered(fake, said)]
-                assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-
     monkeypatch.setattr(EventStream, "_beat", watched)
-    asyncio.run(test())
+    fake = FakeEngine()
+    async with loopback(fake, keep_alive_s=0.001) as port:
+        url, key = f"http://127.0.0.1:{port}", "k"
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
+            chat = client.chat.completions.create(**CHAT_BODY, stream=True)
+            events = await answered(fake, chat)
+            assert "".join(each.choices[0].delta.content or "" for each in events) == "a"
+            made = client.responses.create(model="tiny", input="hi", stream=True)
+            assert (await answered(fake, made))[-1].type == "response.incomplete"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as claude:
+            said = claude.messages.create(**CHAT_BODY, max_tokens=9, stream=True)
+            kinds = [event.type for event in await answered(fake, said)]
+            assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import httpx
 import hypothesis
+import msgspec
 import pytest
 import schemathesis
 from schemathesis.checks import not_a_server_error
@@ -20,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.server.gateway.calls import scored
 from tests.server.gateway.fakes import FakeEngine, loopback
 from tests.server.gateway.openapi.test_document import described
-from topspin.messages import AddRequest, RequestOutput
+from topspin.messages import AddRequest, RequestFailed, RequestOutput
 
 CHECKS = (
     not_a_server_error,
@@ -37,18 +38,11 @@ OPERATIONS = [
 ]
 
 
-def script(request: AddRequest) -> Iterator[RequestOutput]:
+def script(request: AddRequest) -> Iterator[RequestOutput | RequestFailed]:
     """Say something, with log-probabilities where they are wanted."""
     for each in scored("hello")(request):
-        if request.sampling.logprobs is None:
-            each = type(each)(
-                request_id=each.request_id,
-                index=each.index,
-                token_ids=each.token_ids,
-                finish_reason=each.finish_reason,
-                prompt_logprobs=each.prompt_logprobs,
-            )
-        yield each
+        is_bare = isinstance(each, RequestOutput) and request.sampling.logprobs is None
+        yield msgspec.structs.replace(each, logprobs=()) if is_bare else each
 
 
 @pytest.fixture(scope="module")
