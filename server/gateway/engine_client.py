@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,10 +70,6 @@ class ControlConnection(Protocol):
         """Release the connection."""
 
 
-# An output, and when it came (time.monotonic).
-Arrived = tuple[RequestOutput, float]
-
-
 class ClientGone(Exception):
     """The HTTP client closed its connection; no answer can be sent."""
 
@@ -97,7 +92,7 @@ class Call:
         self.grammar_field = grammar_field
         self._close = close
         self._abort = abort
-        self._arrived: list[Arrived] = []
+        self._arrived: list[RequestOutput] = []
         self._wake = asyncio.Event()
         self._error: Exception | None = None
         self._queued: set[str] = set()
@@ -113,7 +108,7 @@ class Call:
             self._wake.clear()
             await self._wake.wait()
 
-    async def next(self) -> list[Arrived]:
+    async def next(self) -> list[RequestOutput]:
         """Wait for outputs and return all that have come; raises the error that ended the call."""
         while not self._arrived:
             if self._error is not None:
@@ -123,10 +118,10 @@ class Call:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def deliver(self, output: RequestOutput, now_s: float) -> None:
+    def deliver(self, output: RequestOutput) -> None:
         """Hand over an output (called by the reader)."""
         self._queued.add(output.request_id)
-        self._arrived.append((output, now_s))
+        self._arrived.append(output)
         self._wake.set()
 
     def note_queued(self, request_id: str) -> None:
@@ -321,9 +316,8 @@ class EngineClient:
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, Outputs):
-            now_s = time.monotonic()
             for output in message.outputs:
-                self._deliver(output, now_s)
+                self._deliver(output)
         elif isinstance(message, RequestQueued):
             for request_id in message.request_ids:
                 if in_flight := self._requests.get(request_id):
@@ -344,7 +338,7 @@ class EngineClient:
         else:
             self.fail_all(ProtocolError(f"the scheduler sent {type(message).__name__}"))
 
-    def _deliver(self, output: RequestOutput, now_s: float) -> None:
+    def _deliver(self, output: RequestOutput) -> None:
         in_flight = self._requests.get(output.request_id)
         if in_flight is None:
             return  # it was aborted, and this output was already on its way
@@ -360,7 +354,7 @@ class EngineClient:
         in_flight.num_replays = 0
         if output.finish_reason is not None:
             del self._requests[output.request_id]
-        in_flight.call.deliver(output, now_s)
+        in_flight.call.deliver(output)
 
     def _abort(self, request_id: str) -> None:
         was_there = self._requests.pop(request_id, None) is not None

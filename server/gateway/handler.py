@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from models.text.tokenizer import IncrementalDetokenizer
 from server.gateway.dialects.anthropic.reply import TokenCount
-from server.gateway.dialects.dialect import Dialect, Prepared, Replies, ReplyHead
+from server.gateway.dialects.dialect import Dialect, PreparedRequest, Replies, ReplyHead
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
@@ -31,7 +31,7 @@ from server.gateway.http.answer import json_response
 from server.gateway.http.body import Bodies
 from server.gateway.http.exchange import Exchange, exchange_of
 from server.gateway.operations.metrics import GatewayMetrics
-from server.gateway.parsing.message import Message
+from server.gateway.parsing.message import AnswerMessage
 from topspin.messages import AddRequest, engine_id, pack_ints
 
 # Larger bodies are prepared in a thread: a long prompt must not hold up all streams. So are those
@@ -45,7 +45,7 @@ INLINE_LOGPROBS = 2048
 # Names the fields of the request that were accepted and have no effect.
 IGNORED_HEADER = "x-topspin-ignored"
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedRequest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ class Handler:
             is_small = len(data) <= INLINE_CONVERTED_BYTES
             return json_response(encoded() if is_small else await self.threads.run(encoded))
 
-    async def _prepared(self, request: Request, prepare: Prepare) -> Prepared:
+    async def _prepared(self, request: Request, prepare: Prepare) -> PreparedRequest:
         """Read, decode, check and tokenise."""
         tenant = exchange_of(request.scope).tenant
         async with self.bodies.read_json(request) as data:
@@ -120,7 +120,7 @@ class Handler:
             is_slow = len(data) > INLINE_BODY_BYTES or any(each in data for each in SLOW_FIELDS)
             return await self.threads.run(prepared) if is_slow else prepared()
 
-    def _submitted(self, prepared: Prepared, exchange: Exchange) -> Run:
+    def _submitted(self, prepared: PreparedRequest, exchange: Exchange) -> Run:
         """Check sizes, then make and send one engine request per choice."""
         params = prepared.params
         params.check_prompt_scores(sum(len(prompt.ids) for prompt in prepared.prompts))
@@ -163,7 +163,7 @@ class Handler:
                         is_first=nth == 0,
                         options=params.text,
                         detokenizer=detokenizer,
-                        message=Message(prepared.message) if prepared.message else None,
+                        message=AnswerMessage(prepared.message) if prepared.message else None,
                     )
                 )
         call = self.engine.submit(requests, grammar_field=params.grammar_field)

@@ -75,12 +75,12 @@ async def test_outputs_reach_their_choice_in_order() -> None:
         fake.emit(output("a-1", [5]), output("b-0", [6]), output("a-0", [7]))
         fake.emit(output("a-1", [8, 9], index=1, finish_reason="stop"))
         await fake.settle()
-        assert [(item.request_id, item.token_ids) for item, _ in await one.next()] == [
+        assert [(item.request_id, item.token_ids) for item in await one.next()] == [
             ("a-1", (5,)),
             ("a-0", (7,)),
             ("a-1", (8, 9)),
         ]
-        assert [item.token_ids for item, _ in await other.next()] == [(6,)]
+        assert [item.token_ids for item in await other.next()] == [(6,)]
         assert engine.num_in_flight == 2, "a-1 has finished"
 
 
@@ -135,7 +135,7 @@ async def test_what_hits_the_engine_ends_every_call_once(
         calls = [engine.submit([request(f"{name}-0"), request(f"{name}-1")]) for name in "ab"]
         fake.emit(output("a-0", [1]))
         fake.say(message)
-        assert [item.token_ids for item, _ in await calls[0].next()] == [(1,)]
+        assert [item.token_ids for item in await calls[0].next()] == [(1,)]
         for call in calls:
             assert type(await outcome(call)) is kind
         assert engine.num_in_flight == 0
@@ -226,7 +226,7 @@ async def test_stopping_one_choice_leaves_the_others() -> None:
         call.stop("a-0")
         assert fake.aborted == ["a-0"]
         fake.emit(output("a-0", [4]), output("a-1", [5]))
-        assert [item.request_id for item, _ in await call.next()] == ["a-1"]
+        assert [item.request_id for item in await call.next()] == ["a-1"]
 
 
 async def test_a_bug_in_reading_leaves_nobody_waiting() -> None:
@@ -324,9 +324,9 @@ async def test_the_next_scheduler_gets_what_is_left_of_each_request(failed: Sequ
             new.emit(output("a-0", [7], index=2, finish_reason="length"))
             new.emit(output("b-0", [8], finish_reason="length"))
             await new.settle()
-            arrived = [item.token_ids for item, _ in await begun.next()]
+            arrived = [item.token_ids for item in await begun.next()]
             assert arrived == [(), (5, 6), (7,)]
-            assert [item.token_ids for item, _ in await waits.next()] == [(8,)]
+            assert [item.token_ids for item in await waits.next()] == [(8,)]
             assert (await engine.stats(5.0)).num_blocks == 8
 
 

@@ -17,7 +17,7 @@ from server.gateway.dialects.dialect import ReplyHead
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
 from server.gateway.generation.usage import Usage
-from server.gateway.parsing.message import Message
+from server.gateway.parsing.message import AnswerMessage
 from server.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from topspin.messages import TokenLogprobs
 
@@ -285,7 +285,7 @@ def _grown(part: Part) -> ChatDelta:
             return ChatDelta(tool_calls=[more])
 
 
-def _whole_message(message: Message) -> ChatMessageOut:
+def _whole_message(message: AnswerMessage) -> ChatMessageOut:
     calls = [
         ToolCallOut(
             id=call.id,

@@ -14,8 +14,8 @@ from server.gateway.bodies.fields import (
     ABSENT,
     MAX_NAME_CHARS,
     MAX_TOOLS,
+    BodyFields,
     Count,
-    Fields,
     Ignored,
     MessageList,
     Name,
@@ -38,7 +38,7 @@ from topspin.errors import InvalidRequest
 MAX_TEMPLATE_KWARGS = 32
 
 
-class ContentPart(Fields, kw_only=True, frozen=True):
+class ContentPart(BodyFields, kw_only=True, frozen=True):
     """One part of a message's content. Only text is served; other types are refused by name."""
 
     type: str
@@ -52,7 +52,7 @@ class ContentPart(Fields, kw_only=True, frozen=True):
     refusal: Refused = ABSENT
 
 
-class ToolFunction(Fields, kw_only=True, frozen=True):
+class ToolFunction(BodyFields, kw_only=True, frozen=True):
     """The function that a tool call names; `arguments` is JSON text, as in the API."""
 
     name: Name
@@ -60,7 +60,7 @@ class ToolFunction(Fields, kw_only=True, frozen=True):
     parsed_arguments: Ignored[Any] = None  # openai's client adds it
 
 
-class ToolCall(Fields, kw_only=True, frozen=True):
+class ToolCall(BodyFields, kw_only=True, frozen=True):
     """A tool call in an earlier answer."""
 
     id: str | None = None
@@ -70,7 +70,7 @@ class ToolCall(Fields, kw_only=True, frozen=True):
     provider_specific_fields: Ignored[Object] = None
 
 
-class FunctionDefinition(Fields, kw_only=True, frozen=True):
+class FunctionDefinition(BodyFields, kw_only=True, frozen=True):
     """A function that the model may call; `parameters` is a JSON schema.
 
     `strict`: its arguments are made to follow the schema.
@@ -82,7 +82,7 @@ class FunctionDefinition(Fields, kw_only=True, frozen=True):
     strict: bool | None = None
 
 
-class Tool(Fields, kw_only=True, frozen=True):
+class Tool(BodyFields, kw_only=True, frozen=True):
     """A tool of a request; only functions are served."""
 
     type: Literal["function"] = "function"
@@ -104,13 +104,13 @@ TemplateVariables = Annotated[
 ]
 
 
-class ToolChoiceFunction(Fields, kw_only=True, frozen=True):
+class ToolChoiceFunction(BodyFields, kw_only=True, frozen=True):
     """The name of the function to be called."""
 
     name: str
 
 
-class NamedToolChoice(Fields, kw_only=True, frozen=True):
+class NamedToolChoice(BodyFields, kw_only=True, frozen=True):
     """A choice of one function, which is then called."""
 
     type: Literal["function"] = "function"
@@ -120,7 +120,7 @@ class NamedToolChoice(Fields, kw_only=True, frozen=True):
 CallChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
-class ChatMessage(Fields, kw_only=True, frozen=True):
+class ChatMessage(BodyFields, kw_only=True, frozen=True):
     """One message, in any form in which clients send an earlier answer back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -20,7 +20,7 @@ from server.gateway.bodies.fields import (
     MESSAGE_LIST_SCHEMA,
     NOT_GIVEN,
     SCHEMA_REF,
-    Fields,
+    BodyFields,
     Ignored,
     MessageList,
     Name,
@@ -52,7 +52,7 @@ from topspin.errors import InvalidRequest
 LOGPROBS = "message.output_text.logprobs"
 
 
-class TextPart(Fields, kw_only=True, frozen=True):
+class TextPart(BodyFields, kw_only=True, frozen=True):
     """A part of a message's content. Only text is served; other types are refused by name."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
@@ -62,7 +62,7 @@ class TextPart(Fields, kw_only=True, frozen=True):
     prompt_cache_breakpoint: Ignored[Object] = None
 
 
-class MessageItem(Fields, kw_only=True, frozen=True, tag="message"):
+class MessageItem(BodyFields, kw_only=True, frozen=True, tag="message"):
     """A message."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -72,7 +72,7 @@ class MessageItem(Fields, kw_only=True, frozen=True, tag="message"):
     phase: Ignored[str] = None
 
 
-class CallItem(Fields, kw_only=True, frozen=True, tag="function_call"):
+class CallItem(BodyFields, kw_only=True, frozen=True, tag="function_call"):
     """A tool call of an earlier response."""
 
     call_id: str
@@ -83,7 +83,7 @@ class CallItem(Fields, kw_only=True, frozen=True, tag="function_call"):
     namespace: Ignored[str] = None
 
 
-class CallOutputItem(Fields, kw_only=True, frozen=True, tag="function_call_output"):
+class CallOutputItem(BodyFields, kw_only=True, frozen=True, tag="function_call_output"):
     """The result of a call."""
 
     call_id: str
@@ -92,7 +92,7 @@ class CallOutputItem(Fields, kw_only=True, frozen=True, tag="function_call_outpu
     status: Ignored[str] = None
 
 
-class ReasoningItem(Fields, kw_only=True, frozen=True, tag="reasoning"):
+class ReasoningItem(BodyFields, kw_only=True, frozen=True, tag="reasoning"):
     """Reasoning of an earlier response; its summary is left out."""
 
     content: list[TextPart] | None = None
@@ -105,7 +105,7 @@ class ReasoningItem(Fields, kw_only=True, frozen=True, tag="reasoning"):
 Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
-class FunctionTool(Fields, kw_only=True, frozen=True):
+class FunctionTool(BodyFields, kw_only=True, frozen=True):
     """A function that the model may call. Tools that a server would run are refused by type."""
 
     type: Literal["function"]
@@ -116,14 +116,14 @@ class FunctionTool(Fields, kw_only=True, frozen=True):
     defer_loading: Ignored[bool] = None
 
 
-class FunctionChoice(Fields, kw_only=True, frozen=True):
+class FunctionChoice(BodyFields, kw_only=True, frozen=True):
     """A choice of one function, which is then called."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(Fields, kw_only=True, frozen=True):
+class TextFormat(BodyFields, kw_only=True, frozen=True):
     """What the answer's text follows."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -133,14 +133,14 @@ class TextFormat(Fields, kw_only=True, frozen=True):
     strict: bool | None = None
 
 
-class TextConfig(Fields, kw_only=True, frozen=True):
+class TextConfig(BodyFields, kw_only=True, frozen=True):
     """How the answer's text is written."""
 
     format: TextFormat | None = None
     verbosity: Ignored[str] = None
 
 
-class Reasoning(Fields, kw_only=True, frozen=True):
+class ReasoningOptions(BodyFields, kw_only=True, frozen=True):
     """How much the model reasons."""
 
     effort: Name | None = None
@@ -149,7 +149,7 @@ class Reasoning(Fields, kw_only=True, frozen=True):
     context: Ignored[str] = None
 
 
-class ResponseStreamOptions(Fields, kw_only=True, frozen=True):
+class ResponseStreamOptions(BodyFields, kw_only=True, frozen=True):
     """Options of a stream; none has an effect."""
 
     include_obfuscation: Ignored[bool] = None
@@ -167,7 +167,7 @@ INPUT_SCHEMA = {
 }
 
 
-class ResponsesBody(Fields, kw_only=True, frozen=True):
+class ResponsesBody(BodyFields, kw_only=True, frozen=True):
     """POST /v1/responses; the fields from `top_k` on are vLLM's and Topspin's."""
 
     model: str | None = None
@@ -185,7 +185,7 @@ class ResponsesBody(Fields, kw_only=True, frozen=True):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -297,7 +297,7 @@ def _text(content: str | list[TextPart]) -> str:
 
 def _chat(body: ResponsesBody) -> ChatBody:
     text = body.text or TextConfig()
-    reasoning = body.reasoning or Reasoning()
+    reasoning = body.reasoning or ReasoningOptions()
     shows_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not shows_logprobs:
         raise InvalidRequest(

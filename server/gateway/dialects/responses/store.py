@@ -14,14 +14,14 @@ from typing import NamedTuple
 from server.gateway.dialects.chat.request import ChatMessage, ToolCall, ToolFunction
 from server.gateway.errors import truncated
 from server.gateway.parsing.json_scan import is_object
-from server.gateway.parsing.message import Message
+from server.gateway.parsing.message import AnswerMessage
 from topspin.errors import NotFound
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 * 2**20
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response: the body of its answer, and the conversation up to and with its output.
 
     `num_bytes` estimates the memory of both.
@@ -40,9 +40,9 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._lock = Lock()
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
 
-    def add(self, response_id: str, stored: Stored) -> None:
+    def add(self, response_id: str, stored: StoredResponse) -> None:
         """Keep a response; the oldest ones go if there are too many."""
         with self._lock:
             self._stored[response_id] = stored
@@ -55,7 +55,7 @@ class ResponseStore:
         self,
         response_id: str,
         body: bytes,
-        message: Message,
+        message: AnswerMessage,
         *,
         messages: Sequence[ChatMessage],
         num_bytes: int,
@@ -80,9 +80,9 @@ class ResponseStore:
             tool_calls=calls or None,
         )
         size = num_bytes + 2 * len(body)
-        self.add(response_id, Stored(body, (*messages, answer), size))
+        self.add(response_id, StoredResponse(body, (*messages, answer), size))
 
-    def get(self, response_id: str, *, param: str | None = None) -> Stored:
+    def get(self, response_id: str, *, param: str | None = None) -> StoredResponse:
         """Return a response; raises NotFound."""
         stored = self._stored.get(response_id)
         if stored is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.gateway.bodies.fields import Fields, field_classes
+from server.gateway.bodies.fields import BodyFields, field_classes
 from server.gateway.bodies.generation import JsonSchemaFormat, StreamOptions
 from server.gateway.dialects.anthropic.request import MessagesBody
 from server.gateway.dialects.chat.request import (
@@ -98,7 +98,7 @@ def test_nothing_is_named_when_nothing_is_ignored() -> None:
     ("path", "body", "kind"), [(PLAIN, PLAIN_BODY, CompletionBody), (CHAT, CHAT_BODY, ChatBody)]
 )
 async def test_neutral_values_pass_and_others_are_refused(
-    path: str, body: dict[str, Any], kind: type[Fields]
+    path: str, body: dict[str, Any], kind: type[BodyFields]
 ) -> None:
     async with gateway(FakeEngine(saying("ok"))) as client:
         for name, values in field_classes(kind).refused.items():
@@ -167,14 +167,14 @@ def _listed(text: str) -> set[str]:
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
-def _implemented(kind: type[Fields]) -> set[str]:
+def _implemented(kind: type[BodyFields]) -> set[str]:
     classes = field_classes(kind)
     return set(kind.__struct_fields__).difference(classes.ignored, classes.refused)
 
 
 def test_the_page_lists_every_field_in_its_class() -> None:
     sections = dict(each.split("\n", 1) for each in PAGE.read_text().split("\n## ")[1:])
-    kinds: list[tuple[str, type[Fields]]] = [
+    kinds: list[tuple[str, type[BodyFields]]] = [
         ("", ChatBody),
         ("", CompletionBody),
         ("stream_options.", StreamOptions),
@@ -197,7 +197,7 @@ def test_the_page_lists_every_field_in_its_class() -> None:
 @pytest.mark.parametrize(
     ("title", "kind"), [("/v1/responses", ResponsesBody), ("/v1/messages", MessagesBody)]
 )
-def test_the_page_lists_every_field_of_the_other_apis(title: str, kind: type[Fields]) -> None:
+def test_the_page_lists_every_field_of_the_other_apis(title: str, kind: type[BodyFields]) -> None:
     section = PAGE.read_text().split(f"\n# {title}\n")[1].split("\n# ")[0]
     _, implemented, ignored, refused = re.split(r"\n\| (?:implemented|ignored|refused) \|", section)
     assert _listed(ignored) == set(field_classes(kind).ignored)

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from server.gateway.dialects.chat.request import ChatMessage
-from server.gateway.dialects.responses.store import ResponseStore, Stored
+from server.gateway.dialects.responses.store import ResponseStore, StoredResponse
 from server.gateway.parsing.call_formats import HERMES
-from server.gateway.parsing.message import Message, MessageOptions
+from server.gateway.parsing.message import AnswerMessage, MessageOptions
 from tests.server.gateway.calls import prompt_of, scored
 from tests.server.gateway.dialects.test_openai_client import client_of as openai_client_of
 from tests.server.gateway.dialects.test_tools import CALL
@@ -167,7 +167,7 @@ async def test_a_failure_in_a_stream_is_a_failed_response() -> None:
 
 def test_a_call_that_was_cut_is_not_in_the_conversation() -> None:
     messages = [ChatMessage(role="user", content="1+2?")]
-    store, message = ResponseStore(), Message(MessageOptions(calls=HERMES))
+    store, message = ResponseStore(), AnswerMessage(MessageOptions(calls=HERMES))
     message.push(f"{CALL} {CALL[:-20]}", is_last=True)
     store.keep("a", b"", message, messages=messages, num_bytes=0)
     [_, answer] = store.get("a").messages
@@ -194,12 +194,12 @@ async def test_a_conversation_counts_all_that_it_keeps_alive() -> None:
 def test_the_store_is_bounded_by_number_and_by_bytes() -> None:
     store = ResponseStore(max_responses=2, max_bytes=100)
     for name, size in (("a", 10), ("b", 20), ("c", 30)):
-        store.add(name, Stored(b"", (), size))
+        store.add(name, StoredResponse(b"", (), size))
     with pytest.raises(NotFound):
         store.get("a")
-    store.add("d", Stored(b"", (), 80))
+    store.add("d", StoredResponse(b"", (), 80))
     with pytest.raises(NotFound):
         store.get("c")
     store.remove("d")
-    store.add("e", Stored(b"", (), 100))
+    store.add("e", StoredResponse(b"", (), 100))
     assert store.get("e").num_bytes == 100

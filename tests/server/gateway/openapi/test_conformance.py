@@ -110,7 +110,7 @@ def check(url: str, method: str, path: str, *, num_examples: int) -> None:
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_answers_are_as_described(url: str, method: str, path: str) -> None:
-    check(url, method, path, num_examples=10)
+    check(url, method, path, num_examples=16)
 
 
 @pytest.mark.slow

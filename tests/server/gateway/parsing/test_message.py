@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.gateway.parsing.call_formats import FORMATS
-from server.gateway.parsing.message import Message, MessageOptions
+from server.gateway.parsing.message import AnswerMessage, MessageOptions
 
 NAMES = ("get_weather", "add")
 HERMES_CALL = (
@@ -20,7 +20,7 @@ Shape = tuple[str, str, list[tuple[str, str]]]
 
 def read(pieces: list[str], options: MessageOptions) -> Shape:
     """Return reasoning, content and (name, arguments) of calls; parts and message must agree."""
-    message = Message(options)
+    message = AnswerMessage(options)
     parts = [
         part
         for idx, piece in enumerate(pieces)
@@ -230,7 +230,7 @@ def test_only_the_first_call_is_shown_if_one_was_asked_for() -> None:
 
 
 def test_reasoning_tokens_are_counted() -> None:
-    message = Message(MessageOptions(reasons=True, is_inside_reasoning=True))
+    message = AnswerMessage(MessageOptions(reasons=True, is_inside_reasoning=True))
     for token in ("so", " it", " is", "</think>", "Yes", "."):
         message.push(token, num_tokens=1)
     assert message.num_reasoning_tokens == 4
