@@ -37,7 +37,7 @@ from server.gateway.dialects.tokenization import (
     tokenize,
 )
 from server.gateway.engine_client import ClientGone, EngineClient
-from server.gateway.errors import MESSAGES, error_response, truncated
+from server.gateway.errors import error_response, truncated
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.handler import Handler
 from server.gateway.http.answer import json_response
@@ -165,7 +165,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             if not allowed
             else f"`{path}` takes {allowed}, not {truncated(request.method, 16)}"
         )
-    return error_response(error, to_anthropic=request.url.path.startswith(MESSAGES))
+    return error_response(error, request.url.path)
 
 
 async def _answer_nobody(_: Request, __: Exception) -> Response:

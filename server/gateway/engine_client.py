@@ -16,7 +16,7 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -54,6 +54,7 @@ from topspin.messages import (
 # A request that loses so many schedulers without an output between may be their end's cause.
 MAX_REPLAYS = 5
 
+_Answer = TypeVar("_Answer", Stats, Trace)
 _log = logging.getLogger("gateway")
 
 
@@ -239,35 +240,33 @@ class EngineClient:
 
     async def stats(self, deadline_s: float) -> Stats:
         """Ask the scheduler for its counters; raises EngineUnavailable past the deadline."""
-        stats = await self._ask(StatsQuery(query_id=next(self._query_ids)), deadline_s)
-        assert isinstance(stats, Stats)
-        return stats
+        return await self._ask(StatsQuery(query_id=next(self._query_ids)), Stats, deadline_s)
 
     async def trace(self, seconds: float, deadline_s: float) -> Trace:
         """Ask all nodes for their stamps of the last `seconds`; raises as stats()."""
-        query_id = next(self._query_ids)
-        trace = await self._ask(TraceRequest(query_id=query_id, seconds=seconds), deadline_s)
-        assert isinstance(trace, Trace)
-        return trace
+        query = TraceRequest(query_id=next(self._query_ids), seconds=seconds)
+        return await self._ask(query, Trace, deadline_s)
 
-    async def _ask(self, query: StatsQuery | TraceRequest, deadline_s: float) -> Stats | Trace:
+    async def _ask(
+        self, query: StatsQuery | TraceRequest, kind: type[_Answer], deadline_s: float
+    ) -> _Answer:
         if self.state.state == "failed":
             raise EngineUnavailable("the engine has failed")
         if self.is_waiting:
             raise EngineUnavailable(self.state.detail)
-        query_id = query.query_id
-        answer: asyncio.Future[Stats | Trace] = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = answer
+        coming: asyncio.Future[Stats | Trace] = asyncio.get_running_loop().create_future()
+        self._queries[query.query_id] = coming
         try:
             self.connection.send(query)
             async with asyncio.timeout(deadline_s):
-                return await answer
+                answer = await coming
         except TimeoutError:
-            raise EngineUnavailable(
-                f"the scheduler did not answer within {deadline_s:g} s"
-            ) from None
+            late = f"the scheduler did not answer within {deadline_s:g} s"
+            raise EngineUnavailable(late) from None
         finally:
-            del self._queries[query_id]
+            del self._queries[query.query_id]
+        assert isinstance(answer, kind)
+        return answer
 
     def drain(self) -> None:
         """Refuse new requests from now on; those in flight continue."""
@@ -343,11 +342,9 @@ class EngineClient:
         if in_flight is None:
             return  # it was aborted, and this output was already on its way
         if output.index != len(in_flight.output):
-            in_flight.call.fail(
-                ProtocolError(
-                    f"output {output.index} came where {len(in_flight.output)} was expected"
-                )
-            )
+            expected = len(in_flight.output)
+            error = ProtocolError(f"output {output.index} came where {expected} was expected")
+            in_flight.call.fail(error)
             return
         in_flight.output.extend(output.token_ids)
         in_flight.num_scored += len(output.prompt_logprobs)
@@ -436,20 +433,10 @@ class EngineClient:
 
 def _typed_error(failed: RequestFailed, grammar_field: str) -> TopspinError:
     """Return the error that a RequestFailed stands for, in terms of the client's fields."""
-    kinds: tuple[type[TopspinError], ...] = (
-        InvalidRequest,
-        NotFound,
-        EngineUnavailable,
-        Overloaded,
-        NodeLost,
-        StepFailed,
-        EngineError,
-        ProtocolError,
-    )
-    for kind in kinds:
-        if kind.code == failed.code and kind.status == failed.status and failed.status != 400:
-            return kind(failed.message)
     if failed.status != 400:
+        for kind in (NotFound, EngineUnavailable, Overloaded, NodeLost, StepFailed, ProtocolError):
+            if (kind.code, kind.status) == (failed.code, failed.status):
+                return kind(failed.message)
         return EngineError(failed.message)
     if failed.param == "grammar" and grammar_field:
         return InvalidRequest(f"`{grammar_field}`: {failed.message}", param=grammar_field)

@@ -24,7 +24,7 @@ from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
 from server.gateway.generation.run import Run
 from server.gateway.generation.served_model import ServedModel
-from server.gateway.generation.streaming import EventStream, KeepAlive
+from server.gateway.generation.streaming import EventStream
 from server.gateway.generation.threads import PreparationThreads
 from server.gateway.grammars.structured_outputs import GRAMMAR_FIELDS
 from server.gateway.http.answer import json_response
@@ -82,8 +82,12 @@ class Handler:
             # the first token: clients and proxies give up on a server that says nothing.
             await run.queued()
             blocks = self._event_blocks(run, replies, params, exchange)
-            keep_alive = KeepAlive(replies.keep_alive, self.keep_alive_s)
-            response: Response = EventStream(blocks, close=run.close, keep_alive=keep_alive)
+            response: Response = EventStream(
+                blocks,
+                close=run.close,
+                keep_alive=replies.keep_alive,
+                keep_alive_s=self.keep_alive_s,
+            )
         else:
             response = json_response(await self._whole_answer(run, replies, params))
         return _with_ignored(response, prepared.ignored)

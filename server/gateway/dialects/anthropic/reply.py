@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw
 
 from server.gateway.dialects.dialect import ReplyHead
-from server.gateway.errors import describe_to_anthropic
+from server.gateway.errors import describe
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.usage import Usage
 from server.gateway.parsing.json_scan import is_object
@@ -119,7 +119,7 @@ class MessagesReplies:
 
     def failed(self, error: Exception) -> bytes:
         """Return the error, after which nothing follows."""
-        return b"event: error\ndata: " + describe_to_anthropic(error).encode() + b"\n\n"
+        return b"event: error\ndata: " + describe(error).body(to_anthropic=True) + b"\n\n"
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """Return the whole answer."""

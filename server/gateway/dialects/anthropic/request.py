@@ -42,8 +42,6 @@ from server.gateway.dialects.chat.request import (
     NamedToolChoice,
     Tool,
     ToolCall,
-    ToolChoiceFunction,
-    ToolFunction,
 )
 from topspin.errors import InvalidRequest
 
@@ -254,7 +252,7 @@ def _tool_choice(choice: ToolChoice | None) -> CallChoice | None:
     if choice.type == "tool":
         if choice.name is None:
             raise InvalidRequest("`tool_choice`: a tool needs its `name`", param="tool_choice.name")
-        return NamedToolChoice(function=ToolChoiceFunction(name=choice.name))
+        return NamedToolChoice.of(choice.name)
     if choice.type == "any":
         return "required"
     return choice.type
@@ -289,8 +287,7 @@ def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
                 thoughts.append(block.thinking)
             case ToolUseBlock():
                 arguments = msgspec.json.encode(block.input).decode()
-                function = ToolFunction(name=block.name, arguments=arguments)
-                calls.append(ToolCall(id=block.id, function=function))
+                calls.append(ToolCall.of(block.id, block.name, arguments))
             case ToolResultBlock():
                 if message.role != "user":
                     raise InvalidRequest(
@@ -298,14 +295,7 @@ def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
                     )
                 results.append(_result(block))
     if message.role == "assistant":
-        return [
-            ChatMessage(
-                role="assistant",
-                content="".join(texts) if texts else None,
-                tool_calls=calls or None,
-                reasoning_content="".join(thoughts) or None,
-            )
-        ]
+        return [ChatMessage.of_assistant(texts, thoughts=thoughts, calls=calls)]
     if not texts and results:
         return results
     return [*results, ChatMessage(role=message.role, content="\n".join(texts))]

@@ -5,6 +5,7 @@ Knows no tokenizer and no model. Other APIs of chats are translated to this body
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Raw
@@ -69,6 +70,11 @@ class ToolCall(BodyFields, kw_only=True, frozen=True):
     index: Ignored[int] = None
     provider_specific_fields: Ignored[Object] = None
 
+    @classmethod
+    def of(cls, call_id: str, name: str, arguments: str) -> ToolCall:
+        """Return the call of a function; `arguments` is JSON text."""
+        return cls(id=call_id, function=ToolFunction(name=name, arguments=arguments))
+
 
 class FunctionDefinition(BodyFields, kw_only=True, frozen=True):
     """A function that the model may call; `parameters` is a JSON schema.
@@ -116,6 +122,11 @@ class NamedToolChoice(BodyFields, kw_only=True, frozen=True):
     type: Literal["function"] = "function"
     function: ToolChoiceFunction
 
+    @classmethod
+    def of(cls, name: str) -> NamedToolChoice:
+        """Return the choice of the function `name`."""
+        return cls(function=ToolChoiceFunction(name=name))
+
 
 CallChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
@@ -137,6 +148,22 @@ class ChatMessage(BodyFields, kw_only=True, frozen=True):
     audio: Refused = ABSENT
     function_call: Refused = ABSENT
     refusal: Refused = ABSENT
+
+    @classmethod
+    def of_assistant(
+        cls,
+        contents: Sequence[str] = (),
+        *,
+        thoughts: Sequence[str] = (),
+        calls: Sequence[ToolCall] = (),
+    ) -> ChatMessage:
+        """Return an earlier answer, its texts and its reasoning in pieces; without any: null."""
+        return cls(
+            role="assistant",
+            content="".join(contents) if contents else None,
+            reasoning_content="".join(thoughts) or None,
+            tool_calls=list(calls) or None,
+        )
 
 
 class ChatBody(GenerationBody, kw_only=True, frozen=True):

@@ -233,7 +233,7 @@ class ResponsesReplies:
 
     def failed(self, error: Exception) -> bytes:
         """Return the event of a response that failed."""
-        failure = describe(error).body.error
+        failure = describe(error)
         shown = {"code": failure.code or "server_error", "message": failure.message}
         output = [item.shown("incomplete") for item in self._items]
         response = self._response("failed", output=output, usage=None, error=shown)

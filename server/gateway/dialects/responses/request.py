@@ -36,7 +36,6 @@ from server.gateway.bodies.fields import (
 from server.gateway.bodies.generation import KvRetrieval, ResponseFormat
 from server.gateway.bodies.sampling_defaults import MinP, PositiveCount, Temperature, TopK, TopP
 from server.gateway.dialects.chat.request import (
-    CallChoice,
     ChatBody,
     ChatMessage,
     DecodedChat,
@@ -44,8 +43,6 @@ from server.gateway.dialects.chat.request import (
     NamedToolChoice,
     Tool,
     ToolCall,
-    ToolChoiceFunction,
-    ToolFunction,
 )
 from topspin.errors import InvalidRequest
 
@@ -254,15 +251,13 @@ def _messages(items: Sequence[Item]) -> list[ChatMessage]:
                 text = _text(item.content)
                 message = ChatMessage(role=item.role, content=text)
             case CallItem():
-                function = ToolFunction(name=item.name, arguments=item.arguments)
-                call = ToolCall(id=item.call_id, function=function)
-                message = ChatMessage(role="assistant", tool_calls=[call])
+                call = ToolCall.of(item.call_id, item.name, item.arguments)
+                message = ChatMessage.of_assistant(calls=[call])
             case CallOutputItem():
                 text = _text(item.output)
                 message = ChatMessage(role="tool", tool_call_id=item.call_id, content=text)
             case ReasoningItem():
-                text = _text(item.content or [])
-                message = ChatMessage(role="assistant", reasoning_content=text or None)
+                message = ChatMessage.of_assistant(thoughts=[_text(item.content or [])])
         if messages and message.role == messages[-1].role == "assistant":
             messages[-1] = joined(messages[-1], message)
         else:
@@ -283,12 +278,8 @@ def joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
     """Return two parts of one assistant's message as one."""
     contents = [each.content for each in (first, second) if isinstance(each.content, str)]
     thoughts = [each.reasoning_content for each in (first, second) if each.reasoning_content]
-    return ChatMessage(
-        role="assistant",
-        content="".join(contents) if contents else None,
-        reasoning_content="".join(thoughts) or None,
-        tool_calls=[*(first.tool_calls or ()), *(second.tool_calls or ())] or None,
-    )
+    calls = [*(first.tool_calls or ()), *(second.tool_calls or ())]
+    return ChatMessage.of_assistant(contents, thoughts=thoughts, calls=calls)
 
 
 def _text(content: str | list[TextPart]) -> str:
@@ -296,7 +287,7 @@ def _text(content: str | list[TextPart]) -> str:
 
 
 def _chat(body: ResponsesBody) -> ChatBody:
-    text = body.text or TextConfig()
+    text, choice = body.text or TextConfig(), body.tool_choice
     reasoning = body.reasoning or ReasoningOptions()
     shows_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not shows_logprobs:
@@ -320,7 +311,9 @@ def _chat(body: ResponsesBody) -> ChatBody:
         priority=body.priority,
         reasoning_effort=reasoning.effort,
         tools=[_tool(tool) for tool in body.tools] if body.tools else None,
-        tool_choice=_tool_choice(body.tool_choice),
+        tool_choice=NamedToolChoice.of(choice.name)
+        if isinstance(choice, FunctionChoice)
+        else choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(text.format),
     )
@@ -335,14 +328,6 @@ def _tool(tool: FunctionTool) -> Tool:
             strict=tool.strict,
         )
     )
-
-
-def _tool_choice(
-    choice: Literal["none", "auto", "required"] | FunctionChoice | None,
-) -> CallChoice | None:
-    if isinstance(choice, FunctionChoice):
-        return NamedToolChoice(function=ToolChoiceFunction(name=choice.name))
-    return choice
 
 
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:

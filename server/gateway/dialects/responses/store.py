@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import NamedTuple
 
-from server.gateway.dialects.chat.request import ChatMessage, ToolCall, ToolFunction
+from server.gateway.dialects.chat.request import ChatMessage, ToolCall
 from server.gateway.errors import truncated
 from server.gateway.parsing.json_scan import is_object
 from server.gateway.parsing.message import AnswerMessage
@@ -66,19 +66,12 @@ class ResponseStore:
         call that was cut is left out, since no template could show its arguments.
         """
         calls = [
-            ToolCall(
-                id=call.id,
-                function=ToolFunction(name=call.name, arguments=call.arguments),
-            )
+            ToolCall.of(call.id, call.name, call.arguments)
             for call in message.calls
             if is_object(call.arguments)
         ]
-        answer = ChatMessage(
-            role="assistant",
-            content=message.content or None,
-            reasoning_content=message.reasoning or None,
-            tool_calls=calls or None,
-        )
+        contents = [message.content] if message.content else []
+        answer = ChatMessage.of_assistant(contents, thoughts=[message.reasoning], calls=calls)
         size = num_bytes + 2 * len(body)
         self.add(response_id, StoredResponse(body, (*messages, answer), size))
 

@@ -20,7 +20,7 @@ from server.gateway.dialects.completions.dialect import CompletionDialect
 from server.gateway.dialects.responses.dialect import ResponsesDialect
 from server.gateway.dialects.tokenization import detokenize, tokenize
 from server.gateway.engine_client import EngineClient
-from server.gateway.errors import describe, describe_to_anthropic
+from server.gateway.errors import describe
 from tests.server.gateway.calls import CHAT, PLAIN
 from tests.server.gateway.fakes import FakeEngine, served_model
 from tests.server.gateway.openapi.test_document import EXAMPLES, described
@@ -156,13 +156,10 @@ def test_a_wrong_field_is_refused_by_name(path: str) -> None:
         content = json.dumps({**good, **wrong} if field in wrong else wrong).encode()
         with pytest.raises(RequestError) as refused:
             READERS[path](content, max_tokens=100, tenant="")
-        if path.startswith("/v1/messages"):
-            failure = describe_to_anthropic(refused.value)
-            said: str | None = failure.body.error.message
-        else:
-            failure = describe(refused.value)
-            said = failure.body.error.param
-        assert field in (said or ""), (place, str(wrong)[:300])
+        failure, is_anthropic = describe(refused.value), path.startswith("/v1/messages")
+        error = json.loads(failure.body(to_anthropic=is_anthropic))["error"]
+        said = error["message"] if is_anthropic else error["param"]
+        assert field in said, (place, str(wrong)[:300])
         assert 400 <= failure.status < 500
-        assert 0 < len(failure.body.error.message) <= 700
+        assert 0 < len(error["message"]) <= 700
     assert len(found) > 20

@@ -177,9 +177,9 @@ def test_phases_are_laid_before_the_first_output(
     )
     choice.first, choice.last_output_at_s = first, last_at_s
     record = RequestRecord(PLAIN, 10.0, choices=[choice])
-    found = request_spans(record, request_id="r", status=200, ended_s=20.0)
-    assert (found.root.start_s, found.root.end_s) == (10.0, 20.0)
-    assert [(each.name, each.start_s, each.end_s) for each in found.phases] == phases
+    root, *found = request_spans(record, request_id="r", status=200, ended_s=20.0)
+    assert (root.start_s, root.end_s) == (10.0, 20.0)
+    assert [(each.name, each.start_s, each.end_s) for each in found] == phases
 
 
 ENDPOINTS: list[tuple[str, dict[str, object], str]] = [
