@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.gateway.operations.health import ProgressWatch
+from server.gateway.operations.metrics import _COUNTERS, _GAUGES
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, USER, answer_to
 from tests.server.gateway.fakes import (
     EOS_ID,
@@ -191,49 +192,15 @@ def two_tokens(request: AddRequest) -> Iterator[RequestOutput]:
     yield output(request, [EOS_ID], index=1, finish_reason="stop", stop_token_id=EOS_ID)
 
 
-# Of the engine's counts: the metric, the field of Stats, and a value.
-COUNTS: list[tuple[str, str, float]] = [
-    ("num_requests_running", "num_running", 3),
-    ("num_requests_waiting", "num_waiting", 2),
-    ("max_queued_requests", "max_queued_requests", 16),
-    ("kv_cache_usage_perc", "kv_cache_usage", 0.25),
-    ("kv_spill_memory_usage_perc", "kv_frames_usage", 0.75),
-    ("num_preemptions_total", "num_preemptions", 4),
-    ("grammars_compiled_total", "num_grammars_compiled", 13),
-    ("grammars_found_total", "num_grammars_found", 14),
-    ("prefix_cache_queries_total", "prefix_cache_queries", 50),
-    ("prefix_cache_hits_total", "prefix_cache_hits", 20),
-    ("engine_steps_total", "num_steps", 11),
-    ("spec_decode_num_drafts_total", "num_drafts", 8),
-    ("spec_decode_num_draft_tokens_total", "num_draft_tokens", 40),
-    ("spec_decode_root_hits_total", "num_root_hits", 12),
-    ("spec_decode_root_misses_total", "num_root_misses", 5),
-    ("spec_decode_draft_passes_total", "num_draft_passes", 30),
-    ("spec_decode_overlapped_draft_passes_total", "num_overlapped_passes", 21),
-    ("spec_decode_draft_pass_seconds_total", "draft_pass_seconds", 0.75),
-    ("kv_retrieval_selected_rows_total", "kv.num_selected_rows", 60),
-    ("kv_retrieval_coded_segments_total", "kv.num_coded_segments", 2),
-    ("kv_spill_saved_blocks_total", "kv.num_saved_blocks", 5),
-    ("kv_spill_loaded_blocks_total", "kv.num_loaded_blocks", 4),
-    ("kv_spill_hot_keys_total", "kv.num_hot_keys", 70),
-    ("kv_spill_read_keys_total", "kv.num_read_keys", 31),
-    ("kv_retrieval_recall_sum", "kv.recall_sum", 5.25),
-    ("kv_retrieval_recall_count", "kv.num_recalls", 6),
-    ("expert_activations_total", "expert_activations", 17),
-    ("expert_batches_total", "expert_batches", 10),
-    ("expert_table_version", "expert_table_version", 19),
-    ("expert_migrations_total", "expert_migrations", 9),
-]
-
-
 async def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
     fake = FakeEngine(two_tokens)
-    values = {field: value for _, field, value in COUNTS}
+    fields = [field for _, _, field in (*_GAUGES, *_COUNTERS)]
+    values = {field: number / 4 for number, field in enumerate(fields, start=5)}
     kv = {field[3:]: value for field, value in values.items() if field.startswith("kv.")}
     fake.stats = msgspec.structs.replace(
         fake.stats,
         **{field: value for field, value in values.items() if "." not in field},
-        kv=msgspec.convert(kv, KvCounts),
+        kv=KvCounts(**kv, recall_sum=5.25, num_recalls=6),
         num_accepted_tokens=(7, 3),
         nodes=(NodeCount(role="expert", optional=True, planned=2, present=1),),
         expert_tokens=((5, 6), (7, 8)),
@@ -250,7 +217,11 @@ async def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
         found = samples(response.text)
         each = samples((await client.get("/metrics?per_expert=1")).text)
     assert each["topspin_expert_tokens_total", "expert=1,layer=0"] == 6
-    expected = {(f"topspin_{name}", ""): value for name, _, value in COUNTS} | {
+    expected = {
+        **{(f"topspin_{name}", ""): values[field] for name, _, field in _GAUGES},
+        **{(f"topspin_{name}_total", ""): values[field] for name, _, field in _COUNTERS},
+        ("topspin_kv_retrieval_recall_sum", ""): 5.25,
+        ("topspin_kv_retrieval_recall_count", ""): 6,
         ("topspin_engine_up", ""): 1,
         ("topspin_nodes", "optional=true,role=expert"): 1,
         ("topspin_nodes_planned", "optional=true,role=expert"): 2,

@@ -8,11 +8,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from starlette.types import Message, Send
 
-from server.gateway.generation.streaming import EventStream
-from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY, http_request
-from tests.server.gateway.fakes import FakeEngine, ids, loopback, opened, output, refusing
+from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY, http_request, post
+from tests.server.gateway.fakes import FakeEngine, ids, opened, output, refusing, saying
 from topspin.messages import RequestQueued
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -76,41 +74,31 @@ async def test_a_client_that_leaves_before_the_first_token_frees_its_request() -
         assert fake.aborted == [fake.added[0].request_id]
 
 
-async def test_the_clients_of_openai_and_anthropic_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_beaten = asyncio.Event()
-    beat = EventStream._beat
+def beaten(path: str) -> bytes:
+    """Return our answer with a keep-alive behind each event."""
+    answer = post(path, {**PATHS[path], "stream": True}, FakeEngine(saying("a")))
+    beat = PING if path == "/v1/messages" else COMMENT
+    return 2 * beat + answer.content.replace(b"\n\n", b"\n\n" + beat)
 
-    async def watched(stream: EventStream, send: Send, *others: Any) -> None:
-        num_sent = 0
 
-        async def counted(message: Message) -> None:
-            nonlocal num_sent
-            await send(message)
-            num_sent += 1
-            if num_sent == 2:
-                has_beaten.set()
+async def test_the_clients_of_openai_and_anthropic_read_on() -> None:
+    content = {path: await asyncio.to_thread(beaten, path) for path in PATHS}
 
-        await beat(stream, counted, *others)
+    async def replay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+        writer.write(head + content[asked])
+        await writer.drain()
+        writer.close()
 
-    async def answered(fake: FakeEngine, opening: Any) -> list[Any]:
-        """Return the events of a stream whose first token comes after some keep-alives."""
-        has_beaten.clear()
-        reading = asyncio.create_task(opening)
-        await has_beaten.wait()
-        fake.emit(output(fake.added[-1], ids("a"), finish_reason="length"))
-        return [event async for event in await reading]
-
-    monkeypatch.setattr(EventStream, "_beat", watched)
-    fake = FakeEngine()
-    async with loopback(fake, keep_alive_s=0.001) as port:
-        url, key = f"http://127.0.0.1:{port}", "k"
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
-            chat = client.chat.completions.create(**CHAT_BODY, stream=True)
-            events = await answered(fake, chat)
-            assert "".join(each.choices[0].delta.content or "" for each in events) == "a"
-            made = client.responses.create(model="tiny", input="hi", stream=True)
-            assert (await answered(fake, made))[-1].type == "response.incomplete"
-        async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as claude:
-            said = claude.messages.create(**CHAT_BODY, max_tokens=9, stream=True)
-            kinds = [event.type for event in await answered(fake, said)]
+    async with await asyncio.start_server(replay, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client:
+            stream = await client.chat.completions.create(**CHAT_BODY, stream=True)
+            assert "".join([each.choices[0].delta.content or "" async for each in stream]) == "a"
+            made = await client.responses.create(model="tiny", input="hi", stream=True)
+            assert [event.type async for event in made][-1] == "response.incomplete"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="k") as claude:
+            said = await claude.messages.create(**CHAT_BODY, max_tokens=9, stream=True)
+            kinds = [event.type async for event in said]
             assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")

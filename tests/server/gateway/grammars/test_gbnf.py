@@ -201,13 +201,6 @@ number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
 space ::= | " " | "\n" [ \t]{0,20}
 """
 LIST = 'root ::= item+\nitem ::= "- " [^\\r\\n\\x0b\\x0c\\x85\\u2028\\u2029]+ "\\n"'
-CHESS = """
-root ::= "1. " move " " move "\\n" ([1-9] [0-9]? ". " move " " move "\\n")+
-move ::= (pawn | piece | castle) [+#]?
-piece ::= [NBKQR] [a-h]? [1-8]? "x"? [a-h] [1-8]
-pawn ::= ([a-h] "x")? [a-h] [1-8] ("=" [NBKQR])?
-castle ::= "O-O" "-O"?
-"""
 SHAPES: list[tuple[str, list[str], list[str]]] = [
     (
         ARITHMETIC,
@@ -215,11 +208,6 @@ SHAPES: list[tuple[str, list[str], list[str]]] = [
         ["", "a=1", "a=\n", "(a=1\n", "1+=2\n"],
     ),
     (LIST, ["- a\n", "- é, 1\n- b\n"], ["", "- \n", "- a", "- a\u2028\n"]),
-    (
-        CHESS,
-        ["1. e4 e5\n2. Nf3 Nc6\n", "1. e4 d5\n2. exd5 Qxd5\n10. O-O-O e8=Q+\n"],
-        ["1. e4 e5\n", "1. e4 e5\n2. e9 e5\n", "1. e4 e5\n2. Nf3\n"],
-    ),
 ]
 
 
