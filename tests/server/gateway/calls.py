@@ -9,22 +9,8 @@ from typing import Any
 
 import httpx
 
-from tests.server.gateway.fakes import (
-    FakeEngine,
-    Script,
-    gateway,
-    ids,
-    output,
-    saying,
-    tokenizer,
-)
-from topspin.messages import (
-    AddRequest,
-    FinishReason,
-    RequestOutput,
-    TokenLogprobs,
-    unpack_ints,
-)
+from tests.server.gateway.fakes import FakeEngine, Script, gateway, ids, output, saying, tokenizer
+from topspin.messages import AddRequest, FinishReason, RequestOutput, TokenLogprobs, unpack_ints
 
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
@@ -118,9 +104,7 @@ def scored(text: str) -> Script:
                 yield output(request, [], prompt_logprobs=(score,))
         for index, token_id in enumerate(token_ids):
             entry = TokenLogprobs(
-                logprob=-0.5,
-                top_ids=(token_id, ids("z")[0]),
-                top_logprobs=(-0.5, float("-inf")),
+                logprob=-0.5, top_ids=(token_id, ids("z")[0]), top_logprobs=(-0.5, float("-inf"))
             )
             finish: FinishReason | None = "length" if index == len(token_ids) - 1 else None
             yield output(request, [token_id], index=index, logprobs=(entry,), finish_reason=finish)

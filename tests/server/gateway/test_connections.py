@@ -13,10 +13,10 @@ from starlette.types import Message
 
 from server.gateway.engine_client import ClientGone
 from server.gateway.generation.streaming import EventStream
-from server.gateway.http.body import MAX_BODY_BYTES, Bodies, BodyTimeout, read_body
+from server.gateway.http.body import Bodies, read_body
 from server.gateway.http.exchange import Exchanges
 from tests.server.gateway.calls import head_of, http_request
-from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, opened, output, saying
+from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, opened, output
 from topspin.errors import Overloaded
 from topspin.messages import FinishReason
 
@@ -60,13 +60,6 @@ async def test_a_stream_comes_event_by_event_over_one_connection() -> None:
         assert fake.aborted == []
 
 
-async def test_a_body_that_is_too_large_is_answered_and_the_rest_discarded() -> None:
-    async with opened(FakeEngine(saying("ok"))) as (reader, writer):
-        size_bytes = MAX_BODY_BYTES + 1
-        writer.write(head_of(size_bytes) + b" " * size_bytes)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
-
-
 def request_of(messages: list[Message]) -> Request:
     """Return a request whose body comes as `messages` and then stalls."""
 
@@ -77,12 +70,6 @@ def request_of(messages: list[Message]) -> Request:
         raise AssertionError
 
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
-
-
-async def test_a_body_that_does_not_arrive_is_a_timeout() -> None:
-    request = request_of([{"type": "http.request", "body": b"{", "more_body": True}])
-    with pytest.raises(BodyTimeout):
-        await read_body(request, deadline_s=0.01)
 
 
 async def test_a_body_that_comes_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,15 +52,30 @@ async def test_a_stream_begins_when_its_request_is_queued(path: str) -> None:
         assert beat not in rest.partition(b'"b"')[2]
 
 
+ERROR = (
+    b'data: {"error":{"message":"%b","type":"server_error","param":null,"code":"node_lost"}}\n\n'
+)
+FAILURES = {
+    "/v1/chat/completions": ERROR + b"data: [DONE]\n\n",
+    "/v1/completions": ERROR + b"data: [DONE]\n\n",
+    "/v1/responses": b'"error":{"code":"node_lost","message":"%b"}',
+    "/v1/messages": b"event: error\ndata: "
+    b'{"type":"error","error":{"type":"overloaded_error","message":"%b"}}\n\n',
+}
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_error_after_that_is_an_event(path: str) -> None:
     fake = FakeEngine()
     async with opened(fake) as (reader, writer):
         writer.write(asked(path))
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        fake.emit(output(fake.added[0], ids("a")))
+        await reader.readuntil(b'"a"')
         fake.run(refusing("node_lost", 503, "secret"))
         rest = await reader.readuntil(b"0\r\n\r\n")
-        assert b"a node that held the request was lost" in rest
+        assert FAILURES[path] % b"a node that held the request was lost" in rest
+        assert (b"event: response.failed\n" in rest) == (path == "/v1/responses")
         assert b": keep-alive" not in rest, "0 is off"
 
 

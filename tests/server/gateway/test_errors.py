@@ -8,24 +8,13 @@ import httpx
 import pytest
 
 from server.gateway.http.body import MAX_BODY_BYTES
-from tests.server.gateway.calls import (
-    CHAT,
-    CHAT_BODY,
-    JSON,
-    PLAIN,
-    PLAIN_BODY,
-    USER,
-    answer_to,
-)
+from tests.server.gateway.calls import CHAT, CHAT_BODY, JSON, PLAIN, PLAIN_BODY, USER, answer_to
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, refusing, saying
 from topspin.messages import EngineState
 from topspin.plan.retrieval import RetrievalPolicy
 
 LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
-CONTINUED = {
-    "messages": [{"role": "assistant", "content": "so"}],
-    "continue_final_message": True,
-}
+CONTINUED = {"messages": [{"role": "assistant", "content": "so"}], "continue_final_message": True}
 FOUR = [[1] * 99] * 4
 GOOD: dict[str, dict[str, object]] = {
     PLAIN: PLAIN_BODY,

@@ -29,15 +29,7 @@ from tests.server.scheduler.engine import make_config
 from tests.structs import changed
 from topspin import __version__
 from topspin.errors import ConfigError
-from topspin.messages import (
-    AddRequest,
-    EngineState,
-    Hello,
-    Message,
-    Outputs,
-    Refused,
-    StatsQuery,
-)
+from topspin.messages import AddRequest, EngineState, Hello, Message, Outputs, Refused, StatsQuery
 from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import ServeConfig
 from topspin.processes.channel import ControlServer, Heartbeat, PeerGone, Received
@@ -341,8 +333,3 @@ def test_a_taken_port_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}: Address already in use"):
             bind(GatewaySection(port=port))
-
-
-def test_a_host_that_does_not_exist_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"--host 300\.1\.1\.1"):
-        bind(GatewaySection(host="300.1.1.1", port=0))

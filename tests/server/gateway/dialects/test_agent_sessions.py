@@ -105,11 +105,7 @@ def responses_turn(num_turns: int, rng: random.Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("path", "turn"),
-    [
-        ("/v1/messages", anthropic_turn),
-        (CHAT, chat_turn),
-        ("/v1/responses", responses_turn),
-    ],
+    [("/v1/messages", anthropic_turn), (CHAT, chat_turn), ("/v1/responses", responses_turn)],
     ids=["messages", "chat", "responses"],
 )
 async def test_a_session_hits_the_cache_for_all_that_it_repeats(path: str, turn: Turn) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.server.gateway.calls import (
     CHAT,
@@ -25,20 +22,8 @@ from tests.server.gateway.calls import (
     usage,
     without_head,
 )
-from tests.server.gateway.fakes import (
-    EOS_ID,
-    FakeEngine,
-    gateway,
-    ids,
-    output,
-    saying,
-)
-from tests.server.gateway.generation.test_stop_strings import first_stop
-from topspin.errors import PeerLost
-from topspin.messages import (
-    AddRequest,
-    RequestOutput,
-)
+from tests.server.gateway.fakes import EOS_ID, FakeEngine, gateway, ids, output, saying
+from topspin.messages import AddRequest, RequestOutput
 
 
 def test_a_streamed_chat_is_role_contents_finish_usage_done() -> None:
@@ -235,55 +220,3 @@ async def test_an_output_that_cannot_be_shown_fails_and_frees_the_request(stream
         [first, *_] = response.text.removeprefix("data: ").split("\n\n")
         assert json.loads(first)["error"]["code"] == "protocol_error"
         assert sorted(fake.aborted) == sorted(added.request_id for added in fake.added)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    text=st.text(alphabet="abo \u6f22\U0001f600", min_size=1, max_size=16),
-    stops=st.lists(st.text(alphabet="abo \u6f22", min_size=1, max_size=3), max_size=3),
-    seed=st.integers(0, 1000),
-)
-def test_streamed_whole_and_brute_force_are_one_text(
-    text: str, stops: list[str], seed: int
-) -> None:
-    def script(request: AddRequest) -> Iterator[RequestOutput]:
-        token_ids, sizes, index = ids(text), random.Random(seed), 0
-        while index < len(token_ids):
-            part = token_ids[index : index + sizes.randint(1, 3)]
-            done = index + len(part) == len(token_ids)
-            yield output(request, part, index=index, finish_reason="length" if done else None)
-            index += len(part)
-
-    async def test() -> None:
-        async with gateway(FakeEngine(script)) as client:
-            body = {**PLAIN_BODY, "stop": stops, "max_tokens": 90}
-            whole = (await client.post(PLAIN, json=body)).json()
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-            events = events_of(await client.post(PLAIN, json=body))
-        expected = first_stop(text, stops)
-        shown = text if expected is None else text[: expected[0] - len(expected[1])]
-        reason = "length" if expected is None else "stop"
-        assert whole["choices"][0]["text"] == shown
-        assert whole["choices"][0]["finish_reason"] == reason
-        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == shown
-        assert events[-2]["choices"][0]["finish_reason"] == reason
-        assert events[-1]["usage"] == whole["usage"]
-
-    asyncio.run(test())
-
-
-async def test_a_failure_in_mid_stream_is_an_error_event_then_done() -> None:
-    fake = FakeEngine()
-    async with gateway(fake) as client:
-        body = {**CHAT_BODY, "stream": True}
-        pending = asyncio.create_task(client.post(CHAT, json=body))
-        await fake.request_came.wait()
-        fake.emit(output(fake.added[0], ids("hello")))
-        fake.say(PeerLost("closed"))
-        events = events_of(await pending)
-        assert [without_head(event) for event in events] == [
-            chat_choice(0, {"role": "assistant", "content": ""}),
-            chat_choice(0, {"content": "hello"}),
-            events[-1],
-        ]
-        assert events[-1]["error"]["code"] == "node_lost"

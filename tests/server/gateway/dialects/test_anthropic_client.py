@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,14 +15,12 @@ from tests.server.gateway.dialects.test_tools import CALL
 from tests.server.gateway.fakes import (
     EOS_ID,
     FakeEngine,
-    gateway,
     ids,
     loopback,
     output,
     saying,
     tool_template,
 )
-from topspin.errors import PeerLost
 from topspin.messages import AddRequest, RequestOutput
 
 ADD: dict[str, Any] = {
@@ -189,16 +186,3 @@ async def test_errors_have_anthropics_shape() -> None:
         with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
             await client.messages.create(**{**ASK, "model": "other"})
     assert fake.added == []
-
-
-async def test_a_failure_in_a_stream_is_an_error_event() -> None:
-    fake = FakeEngine(lambda request: [output(request, ids("he"))])
-    async with gateway(fake) as client:
-        body = {**ASK, "max_tokens": 50, "stream": True}
-        waiting = asyncio.create_task(client.post("/v1/messages", json=body))
-        await fake.request_came.wait()
-        await fake.settle()
-        fake.say(PeerLost("gone"))
-        events = (await waiting).text.split("\n\n")
-    assert events[-2].startswith("event: error\ndata: ")
-    assert "overloaded_error" in events[-2] or "api_error" in events[-2]

@@ -18,18 +18,8 @@ from tests.server.gateway.calls import (
     prompt_of,
     scored,
 )
-from tests.server.gateway.fakes import (
-    EOS_ID,
-    FakeEngine,
-    adding,
-    gateway,
-    ids,
-    saying,
-)
-from topspin.messages import (
-    SamplingParams,
-    unpack_ints,
-)
+from tests.server.gateway.fakes import EOS_ID, FakeEngine, adding, gateway, ids, saying
+from topspin.messages import SamplingParams, unpack_ints
 from topspin.plan.retrieval import policy_of
 
 
@@ -91,8 +81,7 @@ def test_prompts_are_scored_once_and_only_if_asked(
 
 
 @pytest.mark.parametrize(
-    ("asked", "tokens"),
-    [(None, None), ({}, None), ({"tokens": 70}, 70), ({"enabled": False}, 0)],
+    ("asked", "tokens"), [(None, None), ({}, None), ({"tokens": 70}, 70), ({"enabled": False}, 0)]
 )
 def test_a_request_chooses_how_many_keys_its_tokens_attend_to(
     asked: dict[str, object] | None, tokens: int | None

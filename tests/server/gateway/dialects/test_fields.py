@@ -31,13 +31,7 @@ from tests.server.gateway.calls import (
     post,
     prompt_of,
 )
-from tests.server.gateway.fakes import (
-    TOOL_TEMPLATE,
-    FakeEngine,
-    gateway,
-    saying,
-    template_of,
-)
+from tests.server.gateway.fakes import TOOL_TEMPLATE, FakeEngine, gateway, saying, template_of
 
 PAGE = Path(__file__).parents[4] / "docs" / "api.md"
 

@@ -63,8 +63,7 @@ def _prompt(path: Path, template: str, messages: list[dict[str, Any]], **more: A
         decoded.body,
         decoded.messages,
         model=served_model(
-            template=template_of(template),
-            tokenizer=Tokenizer.from_directory(path),
+            template=template_of(template), tokenizer=Tokenizer.from_directory(path)
         ),
         tools=ToolUse(),
     )

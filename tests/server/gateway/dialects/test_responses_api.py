@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -13,11 +12,11 @@ from server.gateway.dialects.chat.request import ChatMessage
 from server.gateway.dialects.responses.store import ResponseStore, StoredResponse
 from server.gateway.parsing.call_formats import HERMES
 from server.gateway.parsing.message import AnswerMessage, MessageOptions
-from tests.server.gateway.calls import prompt_of, scored
+from tests.server.gateway.calls import answer_to, prompt_of, scored
 from tests.server.gateway.dialects.test_openai_client import client_of as openai_client_of
 from tests.server.gateway.dialects.test_tools import CALL
-from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, saying, tool_template
-from topspin.errors import NotFound, PeerLost
+from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying, tool_template
+from topspin.errors import NotFound
 
 ADD: dict[str, Any] = {
     "type": "function",
@@ -148,21 +147,11 @@ async def test_the_sdks_stream_helper_and_log_probabilities(text: str) -> None:
         assert len(tokens) == 3
 
 
-async def test_a_failure_in_a_stream_is_a_failed_response() -> None:
-    fake = FakeEngine(lambda request: [output(request, ids("he"))])
-    async with gateway(fake) as client:
-        body: dict[str, Any] = {"model": "tiny", "input": "hi", "previous_response_id": "resp_0"}
-        missing = await client.post("/v1/responses", json=body)
-        assert missing.status_code == 404
-        assert missing.json()["error"]["param"] == "previous_response_id"
-        assert fake.added == []
-        body = {"model": "tiny", "input": "hi", "stream": True}
-        waiting = asyncio.create_task(client.post("/v1/responses", json=body))
-        await fake.request_came.wait()
-        await fake.settle()
-        fake.say(PeerLost("gone"))
-        events = (await waiting).text.split("\n\n")
-    assert events[-2].startswith("event: response.failed\ndata: ")
+def test_a_response_that_is_not_stored_is_a_404() -> None:
+    body = {"model": "tiny", "input": "hi", "previous_response_id": "resp_0"}
+    missing = answer_to("/v1/responses", body)
+    assert missing.status_code == 404
+    assert missing.json()["error"]["param"] == "previous_response_id"
 
 
 def test_a_call_that_was_cut_is_not_in_the_conversation() -> None:

@@ -17,7 +17,7 @@ from tests.server.gateway.calls import (
     events_of,
     post,
 )
-from tests.server.gateway.fakes import FakeEngine, gateway, opened, saying
+from tests.server.gateway.fakes import FakeEngine, gateway, saying
 from topspin.messages import client_id, engine_id
 
 HEADER = "X-Request-Id"
@@ -113,12 +113,3 @@ async def test_errors_have_the_id_too(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             response = await client.request(method, path, headers={HEADER: "e"})
             assert (response.status_code, response.headers[HEADER]) == (status, "e")
-
-
-async def test_bytes_that_are_no_request_are_answered_with_an_id() -> None:
-    async with opened(FakeEngine()) as (reader, writer):
-        writer.write(b"no request\r\n\r\n")
-        answer = await reader.read()
-    head = answer.partition(b"\r\n\r\n")[0].decode()
-    assert head.startswith("HTTP/1.1 400")
-    assert MADE.search(head.lower().partition("x-request-id: ")[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -42,6 +43,7 @@ def error_in(answer: bytes) -> dict[str, Any]:
     """Return the error object of a whole HTTP answer after checking its shape."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"\r\ncontent-type: application/json\r\n" in head.lower() + b"\r\n"
+    assert re.search(rb"\r\nx-request-id: [0-9a-f]{32}", head.lower())
     error: dict[str, Any] = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from server.gateway.bodies.fields import field_classes
-from server.gateway.dialects.chat.request import ChatBody
-from server.gateway.dialects.completions.request import CompletionBody
 from server.gateway.engine_client import EngineClient
 from server.gateway.openapi.document import STATUSES
 from tests.server.gateway.calls import answer_to
@@ -58,18 +55,6 @@ def test_every_refusal_is_described_as_the_error_object() -> None:
                 if status not in ("200", "503"):
                     (media,) = response["content"].values()
                     assert media["schema"] == {"$ref": f"#/components/schemas/{body}"}
-
-
-@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
-def test_fields_have_their_limits_and_their_class(kind: type[ChatBody]) -> None:
-    properties = described()["components"]["schemas"][kind.__name__]["properties"]
-    assert list(properties) == list(kind.__struct_fields__)
-    assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2.0}
-    classes = field_classes(kind)
-    for name, neutral in classes.refused.items():
-        assert properties[name]["enum"] == [None, *neutral]
-    for name in classes.ignored:
-        assert "without effect" in properties[name]["description"]
 
 
 EXAMPLES = {
