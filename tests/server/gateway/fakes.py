@@ -161,20 +161,8 @@ class FakeEngine:
         self.script = script
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
-        self.stats = Stats(
-            query_id=0,
-            num_waiting=0,
-            num_running=0,
-            kv_cache_usage=0.0,
-            num_blocks=8,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
-            num_preemptions=0,
-            num_steps=0,
-            prompt_tokens=0,
-            generation_tokens=0,
-            step_seconds=0.0,
-        )
+        required = [each.name for each in msgspec.structs.fields(Stats) if each.required]
+        self.stats = Stats(**{**dict.fromkeys(required, 0), "num_blocks": 8})
         self.answers_stats = True
         self.queues = True
         self.request_came = asyncio.Event()

