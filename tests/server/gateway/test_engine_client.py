@@ -370,14 +370,16 @@ async def test_a_request_that_ends_one_scheduler_after_the_other_fails() -> None
     async with connected(replay_deadline_s=60.0) as connection:
         _, engine, _ = connection
         call = engine.submit([request("poison-0"), request("poison-1")])
+        engine.submit([request("fine-0")])  # it gets on with each of them
         await lose(connection)
         for index in range(MAX_REPLAYS):
             async with reconnected(engine) as new:
-                assert [each.request_id for each in new.added] == ["poison-0", "poison-1"]
-                new.emit(output("poison-1", [9], index=index))
+                ids = [each.request_id for each in new.added]
+                assert ids == ["poison-0", "poison-1", "fine-0"]
+                new.emit(output("poison-1", [9], index=index), output("fine-0", [9], index=index))
                 new.say(PeerLost("closed"))
                 await new.settle()
         async with reconnected(engine) as last:
             assert len(await call.next()) == MAX_REPLAYS
             assert isinstance(await outcome(call), NodeLost)
-            assert last.added == []
+            assert [each.request_id for each in last.added] == ["fine-0"]
