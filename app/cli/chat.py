@@ -40,7 +40,7 @@ class ChatError(TopspinError):
     code = "chat_failed"
 
 
-class ChatMessage(NamedTuple):
+class ChatTurn(NamedTuple):
     """One turn of the conversation."""
 
     role: str
@@ -79,7 +79,7 @@ class ChatClient:
             raise ChatError(f"{self._url}/v1/models is no list of models") from error
 
     def stream(
-        self, model: str, messages: list[ChatMessage], settings: Mapping[str, float]
+        self, model: str, messages: list[ChatTurn], settings: Mapping[str, float]
     ) -> Generator[str, None, None]:
         """Yield the answer to `messages` piece by piece; raises ChatError.
 
@@ -240,7 +240,7 @@ class Conversation:
         self._model = model
         self._system = system
         self._settings = dict(settings or {})
-        self._turns: list[tuple[ChatMessage, ChatMessage]] = []
+        self._turns: list[tuple[ChatTurn, ChatTurn]] = []
 
     def run(self) -> None:
         """Answer message after message until the user ends.
@@ -250,7 +250,7 @@ class Conversation:
         while (text := self._screen.read()) is not None:
             if not text.startswith("/"):
                 if text.strip():
-                    self._answer(ChatMessage("user", text))
+                    self._answer(ChatTurn("user", text))
                 continue
             name, _, rest = text.strip().partition(" ")
             if name in ("/quit", "/exit"):
@@ -293,9 +293,9 @@ class Conversation:
         shown = [f"{key} {value:g}" for key, value in self._settings.items()]
         return ", ".join([*shown, "all else as the server has it"])
 
-    def _answer(self, question: ChatMessage) -> bool:
+    def _answer(self, question: ChatTurn) -> bool:
         """Answer `question` and keep the turn; returns whether there is an answer."""
-        opening = [] if self._system is None else [ChatMessage("system", self._system)]
+        opening = [] if self._system is None else [ChatTurn("system", self._system)]
         asked = [*opening, *(message for turn in self._turns for message in turn), question]
         try:
             # Closing the stream closes the connection, which makes the server stop too.
@@ -307,7 +307,7 @@ class Conversation:
             self._screen.tell(f"error: {error}")
             return False
         if answer:
-            self._turns.append((question, ChatMessage("assistant", answer)))
+            self._turns.append((question, ChatTurn("assistant", answer)))
         return bool(answer)
 
 

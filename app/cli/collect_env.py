@@ -31,7 +31,7 @@ PACKAGES = (
     "llguidance",
     "msgspec",
     "pyzmq",
-    "fastapi",
+    "starlette",
     "uvicorn",
     "transformers",
     "triton",

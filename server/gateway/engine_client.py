@@ -13,11 +13,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -55,6 +54,7 @@ from topspin.messages import (
 # A request that loses so many schedulers without an output between may be their end's cause.
 MAX_REPLAYS = 5
 
+_Answer = TypeVar("_Answer", Stats, Trace)
 _log = logging.getLogger("gateway")
 
 
@@ -69,10 +69,6 @@ class ControlConnection(Protocol):
 
     def close(self) -> None:
         """Release the connection."""
-
-
-# An output, and when it came (time.monotonic).
-Arrived = tuple[RequestOutput, float]
 
 
 class ClientGone(Exception):
@@ -97,7 +93,7 @@ class Call:
         self.grammar_field = grammar_field
         self._close = close
         self._abort = abort
-        self._arrived: list[Arrived] = []
+        self._arrived: list[RequestOutput] = []
         self._wake = asyncio.Event()
         self._error: Exception | None = None
         self._queued: set[str] = set()
@@ -113,7 +109,7 @@ class Call:
             self._wake.clear()
             await self._wake.wait()
 
-    async def next(self) -> list[Arrived]:
+    async def next(self) -> list[RequestOutput]:
         """Wait for outputs and return all that have come; raises the error that ended the call."""
         while not self._arrived:
             if self._error is not None:
@@ -123,10 +119,10 @@ class Call:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def deliver(self, output: RequestOutput, now_s: float) -> None:
+    def deliver(self, output: RequestOutput) -> None:
         """Hand over an output (called by the reader)."""
         self._queued.add(output.request_id)
-        self._arrived.append((output, now_s))
+        self._arrived.append(output)
         self._wake.set()
 
     def note_queued(self, request_id: str) -> None:
@@ -244,35 +240,33 @@ class EngineClient:
 
     async def stats(self, deadline_s: float) -> Stats:
         """Ask the scheduler for its counters; raises EngineUnavailable past the deadline."""
-        stats = await self._ask(StatsQuery(query_id=next(self._query_ids)), deadline_s)
-        assert isinstance(stats, Stats)
-        return stats
+        return await self._ask(StatsQuery(query_id=next(self._query_ids)), Stats, deadline_s)
 
     async def trace(self, seconds: float, deadline_s: float) -> Trace:
         """Ask all nodes for their stamps of the last `seconds`; raises as stats()."""
-        query_id = next(self._query_ids)
-        trace = await self._ask(TraceRequest(query_id=query_id, seconds=seconds), deadline_s)
-        assert isinstance(trace, Trace)
-        return trace
+        query = TraceRequest(query_id=next(self._query_ids), seconds=seconds)
+        return await self._ask(query, Trace, deadline_s)
 
-    async def _ask(self, query: StatsQuery | TraceRequest, deadline_s: float) -> Stats | Trace:
+    async def _ask(
+        self, query: StatsQuery | TraceRequest, kind: type[_Answer], deadline_s: float
+    ) -> _Answer:
         if self.state.state == "failed":
             raise EngineUnavailable("the engine has failed")
         if self.is_waiting:
             raise EngineUnavailable(self.state.detail)
-        query_id = query.query_id
-        answer: asyncio.Future[Stats | Trace] = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = answer
+        coming: asyncio.Future[Stats | Trace] = asyncio.get_running_loop().create_future()
+        self._queries[query.query_id] = coming
         try:
             self.connection.send(query)
             async with asyncio.timeout(deadline_s):
-                return await answer
+                answer = await coming
         except TimeoutError:
-            raise EngineUnavailable(
-                f"the scheduler did not answer within {deadline_s:g} s"
-            ) from None
+            late = f"the scheduler did not answer within {deadline_s:g} s"
+            raise EngineUnavailable(late) from None
         finally:
-            del self._queries[query_id]
+            del self._queries[query.query_id]
+        assert isinstance(answer, kind)
+        return answer
 
     def drain(self) -> None:
         """Refuse new requests from now on; those in flight continue."""
@@ -321,9 +315,8 @@ class EngineClient:
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, Outputs):
-            now_s = time.monotonic()
             for output in message.outputs:
-                self._deliver(output, now_s)
+                self._deliver(output)
         elif isinstance(message, RequestQueued):
             for request_id in message.request_ids:
                 if in_flight := self._requests.get(request_id):
@@ -344,23 +337,21 @@ class EngineClient:
         else:
             self.fail_all(ProtocolError(f"the scheduler sent {type(message).__name__}"))
 
-    def _deliver(self, output: RequestOutput, now_s: float) -> None:
+    def _deliver(self, output: RequestOutput) -> None:
         in_flight = self._requests.get(output.request_id)
         if in_flight is None:
             return  # it was aborted, and this output was already on its way
         if output.index != len(in_flight.output):
-            in_flight.call.fail(
-                ProtocolError(
-                    f"output {output.index} came where {len(in_flight.output)} was expected"
-                )
-            )
+            expected = len(in_flight.output)
+            error = ProtocolError(f"output {output.index} came where {expected} was expected")
+            in_flight.call.fail(error)
             return
         in_flight.output.extend(output.token_ids)
         in_flight.num_scored += len(output.prompt_logprobs)
         in_flight.num_replays = 0
         if output.finish_reason is not None:
             del self._requests[output.request_id]
-        in_flight.call.deliver(output, now_s)
+        in_flight.call.deliver(output)
 
     def _abort(self, request_id: str) -> None:
         was_there = self._requests.pop(request_id, None) is not None
@@ -442,20 +433,10 @@ class EngineClient:
 
 def _typed_error(failed: RequestFailed, grammar_field: str) -> TopspinError:
     """Return the error that a RequestFailed stands for, in terms of the client's fields."""
-    kinds: tuple[type[TopspinError], ...] = (
-        InvalidRequest,
-        NotFound,
-        EngineUnavailable,
-        Overloaded,
-        NodeLost,
-        StepFailed,
-        EngineError,
-        ProtocolError,
-    )
-    for kind in kinds:
-        if kind.code == failed.code and kind.status == failed.status and failed.status != 400:
-            return kind(failed.message)
     if failed.status != 400:
+        for kind in (NotFound, EngineUnavailable, Overloaded, NodeLost, StepFailed, ProtocolError):
+            if (kind.code, kind.status) == (failed.code, failed.status):
+                return kind(failed.message)
         return EngineError(failed.message)
     if failed.param == "grammar" and grammar_field:
         return InvalidRequest(f"`{grammar_field}`: {failed.message}", param=grammar_field)

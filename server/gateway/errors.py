@@ -8,7 +8,8 @@ the application's exception handlers and by streams that fail half-way.
 from __future__ import annotations
 
 import logging
-from typing import Generic, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -31,7 +32,6 @@ RETRY_AFTER_S = 1
 # Statuses of failures that may be over in a moment.
 PASSING = frozenset((429, 503))
 INTERNAL_ERROR = "internal error"
-# Messages for clients; the errors' own texts may name processes, hosts and exceptions.
 # The paths below which errors have Anthropic's shape.
 MESSAGES = "/v1/messages"
 # Anthropic's names of errors; others of the client's are invalid_request_error.
@@ -44,6 +44,7 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
+# Messages for clients; the errors' own texts may name processes, hosts and exceptions.
 PUBLIC_MESSAGES = {
     NodeLost.code: "a node that held the request was lost",
     StepFailed.code: "a step that carried the request failed",
@@ -94,18 +95,35 @@ class AnthropicErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     error: AnthropicError
 
 
-_Body = TypeVar("_Body", ErrorBody, AnthropicErrorBody)
-
-
-class Failure(msgspec.Struct, Generic[_Body], frozen=True, kw_only=True):
-    """A failure ready to be sent: as a response, or as an event of a running stream."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A failure ready to be sent, in either shape: as a response, or as an event of a stream."""
 
     status: int
-    body: _Body
+    message: str
+    param: str | None = None
+    code: str | None = None
 
-    def encode(self) -> bytes:
-        """Return the body as JSON."""
-        return msgspec.json.encode(self.body)
+    def body(self, *, to_anthropic: bool = False) -> bytes:
+        """Return the error object as JSON."""
+        return msgspec.json.encode(self._of_anthropic() if to_anthropic else self._of_openai())
+
+    def _of_openai(self) -> ErrorBody:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        return ErrorBody(
+            error=ErrorObject(message=self.message, type=kind, param=self.param, code=self.code)
+        )
+
+    def _of_anthropic(self) -> AnthropicErrorBody:
+        """Return Anthropic's object, whose message names the field."""
+        others = "invalid_request_error" if self.status < 500 else "api_error"
+        message = self.message
+        if self.param is not None and self.param not in message:
+            message = f"{self.param}: {message}"
+        kind = ANTHROPIC_TYPES.get(self.status, others)
+        return AnthropicErrorBody(error=AnthropicError(type=kind, message=message))
 
 
 def truncated(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
@@ -113,26 +131,26 @@ def truncated(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def describe(error: Exception) -> Failure[ErrorBody]:
-    """Return the status and the body that a client gets for `error`.
+def describe(error: Exception) -> Failure:
+    """Return the status and the error that a client gets for `error`.
 
     The texts of RequestError, EngineUnavailable, Overloaded and HTTPException are written for
     clients. For any other error the client gets its code with a fixed message; the text is only
     logged.
     """
     if isinstance(error, TopspinError):
-        generic = error.code == RequestError.code
-        return _failure(
-            error.status,
-            message=_public_message(error),
-            param=error.param if isinstance(error, RequestError) else None,
-            code=None if generic else error.code,
+        param = error.param if isinstance(error, RequestError) else None
+        return Failure(
+            status=error.status,
+            message=truncated(_public_message(error)),
+            param=None if param is None else truncated(param, 128),
+            code=None if error.code == RequestError.code else error.code,
         )
     if isinstance(error, HTTPException):
-        code = HTTP_CODES.get(error.status_code)
-        return _failure(error.status_code, message=str(error.detail), param=None, code=code)
+        status, message = error.status_code, truncated(str(error.detail))
+        return Failure(status=status, message=message, code=HTTP_CODES.get(status))
     _log.error("a request failed by a bug", exc_info=error)
-    return _failure(500, message=INTERNAL_ERROR, param=None, code="internal_error")
+    return Failure(status=500, message=INTERNAL_ERROR, code="internal_error")
 
 
 def _public_message(error: TopspinError) -> str:
@@ -142,46 +160,15 @@ def _public_message(error: TopspinError) -> str:
     return PUBLIC_MESSAGES.get(error.code, INTERNAL_ERROR)
 
 
-def describe_to_anthropic(error: Exception) -> Failure[AnthropicErrorBody]:
-    """Return the status and the body that a client of /v1/messages gets for `error`."""
+def error_response(error: Exception, path: str) -> Response:
+    """Return the HTTP response for `error`, in the shape of the API at `path`."""
     failure = describe(error)
-    kind = ANTHROPIC_TYPES.get(failure.status)
-    if kind is None:
-        kind = "invalid_request_error" if failure.status < 500 else "api_error"
-    message, param = failure.body.error.message, failure.body.error.param
-    if param is not None and param not in message:
-        message = f"{param}: {message}"
-    body = AnthropicErrorBody(error=AnthropicError(type=kind, message=message))
-    return Failure(status=failure.status, body=body)
-
-
-def error_response(error: Exception, *, to_anthropic: bool = False) -> Response:
-    """Return the HTTP response for `error`, in OpenAI's shape or in Anthropic's."""
-    failure: Failure[AnthropicErrorBody] | Failure[ErrorBody]
-    failure = describe_to_anthropic(error) if to_anthropic else describe(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if failure.status in PASSING:
         headers["Retry-After"] = str(RETRY_AFTER_S)
     return Response(
-        failure.encode(),
+        failure.body(to_anthropic=path.startswith(MESSAGES)),
         status_code=failure.status,
         headers=headers,
         media_type="application/json",
-    )
-
-
-def _failure(
-    status: int, *, message: str, param: str | None, code: str | None
-) -> Failure[ErrorBody]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return Failure(
-        status=status,
-        body=ErrorBody(
-            error=ErrorObject(
-                message=truncated(message),
-                type="rate_limit_error" if status == 429 else kind,
-                param=None if param is None else truncated(param, 128),
-                code=code,
-            )
-        ),
     )

@@ -18,20 +18,20 @@ from starlette.responses import Response
 
 from models.text.tokenizer import IncrementalDetokenizer
 from server.gateway.dialects.anthropic.reply import TokenCount
-from server.gateway.dialects.dialect import Dialect, Prepared, Replies, ReplyHead
+from server.gateway.dialects.dialect import Dialect, PreparedRequest, Replies, ReplyHead
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
 from server.gateway.generation.run import Run
 from server.gateway.generation.served_model import ServedModel
-from server.gateway.generation.streaming import EventStream, KeepAlive
+from server.gateway.generation.streaming import EventStream
 from server.gateway.generation.threads import PreparationThreads
 from server.gateway.grammars.structured_outputs import GRAMMAR_FIELDS
 from server.gateway.http.answer import json_response
 from server.gateway.http.body import Bodies
 from server.gateway.http.exchange import Exchange, exchange_of
 from server.gateway.operations.metrics import GatewayMetrics
-from server.gateway.parsing.message import Message
+from server.gateway.parsing.message import AnswerMessage
 from topspin.messages import AddRequest, engine_id, pack_ints
 
 # Larger bodies are prepared in a thread: a long prompt must not hold up all streams. So are those
@@ -45,7 +45,7 @@ INLINE_LOGPROBS = 2048
 # Names the fields of the request that were accepted and have no effect.
 IGNORED_HEADER = "x-topspin-ignored"
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedRequest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +82,12 @@ class Handler:
             # the first token: clients and proxies give up on a server that says nothing.
             await run.queued()
             blocks = self._event_blocks(run, replies, params, exchange)
-            keep_alive = KeepAlive(replies.keep_alive, self.keep_alive_s)
-            response: Response = EventStream(blocks, close=run.close, keep_alive=keep_alive)
+            response: Response = EventStream(
+                blocks,
+                close=run.close,
+                keep_alive=replies.keep_alive,
+                keep_alive_s=self.keep_alive_s,
+            )
         else:
             response = json_response(await self._whole_answer(run, replies, params))
         return _with_ignored(response, prepared.ignored)
@@ -110,7 +114,7 @@ class Handler:
             is_small = len(data) <= INLINE_CONVERTED_BYTES
             return json_response(encoded() if is_small else await self.threads.run(encoded))
 
-    async def _prepared(self, request: Request, prepare: Prepare) -> Prepared:
+    async def _prepared(self, request: Request, prepare: Prepare) -> PreparedRequest:
         """Read, decode, check and tokenise."""
         tenant = exchange_of(request.scope).tenant
         async with self.bodies.read_json(request) as data:
@@ -120,7 +124,7 @@ class Handler:
             is_slow = len(data) > INLINE_BODY_BYTES or any(each in data for each in SLOW_FIELDS)
             return await self.threads.run(prepared) if is_slow else prepared()
 
-    def _submitted(self, prepared: Prepared, exchange: Exchange) -> Run:
+    def _submitted(self, prepared: PreparedRequest, exchange: Exchange) -> Run:
         """Check sizes, then make and send one engine request per choice."""
         params = prepared.params
         params.check_prompt_scores(sum(len(prompt.ids) for prompt in prepared.prompts))
@@ -163,7 +167,7 @@ class Handler:
                         is_first=nth == 0,
                         options=params.text,
                         detokenizer=detokenizer,
-                        message=Message(prepared.message) if prepared.message else None,
+                        message=AnswerMessage(prepared.message) if prepared.message else None,
                     )
                 )
         call = self.engine.submit(requests, grammar_field=params.grammar_field)

@@ -52,7 +52,7 @@ class Maker(NamedTuple):
         return f"by a draft node on {self.slot.device.name}"
 
 
-class Choice(NamedTuple):
+class DraftChoice(NamedTuple):
     """Drafts of `num_tokens`: what a step gives per sequence, and how long it takes."""
 
     num_tokens: int
@@ -74,7 +74,7 @@ class Decision:
     """
 
     text: str
-    choice: Choice | None = None
+    choice: DraftChoice | None = None
     speculation: Speculation | None = None
     price: float = 0.0
 
@@ -158,19 +158,19 @@ class Drafting:
             price_of(best.maker.layout, self._copies) - price_of(layout, self._copies),
         )
 
-    def choice(self, num_tokens: int, maker: Maker) -> Choice:
+    def choice(self, num_tokens: int, maker: Maker) -> DraftChoice:
         """Return drafts of `num_tokens` with their times."""
         verify_s = self._steps.step_s((num_tokens + 1) * self.sequences, None)
         tokens = expected_tokens(self._asked.acceptance, num_tokens)
         if maker.slot is not None:
             draft_s = num_tokens * self._pass_s(maker.slot, self.sequences)
-            return Choice(num_tokens, maker, tokens, max(verify_s, draft_s))
+            return DraftChoice(num_tokens, maker, tokens, max(verify_s, draft_s))
         engine = self._engine
         slowest_s = max(
             self._pass_s(slot, self.sequences * weight)
             for (slot, _), weight in zip(engine.layout.attention, engine.weights, strict=True)
         )
-        return Choice(num_tokens, maker, tokens, verify_s + num_tokens * slowest_s)
+        return DraftChoice(num_tokens, maker, tokens, verify_s + num_tokens * slowest_s)
 
     def _pass_s(self, slot: DeviceSlot, rows: float) -> float:
         """Return the time of a pass of the whole draft model on one device."""

@@ -67,7 +67,7 @@ RefusedList = Annotated[Raw, neutral([])]
 RefusedObject = Annotated[Raw, neutral({})]
 
 
-class Fields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class BodyFields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A JSON object of a request."""
 
 
@@ -86,7 +86,7 @@ class FieldClasses(NamedTuple):
 
 
 @cache
-def field_classes(kind: type[Fields]) -> FieldClasses:
+def field_classes(kind: type[BodyFields]) -> FieldClasses:
     """Return the fields of `kind` that are ignored or refused, and those that are nested."""
     fields = msgspec.structs.fields(kind)
     marks = [
@@ -103,12 +103,12 @@ def field_classes(kind: type[Fields]) -> FieldClasses:
 
 
 def _holds_fields(kind: object) -> bool:
-    if isinstance(kind, type) and issubclass(kind, Fields):
+    if isinstance(kind, type) and issubclass(kind, BodyFields):
         return True
     return any(_holds_fields(each) for each in get_args(kind))
 
 
-def check_fields(fields: Fields, *, param: str = "", shown: str = "") -> dict[str, None]:
+def check_fields(fields: BodyFields, *, param: str = "", shown: str = "") -> dict[str, None]:
     """Return the ignored fields that are set here and in nested objects, as the keys of a dict.
 
     They are prefixed with `shown`. Raises InvalidRequest for a refused field, its name prefixed
@@ -122,7 +122,7 @@ def check_fields(fields: Fields, *, param: str = "", shown: str = "") -> dict[st
     found = {shown + name: None for name in classes.ignored if getattr(fields, name) is not None}
     for name in classes.nested:
         value = getattr(fields, name)
-        if isinstance(value, Fields):
+        if isinstance(value, BodyFields):
             found |= check_fields(value, param=f"{param}{name}.", shown=f"{shown}{name}.")
         elif isinstance(value, list):
             for idx, each in enumerate(value):

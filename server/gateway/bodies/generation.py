@@ -15,8 +15,8 @@ from server.gateway.bodies.fields import (
     ABSENT,
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_STRINGS,
+    BodyFields,
     Count,
-    Fields,
     Ignored,
     Name,
     NumLogprobs,
@@ -53,7 +53,7 @@ NonEmpty = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_STRUCTURED_CHOICES)]
 
 
-class StreamOptions(Fields, kw_only=True, frozen=True):
+class StreamOptions(BodyFields, kw_only=True, frozen=True):
     """Options of a stream; `include_usage`: a last chunk carries the token counts.
 
     `continuous_usage_stats`: with `include_usage`, every chunk carries the counts so far.
@@ -64,7 +64,7 @@ class StreamOptions(Fields, kw_only=True, frozen=True):
     include_obfuscation: Ignored[bool] = None
 
 
-class KvRetrieval(Fields, kw_only=True, frozen=True):
+class KvRetrieval(BodyFields, kw_only=True, frozen=True):
     """How many keys a token of a long context attends to, in place of --kv-retrieval-tokens.
 
     Not `enabled`: all.
@@ -74,7 +74,7 @@ class KvRetrieval(Fields, kw_only=True, frozen=True):
     tokens: Annotated[int, Meta(ge=MIN_TOKENS, le=MAX_TOKENS)] | None = None
 
 
-class JsonSchemaFormat(Fields, kw_only=True, frozen=True):
+class JsonSchemaFormat(BodyFields, kw_only=True, frozen=True):
     """OpenAI's `json_schema`; the answer follows `schema` whether `strict` or not."""
 
     name: Name
@@ -83,7 +83,7 @@ class JsonSchemaFormat(Fields, kw_only=True, frozen=True):
     description: Ignored[str] = None
 
 
-class ResponseFormat(Fields, kw_only=True, frozen=True):
+class ResponseFormat(BodyFields, kw_only=True, frozen=True):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -96,7 +96,7 @@ class ResponseFormat(Fields, kw_only=True, frozen=True):
         return cls(type="json_schema", json_schema=named)
 
 
-class StructuredOutputs(Fields, kw_only=True, frozen=True):
+class StructuredOutputs(BodyFields, kw_only=True, frozen=True):
     """vLLM's `structured_outputs`, one of whose fields is given."""
 
     json: Raw = ABSENT
@@ -106,7 +106,7 @@ class StructuredOutputs(Fields, kw_only=True, frozen=True):
     json_object: bool | None = None
 
 
-class GenerationBody(Fields, kw_only=True, frozen=True):
+class GenerationBody(BodyFields, kw_only=True, frozen=True):
     """The fields that chat and plain completions have in common."""
 
     model: str | None = None

@@ -54,7 +54,7 @@ class ChunkReplies:
 
     def failed(self, error: Exception) -> bytes:
         """Return the error and the end."""
-        return b"data: " + describe(error).encode() + b"\n\n" + _DONE
+        return b"data: " + describe(error).body() + b"\n\n" + _DONE
 
     def _event(
         self, choice: msgspec.Struct | None, *, usage: Usage | None = None, **members: object

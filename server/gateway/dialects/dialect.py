@@ -47,7 +47,7 @@ class Replies(Protocol):
         """Return the body of an answer that is not streamed."""
 
 
-class Prepared(NamedTuple):
+class PreparedRequest(NamedTuple):
     """A checked request: its parameters, its prompts, and the field that held them.
 
     `ignored` names the fields that were given and have no effect. `make_replies` gives the
@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
 class Dialect(Protocol):
     """One HTTP API that generates; server.gateway.dialects has a room for each."""
 
-    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> Prepared:
+    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body; raises InvalidRequest naming the field, or NotFound.
 
         `max_tokens` are as many as a prompt and its output may have together. May be called in a

@@ -15,8 +15,8 @@ from server.gateway.bodies.decoding import decode
 from server.gateway.bodies.fields import (
     ABSENT,
     NOT_GIVEN,
+    BodyFields,
     Count,
-    Fields,
     Refused,
     RefusedObject,
     check_fields,
@@ -40,7 +40,7 @@ MAX_TOKENS = 2**18
 CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
-class TokenizeBody(Fields, kw_only=True, frozen=True):
+class TokenizeBody(BodyFields, kw_only=True, frozen=True):
     """POST /tokenize: a `prompt`, or `messages` with the fields that a chat has for its prompt."""
 
     model: str | None = None
@@ -56,7 +56,7 @@ class TokenizeBody(Fields, kw_only=True, frozen=True):
     mm_processor_kwargs: RefusedObject = ABSENT
 
 
-class DetokenizeBody(Fields, kw_only=True, frozen=True):
+class DetokenizeBody(BodyFields, kw_only=True, frozen=True):
     """POST /detokenize."""
 
     model: str | None = None

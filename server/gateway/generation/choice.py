@@ -17,7 +17,7 @@ from models.text.tokenizer import IncrementalDetokenizer
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.stop_strings import StopScanner, StopStrings
 from server.gateway.operations.metrics import First
-from server.gateway.parsing.message import Message
+from server.gateway.parsing.message import AnswerMessage
 from server.gateway.parsing.parts import Part
 from topspin.errors import EngineUnavailable, ProtocolError
 from topspin.messages import RequestOutput, TokenLogprobs
@@ -60,7 +60,7 @@ class Choice:
         is_first: bool,
         options: TextOptions,
         detokenizer: IncrementalDetokenizer,
-        message: Message | None = None,
+        message: AnswerMessage | None = None,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -94,7 +94,7 @@ class Choice:
         return self._message is not None
 
     @property
-    def message(self) -> Message:
+    def message(self) -> AnswerMessage:
         """The choice as a message; only where it is one."""
         assert self._message is not None
         return self._message

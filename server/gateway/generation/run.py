@@ -8,13 +8,14 @@ server.gateway.handler drives it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive
 
-from server.gateway.engine_client import Arrived, Call, ClientGone
+from server.gateway.engine_client import Call, ClientGone
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.streaming import watch_client
 from server.gateway.generation.usage import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -73,23 +74,24 @@ class Run:
         It, and the iterator, raise ClientGone or the error by which the request failed.
         """
         try:
-            return self._grow(await self._call.next())
+            outputs = await self._call.next()
         except BaseException as error:
             self._close_after(error)
             raise
+        return self._grow(outputs)
 
     def _close_after(self, error: BaseException) -> None:
         is_gone = isinstance(error, ClientGone) or not isinstance(error, Exception)
         self.close("abort" if is_gone else "error")
 
-    def _grow(self, arrived: Sequence[Arrived]) -> Iterator[Choice]:
+    def _grow(self, outputs: Sequence[RequestOutput]) -> Iterator[Choice]:
         try:
-            for output, at_s in arrived:
+            for output in outputs:
                 for ready in self._scored(output):
                     choice = self._choice_of[ready.request_id]
                     # Tokens behind a stop string are not wanted.
                     if choice.finish_reason is None:
-                        self._add(choice, ready, at_s)
+                        self._add(choice, ready, time.monotonic())
                         yield choice
         except Exception as error:
             self._close_after(error)

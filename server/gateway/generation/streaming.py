@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -31,21 +30,12 @@ async def watch_client(receive: Receive, on_gone: Callable[[], None]) -> None:
             return
 
 
-class KeepAlive(NamedTuple):
-    """What a stream sends when it has sent nothing for `interval_s`; 0: nothing."""
-
-    block: bytes = b""
-    interval_s: float = 0.0
-
-
-NO_KEEP_ALIVE = KeepAlive()
-
-
 class EventStream(Response):
     """Sends each block of events as it comes; always calls `close` at the end.
 
-    The stream of a client that reads nothing for `send_deadline_s` ends: its unread events
-    would otherwise accumulate without limit.
+    `keep_alive` is sent when nothing has been for `keep_alive_s`; 0: never. The stream of a client
+    that reads nothing for `send_deadline_s` ends: its unread events would otherwise accumulate
+    without limit.
     """
 
     media_type = "text/event-stream"
@@ -55,7 +45,8 @@ class EventStream(Response):
         blocks: AsyncGenerator[bytes, None],
         *,
         close: Callable[[], None],
-        keep_alive: KeepAlive = NO_KEEP_ALIVE,
+        keep_alive: bytes = b"",
+        keep_alive_s: float = 0.0,
         send_deadline_s: float = SEND_DEADLINE_S,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -64,6 +55,7 @@ class EventStream(Response):
         self._blocks = blocks
         self._close = close
         self._keep_alive = keep_alive
+        self._keep_alive_s = keep_alive_s
         self._send_deadline_s = send_deadline_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,7 +92,7 @@ class EventStream(Response):
 
     async def _beat(self, send: Send, watch: _SendWatch) -> None:
         """Send the keep-alive whenever nothing has been sent for its interval."""
-        block, interval_s = self._keep_alive
+        block, interval_s = self._keep_alive, self._keep_alive_s
         now = asyncio.get_running_loop().time
         while interval_s:
             left_s = interval_s - (0.0 if watch.is_sending else now() - watch.sent_at_s)

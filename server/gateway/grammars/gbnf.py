@@ -13,7 +13,7 @@ import json
 import re
 from typing import Final
 
-from server.gateway.grammars.rules import ANY, ROOT, Rule, Rules, settled, terminals
+from server.gateway.grammars.rules import ANY, ROOT, GrammarRule, Rules, settled, terminals
 
 MAX_REPEATS: Final = 10_000
 MAX_RULES: Final = 10_000
@@ -111,7 +111,7 @@ def _take(kind: str, part: str, rules: Rules, open_: list[str]) -> None:
         if name in rules:
             raise ValueError(f"rule `{name}` is defined twice")
         open_[:] = [name]
-        rules[name] = Rule([[]])
+        rules[name] = GrammarRule([[]])
         return
     if not open_:
         raise ValueError("a rule begins with its name and `::=`")
@@ -126,7 +126,7 @@ def _take(kind: str, part: str, rules: Rules, open_: list[str]) -> None:
     elif part == "(":
         alternative.append(f"({len(rules)})")
         open_.append(alternative[-1])
-        rules[open_[-1]] = Rule([[]])
+        rules[open_[-1]] = GrammarRule([[]])
     elif kind == "times":
         if not alternative:
             raise ValueError("there is nothing to repeat")
@@ -154,7 +154,7 @@ def _repeated(symbol: str, least: int, most: int | None, rules: Rules) -> str:
         symbol, most = _repeated(symbol, 1, most, rules), 1
     rule = rules.get(symbol) if symbol.startswith("(") else None
     if rule is None or (rule.least, rule.most) != (1, 1):
-        symbol, rule = f"({len(rules)})", Rule([[symbol]])
+        symbol, rule = f"({len(rules)})", GrammarRule([[symbol]])
     rules[symbol] = rule._replace(least=least, most=most)
     return symbol
 
@@ -221,14 +221,14 @@ def _escaped(code: int) -> str:
     return char if char.isascii() and char.isalnum() else f"\\x{{{code:x}}}"
 
 
-def _without_right_recursion(name: str, rule: Rule, rules: Rules) -> None:
+def _without_right_recursion(name: str, rule: GrammarRule, rules: Rules) -> None:
     """Make a loop of a rule that ends with itself: the parser keeps all its levels otherwise."""
     before = [each[:-1] for each in rule.alternatives if each[-1:] == [name]]
     others = [each for each in rule.alternatives if each[-1:] != [name]]
     if before and others and (rule.least, rule.most) == (1, 1):
         loop = f"({len(rules)})"
-        rules[loop] = Rule([each for each in before if each] or [[]], 0, None)
-        rules[name] = Rule([[loop, *each] for each in others])
+        rules[loop] = GrammarRule([each for each in before if each] or [[]], 0, None)
+        rules[name] = GrammarRule([[loop, *each] for each in others])
 
 
 def _reached(rules: Rules) -> list[str]:
@@ -247,7 +247,7 @@ def _reached(rules: Rules) -> list[str]:
     return list(order)
 
 
-def _body(rule: Rule, names: dict[str, str], *, is_terminal: bool) -> str:
+def _body(rule: GrammarRule, names: dict[str, str], *, is_terminal: bool) -> str:
     """Return what stands behind a rule's name in Lark."""
     if rule.most == 0:
         return '""'

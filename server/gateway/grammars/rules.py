@@ -28,7 +28,7 @@ _MAX_SIZE: Final = 50_000
 _RANGE: Final = re.compile(r"(\\x\{\w+\}|\w)(?:-(\\x\{\w+\}|\w))?")
 
 
-class Rule(NamedTuple):
+class GrammarRule(NamedTuple):
     """One of `alternatives`, `least` to `most` times over.
 
     A symbol is written as in Lark if it is a text (`"a"`), one character of a class (`/[a]/`) or a
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
         return (each for alternative in self.alternatives for each in alternative if is_rule(each))
 
 
-Rules = dict[str, Rule]
+Rules = dict[str, GrammarRule]
 
 
 def is_rule(symbol: str) -> bool:
@@ -83,7 +83,7 @@ def settled(rules: Rules, *, needs_all: bool) -> list[str]:
     return order
 
 
-class Shape(NamedTuple):
+class TextShape(NamedTuple):
     """What is known of the texts of a rule or sequence; sets may have more than they need to.
 
     `first`: their first characters. `more`: those behind a text with which a longer one goes on.
@@ -96,10 +96,10 @@ class Shape(NamedTuple):
     characters: int
     size: int = 1
 
-    def then(self, other: Shape) -> Shape:
+    def then(self, other: TextShape) -> TextShape:
         characters = self.characters | other.characters
         more = other.more | (self.more if other.is_empty else 0)
-        return Shape(
+        return TextShape(
             self.is_empty and other.is_empty,
             self.first | (other.first if self.is_empty else 0),
             characters if self.more & other.first else more,
@@ -107,15 +107,15 @@ class Shape(NamedTuple):
             min(self.size + other.size, _MAX_SIZE + 1),
         )
 
-    def or_else(self, other: Shape) -> Shape:
+    def or_else(self, other: TextShape) -> TextShape:
         characters, first = self.characters | other.characters, self.first | other.first
         is_empty = self.is_empty or other.is_empty
         more = self.more | other.more | (first if is_empty else 0)
         size = min(self.size + other.size, _MAX_SIZE + 1)
         more = characters if self.first & other.first else more
-        return Shape(is_empty, first, more, characters, size)
+        return TextShape(is_empty, first, more, characters, size)
 
-    def repeated(self, rule: Rule) -> Shape:
+    def repeated(self, rule: GrammarRule) -> TextShape:
         more = self.more | (self.first if rule.least != rule.most else 0)
         if rule.most != 1 and self.more & self.first:
             more = self.characters
@@ -154,23 +154,23 @@ def terminals(rules: Rules) -> set[str]:
     return set()
 
 
-def shapes_of(rules: Rules) -> dict[str, Shape]:
+def shapes_of(rules: Rules) -> dict[str, TextShape]:
     """Return the shapes of texts, classes, tokens, and rules without recursion or tokens.
 
     What stands between parts that may be empty, often blanks, becomes a rule.
     """
-    shapes: dict[str, Shape] = {}
+    shapes: dict[str, TextShape] = {}
     for rule in rules.values():
         for symbol in chain(*rule.alternatives):
             if not is_rule(symbol) and symbol not in shapes:
                 shapes[symbol] = _shape_of(symbol)
     for key in settled(rules, needs_all=True):
-        whole = Shape(False, 0, 0, 0)
+        whole = TextShape(False, 0, 0, 0)
         for alternative in rules[key].alternatives:
             full = [idx for idx, each in enumerate(alternative) if not shapes[each].is_empty]
             core = slice(full[0], full[-1] + 1) if full else slice(0)
             if 1 < len(alternative[core]) < len(alternative):
-                rules[part := f"({len(rules)})"] = Rule([alternative[core]])
+                rules[part := f"({len(rules)})"] = GrammarRule([alternative[core]])
                 shapes[part] = _sequence(shapes, alternative[core])
                 alternative[core] = [part]
             one = _sequence(shapes, alternative)
@@ -179,15 +179,15 @@ def shapes_of(rules: Rules) -> dict[str, Shape]:
     return shapes
 
 
-def _sequence(shapes: dict[str, Shape], symbols: list[str]) -> Shape:
-    return reduce(Shape.then, map(shapes.__getitem__, symbols), Shape(True, 0, 0, 0))
+def _sequence(shapes: dict[str, TextShape], symbols: list[str]) -> TextShape:
+    return reduce(TextShape.then, map(shapes.__getitem__, symbols), TextShape(True, 0, 0, 0))
 
 
-def _shape_of(symbol: str) -> Shape:
+def _shape_of(symbol: str) -> TextShape:
     """Return the shape of a text or class; a token has no characters."""
     if symbol.startswith('"'):
         bits = [1 << min(ord(each), 128) for each in json.loads(symbol)]
-        return Shape(not bits, bits[0] if bits else 0, 0, reduce(or_, bits, 0))
+        return TextShape(not bits, bits[0] if bits else 0, 0, reduce(or_, bits, 0))
     found = 0
     for low, high in _RANGE.findall(symbol) if symbol.startswith("/[") else ():
         first, last = (
@@ -196,12 +196,12 @@ def _shape_of(symbol: str) -> Shape:
         found |= (2 << last) - (1 << first)
     if symbol == ANY or symbol.startswith("/[^"):
         found = _ALL & ~(found & (_ALL >> 1))
-    return Shape(False, found, 0, found)
+    return TextShape(False, found, 0, found)
 
 
 def _find_neighbours(
     rules: Rules,
-    shapes: dict[str, Shape],
+    shapes: dict[str, TextShape],
     found: set[str],
     follow: dict[str, int],
     begin: dict[str, tuple[bool, int]],

@@ -22,7 +22,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.gateway.errors import MESSAGES, error_response
+from server.gateway.errors import error_response
 from server.gateway.http.exchange import exchange_of
 from server.gateway.http.listener import bind
 from topspin.errors import ConfigError
@@ -212,4 +212,4 @@ def _refusal(path: str) -> ASGIApp:
         "a valid API key is needed: `Authorization: Bearer KEY`, or `x-api-key: KEY`",
         headers={"WWW-Authenticate": "Bearer"},
     )
-    return error_response(error, to_anthropic=path.startswith(MESSAGES))
+    return error_response(error, path)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.gateway.bodies.fields import MAX_REQUEST_ID_CHARS
-from server.gateway.errors import MESSAGES, error_response, truncated
+from server.gateway.errors import error_response, truncated
 from server.gateway.operations.otlp import SpanSender
 from server.gateway.operations.spans import GONE_STATUS, OPERATIONS, RequestRecord, request_spans
 from topspin.errors import InvalidRequest
@@ -126,7 +126,7 @@ class Exchanges:
             if given := _given_id(scope["headers"]):
                 exchange.request_id, exchange.is_named = given, True
         except InvalidRequest as error:
-            app = error_response(error, to_anthropic=scope["path"].startswith(MESSAGES))
+            app = error_response(error, scope["path"])
         try:
             await app(scope, receive, send_named)
         finally:

@@ -330,7 +330,7 @@ class HttpProtocol(HttpToolsProtocol):
                 return
         failure, request_id = describe(error), make_request_id()
         _log.debug("gateway: %s", error, extra=about(request_id=request_id))
-        body = failure.encode()
+        body = failure.body()
         retry = f"retry-after: {RETRY_AFTER_S}\r\n" if failure.status in PASSING else ""
         head = (
             f"{retry}content-type: application/json\r\ncontent-length: {len(body)}\r\n"

@@ -16,7 +16,7 @@ MAX_CONNECTIONS: Final = 4096
 _SPARE_FILES: Final = 128
 
 
-class Connection(Protocol):
+class Guest(Protocol):
     """One that holds a place."""
 
     def give_way(self) -> None:
@@ -37,11 +37,11 @@ class Room:
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
-        self._open: set[Connection] = set()
+        self._open: set[Guest] = set()
         # As an ordered set: who has waited longest is first.
-        self._waiting: dict[Connection, None] = {}
+        self._waiting: dict[Guest, None] = {}
 
-    def enter(self, connection: Connection) -> bool:
+    def enter(self, connection: Guest) -> bool:
         """Give a new connection a place, where it waits; False: all have requests in progress."""
         if len(self._open) >= self._num_places:
             oldest = next(iter(self._waiting), None)
@@ -53,14 +53,14 @@ class Room:
         self._waiting[connection] = None
         return True
 
-    def note(self, connection: Connection, *, waits: bool) -> None:
+    def note(self, connection: Guest, *, waits: bool) -> None:
         """Note whether a connection waits for a request; one that waits already keeps its turn."""
         if waits and connection in self._open:
             self._waiting.setdefault(connection)
         else:
             self._waiting.pop(connection, None)
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: Guest) -> None:
         """Take back the place of a connection, if it has one."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)

@@ -16,7 +16,7 @@ TURNS_AT_ONCE: Final = 8
 """A turn starts one request, or reads a slice of one: half a millisecond at most."""
 
 
-class Connection(Protocol):
+class TurnTaker(Protocol):
     """One that has bytes to read."""
 
     def take_turn(self) -> None:
@@ -30,18 +30,18 @@ class _Address:
     """
 
     def __init__(self) -> None:
-        self._new: OrderedDict[Connection, None] = OrderedDict()
-        self._others: OrderedDict[Connection, None] = OrderedDict()
+        self._new: OrderedDict[TurnTaker, None] = OrderedDict()
+        self._others: OrderedDict[TurnTaker, None] = OrderedDict()
         self._num_turns = 0
 
     def __bool__(self) -> bool:
         return bool(self._new or self._others)
 
-    def add(self, connection: Connection, *, is_new: bool) -> None:
+    def add(self, connection: TurnTaker, *, is_new: bool) -> None:
         if connection not in self._new and connection not in self._others:
             (self._new if is_new else self._others)[connection] = None
 
-    def pop(self) -> Connection:
+    def pop(self) -> TurnTaker:
         self._num_turns += 1
         is_others = bool(self._others) and (not self._new or self._num_turns % 4 == 0)
         connection, _ = (self._others if is_others else self._new).popitem(last=False)
@@ -55,7 +55,7 @@ class Turns:
         self._waiting: OrderedDict[str, _Address] = OrderedDict()
         self._is_scheduled = False
 
-    def enter(self, connection: Connection, address: str, *, is_new: bool = False) -> None:
+    def enter(self, connection: TurnTaker, address: str, *, is_new: bool = False) -> None:
         """Let `connection` of `address` have a turn soon; one that waits keeps its place.
 
         `is_new`: its request has had few.
@@ -84,7 +84,7 @@ class Turns:
         self._is_scheduled = False
         self._schedule()
 
-    def _pop(self) -> Connection:
+    def _pop(self) -> TurnTaker:
         address, waiting = self._waiting.popitem(last=False)
         connection = waiting.pop()
         if waiting:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from server.gateway.bodies.fields import MAX_REQUEST_ID_CHARS, SCHEMA_REF, Fields, field_classes
+from server.gateway.bodies.fields import MAX_REQUEST_ID_CHARS, SCHEMA_REF, BodyFields, field_classes
 from server.gateway.http.exchange import HEADER
 from server.gateway.openapi.endpoint import Endpoint
 from topspin import __version__
@@ -142,19 +142,19 @@ def _schemas(endpoints: Iterable[Endpoint]) -> dict[str, Json]:
         named = (each.body, *each.parts, each.answer, each.failure, each.error)
         kinds |= {kind: None for kind in named if kind is not None}
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMA_REF)
-    for fields in _subclasses(Fields):
+    for fields in _subclasses(BodyFields):
         if fields.__name__ in schemas:
             _describe(fields, schemas[fields.__name__]["properties"])
     return schemas
 
 
-def _subclasses(kind: type[Fields]) -> Iterable[type[Fields]]:
+def _subclasses(kind: type[BodyFields]) -> Iterable[type[BodyFields]]:
     for each in kind.__subclasses__():
         yield each
         yield from _subclasses(each)
 
 
-def _describe(kind: type[Fields], properties: dict[str, Json]) -> None:
+def _describe(kind: type[BodyFields], properties: dict[str, Json]) -> None:
     """Say of each field that is not implemented what is accepted."""
     classes = field_classes(kind)
     for name in classes.ignored:

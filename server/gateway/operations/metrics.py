@@ -6,7 +6,7 @@ the prefix `topspin_`. Knows no HTTP and no request's content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import accumulate
 from operator import attrgetter
@@ -25,7 +25,6 @@ from prometheus_client.registry import Collector
 from topspin.messages import (
     ITERATION_BUCKETS,
     STEP_BUCKETS_S,
-    NodeCount,
     Stats,
     StepHistogram,
 )
@@ -144,6 +143,9 @@ _COUNTERS = (
 )
 
 
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
 class EngineCollector(Collector):
     """The engine's counters in the scheduler's last answer; without one, only engine_up = 0.
 
@@ -167,14 +169,32 @@ class EngineCollector(Collector):
         for kind, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, text, field in rows:
                 yield self._number(kind, name, text, attrgetter(field)(stats))
-        yield from self._nodes(stats.nodes)
-        yield self._number(
-            CounterMetricFamily,
-            "spec_decode_num_accepted_tokens",
-            "Tokens of drafts that were accepted",
-            sum(stats.num_accepted_tokens),
+        values = [((each.role, str(each.optional).lower()), each) for each in stats.nodes]
+        yield self._labelled(
+            GaugeMetricFamily,
+            "nodes",
+            "Nodes that take part, or wait to do so",
+            {labels: each.present for labels, each in values},
+            ("role", "optional"),
         )
-        yield self._accepted_tokens(stats.num_accepted_tokens)
+        yield self._labelled(
+            GaugeMetricFamily,
+            "nodes_planned",
+            "Nodes that the plan has",
+            {labels: each.planned for labels, each in values},
+            ("role", "optional"),
+        )
+        accepted = stats.num_accepted_tokens
+        text = "Tokens of drafts that were accepted"
+        name = "spec_decode_num_accepted_tokens"
+        yield self._number(CounterMetricFamily, name, text, sum(accepted))
+        yield self._labelled(
+            CounterMetricFamily,
+            f"{name}_per_pos",
+            f"{text}, by their place in the draft from 0",
+            {(str(position),): count for position, count in enumerate(accepted)},
+            ("position",),
+        )
         recall = SummaryMetricFamily(
             "topspin_kv_retrieval_recall",
             "Of the keys with the greatest products, the share selected; a few rows are looked at",
@@ -184,61 +204,46 @@ class EngineCollector(Collector):
         yield recall
         for phase, histogram in stats.step_phases.items():
             yield self._phase(phase, histogram)
-        yield self._iteration_tokens(stats)
+        yield self._histogram(
+            "iteration_tokens_total",
+            "Tokens computed per engine step, of prompts and of outputs",
+            ITERATION_BUCKETS,
+            stats.iteration_tokens,
+            stats.iteration_tokens_sum,
+        )
         yield from self._expert_tokens(stats.expert_tokens)
-        balance = GaugeMetricFamily(
-            "topspin_expert_balance",
+        yield self._labelled(
+            GaugeMetricFamily,
+            "expert_balance",
             "Expert nodes' time for routed pairs, max/mean: lately, and when the last table ended",
-            labels=(MODEL_LABEL, "table"),
+            {("current",): stats.expert_balance, ("previous",): stats.expert_balance_before},
+            ("table",),
         )
-        balance.add_metric((self._model_name, "current"), stats.expert_balance)
-        balance.add_metric((self._model_name, "previous"), stats.expert_balance_before)
-        yield balance
 
-    def _nodes(self, counts: Sequence[NodeCount]) -> Iterator[Metric]:
-        labels = (MODEL_LABEL, "role", "optional")
-        present = GaugeMetricFamily(
-            "topspin_nodes", "Nodes that take part, or wait to do so", labels=labels
-        )
-        planned = GaugeMetricFamily(
-            "topspin_nodes_planned", "Nodes that the plan has", labels=labels
-        )
-        for count in counts:
-            values = (self._model_name, count.role, "true" if count.optional else "false")
-            present.add_metric(values, count.present)
-            planned.add_metric(values, count.planned)
-        yield from (present, planned)
+    def _number(self, kind: Family, name: str, text: str, value: float) -> Metric:
+        return self._labelled(kind, name, text, {(): value})
 
-    def _number(
+    def _labelled(
         self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        kind: Family,
         name: str,
         text: str,
-        value: float,
+        values: Mapping[tuple[str, ...], float],
+        labels: tuple[str, ...] = (),
     ) -> Metric:
-        family = kind(f"topspin_{name}", text, labels=(MODEL_LABEL,))
-        family.add_metric((self._model_name,), value)
+        """Return a metric with a value for each tuple of its `labels`."""
+        family = kind(f"topspin_{name}", text, labels=(MODEL_LABEL, *labels))
+        for of_labels, value in values.items():
+            family.add_metric((self._model_name, *of_labels), value)
         return family
 
-    def _accepted_tokens(self, counts: Sequence[int]) -> Metric:
-        family = CounterMetricFamily(
-            "topspin_spec_decode_num_accepted_tokens_per_pos",
-            "Tokens of drafts that were accepted, by their place in the draft from 0",
-            labels=(MODEL_LABEL, "position"),
-        )
-        for position, count in enumerate(counts):
-            family.add_metric((self._model_name, str(position)), count)
-        return family
-
-    def _iteration_tokens(self, stats: Stats) -> Metric:
-        bounds = [*(f"{bound:g}" for bound in ITERATION_BUCKETS), "+Inf"]
-        family = HistogramMetricFamily(
-            "topspin_iteration_tokens_total",
-            "Tokens computed per engine step, of prompts and of outputs",
-            labels=(MODEL_LABEL,),
-        )
-        buckets = list(zip(bounds, accumulate(stats.iteration_tokens), strict=True))
-        family.add_metric((self._model_name,), buckets, sum_value=stats.iteration_tokens_sum)
+    def _histogram(
+        self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
+    ) -> Metric:
+        family = HistogramMetricFamily(f"topspin_{name}", text, labels=(MODEL_LABEL,))
+        shown = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+        buckets = list(zip(shown, accumulate(counts), strict=True))
+        family.add_metric((self._model_name,), buckets, sum_value=total)
         return family
 
     def _expert_tokens(self, layers: Sequence[Sequence[int]]) -> Iterator[Metric]:
@@ -274,15 +279,11 @@ class EngineCollector(Collector):
         yield family
 
     def _phase(self, phase: str, histogram: StepHistogram) -> Metric:
-        name = "topspin_scheduler_gap_seconds"
+        name = "scheduler_gap_seconds"
         text = "How long an attention node with work to come had no plan"
         if phase != "scheduler_gap":
-            name, text = f"topspin_step_{phase}_seconds", _PHASE_TEXTS.get(phase, phase)
-        bounds = [*(f"{bound:g}" for bound in STEP_BUCKETS_S), "+Inf"]
-        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-        family = HistogramMetricFamily(name, text, labels=(MODEL_LABEL,))
-        family.add_metric((self._model_name,), buckets, sum_value=histogram.sum_s)
-        return family
+            name, text = f"step_{phase}_seconds", _PHASE_TEXTS.get(phase, phase)
+        return self._histogram(name, text, STEP_BUCKETS_S, histogram.counts, histogram.sum_s)
 
 
 class First(NamedTuple):

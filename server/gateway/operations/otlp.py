@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, SpanKind
 
-    from server.gateway.operations.spans import RequestSpans, SpanData
+    from server.gateway.operations.spans import SpanData
 
 FLAG = "--otlp-traces-endpoint"
 # What is left at the end is sent for at most so long.
@@ -105,19 +105,20 @@ class SpanSender:
         self._provider = provider
         self._tracer = provider.get_tracer("topspin", __version__)
 
-    def send(self, spans: RequestSpans, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Queue a request's spans. Its span is a child of the one that its headers name, if any."""
+    def send(self, spans: Sequence[SpanData], headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Queue a request's span, a child of the one that its headers name, if any, and others."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         # Of the two clocks; a step of the system's time moves a whole request.
         offset_ns = time.time_ns() - time.monotonic_ns()
-        root = self._start(spans.root, _parent(headers), SpanKind.SERVER, offset_ns)
+        own, *phases = spans
+        root = self._start(own, _parent(headers), SpanKind.SERVER, offset_ns)
         if root.is_recording():
             inside = set_span_in_context(root)
-            for phase in spans.phases:
+            for phase in phases:
                 span = self._start(phase, inside, SpanKind.INTERNAL, offset_ns)
                 span.end(_to_ns(phase.end_s, offset_ns))
-        root.end(_to_ns(spans.root.end_s, offset_ns))
+        root.end(_to_ns(own.end_s, offset_ns))
 
     def _start(self, data: SpanData, parent: Context, kind: SpanKind, offset_ns: int) -> Span:
         from opentelemetry.trace import StatusCode

@@ -37,7 +37,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["alive"] = "alive"
 
 
-class Version(msgspec.Struct, frozen=True, kw_only=True):
+class ServerVersion(msgspec.Struct, frozen=True, kw_only=True):
     """The body of /version."""
 
     version: str
@@ -71,7 +71,7 @@ METRICS = Endpoint(
     ),
 )
 VERSION = Endpoint(
-    method="get", path="/version", summary="Show the server's version", answer=Version
+    method="get", path="/version", summary="Show the server's version", answer=ServerVersion
 )
 
 
@@ -115,7 +115,7 @@ class Probes:
 
     async def version(self, _: Request) -> Response:
         """Answer with the server's version."""
-        return _answer(Version(version=__version__))
+        return _answer(ServerVersion(version=__version__))
 
 
 def _is_set(request: Request, name: str) -> bool:

@@ -73,17 +73,10 @@ class SpanData(NamedTuple):
     is_error: bool = False
 
 
-class RequestSpans(NamedTuple):
-    """The span of a request, and its children."""
-
-    root: SpanData
-    phases: list[SpanData]
-
-
 def request_spans(
     record: RequestRecord, *, request_id: str, status: int | None, ended_s: float
-) -> RequestSpans:
-    """Return the spans of a request that has ended.
+) -> list[SpanData]:
+    """Return the spans of a request that has ended: its own, and those of its choices' phases.
 
     `status` is that of its answer; None: none was begun. A request that was refused is no error of
     this server, whose span says so by its type alone.
@@ -112,8 +105,7 @@ def request_spans(
     root = SpanData(
         name, record.started_s, ended_s, attributes, error_type is not None and not is_refused
     )
-    phases = [span for each in record.choices for span in _phases(each, record.started_s)]
-    return RequestSpans(root, phases)
+    return [root, *(span for each in record.choices for span in _phases(each, record.started_s))]
 
 
 def _asked(params: RequestParams) -> dict[str, Value]:

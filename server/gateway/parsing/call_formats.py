@@ -69,36 +69,20 @@ class _Object:
 
     def __init__(self, calls: _Calls) -> None:
         self._calls = calls
-        self._scan = CallScan()
-        self._has_begun = False
+        self.scan = CallScan()
+        self.has_begun = False
         self.raw = ""
-
-    @property
-    def is_done(self) -> bool:
-        return self._scan.is_done
-
-    @property
-    def is_failed(self) -> bool:
-        return self._scan.is_failed
-
-    @property
-    def name(self) -> str | None:
-        return self._scan.name
-
-    @property
-    def has_begun(self) -> bool:
-        return self._has_begun
 
     def push(self, text: str, parts: list[Part]) -> int:
         """Add the call's parts to `parts`; return how much of `text` belongs to it."""
-        num_read = self._scan.push(text)
-        if not self._has_begun:
+        num_read = self.scan.push(text)
+        if not self.has_begun:
             self.raw += text[:num_read]
-        if self._scan.has_begun:
-            if not self._has_begun:
-                self._has_begun = True
-                parts.append(self._calls.begin(self._scan.name or ""))
-            parts += self._calls.arguments(self._scan.take())
+        if self.scan.has_begun:
+            if not self.has_begun:
+                self.has_begun = True
+                parts.append(self._calls.begin(self.scan.name or ""))
+            parts += self._calls.arguments(self.scan.take())
         return num_read
 
 
@@ -163,15 +147,15 @@ class HermesCalls(_MarkedCalls):
     def _advance(self, parts: list[Part]) -> bool:
         if self._object is None:
             return self._read_text(parts)
-        if not self._object.is_done and not self._object.is_failed:
+        if not self._object.scan.is_done and not self._object.scan.is_failed:
             self._held = self._held[self._object.push(self._held, parts) :]
-            if self._object.is_failed and not self._object.has_begun:
+            if self._object.scan.is_failed and not self._object.has_begun:
                 # It is no call: the text is shown as it is.
                 parts.append(Content(self._blanks + self.begin + self._object.raw))
                 self._object = None
                 return True
             return bool(self._held)
-        if self._object.is_done:
+        if self._object.scan.is_done:
             return self._end_call()
         found = self._held.find(self.end)
         if found < 0:
@@ -198,7 +182,7 @@ class HermesCalls(_MarkedCalls):
         if self._object is None:
             return [Content(held)] if held else []
         if self._object.has_begun:
-            return [Content(held)] if self._object.is_done and held else []
+            return [Content(held)] if self._object.scan.is_done and held else []
         return [Content(self._blanks + self.begin + self._object.raw + held)]
 
 
@@ -285,13 +269,13 @@ class MistralCalls(_MarkedCalls):
     def _read_object(self, parts: list[Part]) -> bool:
         assert self._object is not None
         self._held = self._held[self._object.push(self._held, parts) :]
-        if self._object.is_failed:
+        if self._object.scan.is_failed:
             if not self._object.has_begun:
                 parts.append(Content(self._blanks + self.begin + self._object.raw))
             self._state = "text"
-        elif self._object.is_done and self._is_listed:
+        elif self._object.scan.is_done and self._is_listed:
             self._state = "list"
-        elif self._object.is_done:
+        elif self._object.scan.is_done:
             self._end_call()
         return bool(self._held)
 
@@ -376,18 +360,18 @@ class LlamaCalls:
         assert self._object is not None
         found: list[Part] = []
         num_read = self._object.push(self._held, found)
-        is_known = self._object.name is None or self._object.name in self._names
+        is_known = self._object.scan.name is None or self._object.scan.name in self._names
         if is_known and self._object.has_begun:
             parts += found
             self._held = self._held[num_read:]
-        elif self._object.is_failed or not is_known:
+        elif self._object.scan.is_failed or not is_known:
             self._held = self._skipped + self._object.raw + self._held[num_read:]
         else:
             self._held = self._held[num_read:]
-        if self._object.is_failed or not is_known:
+        if self._object.scan.is_failed or not is_known:
             self._is_text = True
             return
-        if self._object.is_done:
+        if self._object.scan.is_done:
             self._object = None
 
     def flush(self) -> list[Part]:

@@ -49,7 +49,7 @@ class MessageOptions:
 
 
 @dataclass(slots=True)
-class Text:
+class MessageText:
     """Reasoning or content without a call in between, in pieces."""
 
     kind: Literal["reasoning", "content"]
@@ -60,7 +60,7 @@ class Text:
 
 
 @dataclass(slots=True)
-class Call:
+class MessageCall:
     """A tool call: `pieces` are those of its arguments' JSON text."""
 
     id: str
@@ -73,7 +73,7 @@ class Call:
         return "".join(self.pieces)
 
 
-class Message:
+class AnswerMessage:
     """One choice's message; `items` are its parts in order."""
 
     def __init__(self, options: MessageOptions) -> None:
@@ -84,8 +84,8 @@ class Message:
         self._calls: CallParser | None = (
             options.calls.new_parser(options.tool_names) if options.calls else None
         )
-        self.items: list[Text | Call] = []
-        self.calls: list[Call] = []
+        self.items: list[MessageText | MessageCall] = []
+        self.calls: list[MessageCall] = []
         self.num_reasoning_tokens = 0
 
     @property
@@ -138,7 +138,7 @@ class Message:
         return self._all("content")
 
     def _all(self, kind: Literal["reasoning", "content"]) -> str:
-        texts = [each for each in self.items if isinstance(each, Text)]
+        texts = [each for each in self.items if isinstance(each, MessageText)]
         return "".join(str(each) for each in texts if each.kind == kind)
 
     def _keep(self, parts: list[Part]) -> None:
@@ -149,17 +149,17 @@ class Message:
                 case Content(text):
                     self._extend("content", text)
                 case CallBegin(_, id, name):
-                    self.calls.append(Call(id, name))
+                    self.calls.append(MessageCall(id, name))
                     self.items.append(self.calls[-1])
                 case CallArguments(index, text):
                     self.calls[index].pieces.append(text)
 
     def _extend(self, kind: Literal["reasoning", "content"], text: str) -> None:
         last = self.items[-1] if self.items else None
-        if isinstance(last, Text) and last.kind == kind:
+        if isinstance(last, MessageText) and last.kind == kind:
             last.pieces.append(text)
         else:
-            self.items.append(Text(kind, [text]))
+            self.items.append(MessageText(kind, [text]))
 
 
 def _is_of_later_call(part: Part) -> bool:

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 
-from tests.server.gateway.fakes import (
-    FakeEngine,
-    Script,
-    gateway,
-    ids,
-    output,
-    saying,
-    tokenizer,
-)
-from topspin.messages import (
-    AddRequest,
-    FinishReason,
-    RequestOutput,
-    TokenLogprobs,
-    unpack_ints,
-)
+from tests.server.gateway.fakes import FakeEngine, Script, gateway, ids, output, saying, tokenizer
+from topspin.messages import AddRequest, FinishReason, RequestOutput, TokenLogprobs, unpack_ints
 
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
@@ -36,41 +22,37 @@ PROMPT = "user: hi\nassistant: "
 
 
 def answer_to(
-    path: str, body: object = None, *, fake: FakeEngine | None = None, **options: Any
+    path: str,
+    body: object = None,
+    *,
+    fake: FakeEngine | None = None,
+    headers: Mapping[str, str] | Sequence[tuple[str, str]] = (),
+    **options: Any,
 ) -> httpx.Response:
     """Return the answer to a GET, or to a POST of `body`: JSON, or bytes that are said to be so.
 
-    `options` are those of gateway.
+    Values of `headers` are sent as Latin-1. `options` are those of gateway. A fake engine serves
+    one such call: it belongs to its loop.
     """
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in pairs]
 
     async def test() -> httpx.Response:
         async with gateway(fake or FakeEngine(saying("ok")), **options) as client:
             if body is None:
-                return await client.get(path)
+                return await client.get(path, headers=raw)
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await client.post(path, content=content, headers=JSON)
+            raw.append((b"Content-Type", b"application/json"))
+            return await client.post(path, content=content, headers=raw)
 
     return asyncio.run(test())
 
 
-def post(path: str, body: dict[str, Any], fake: FakeEngine, **options: Any) -> httpx.Response:
-    """Post one request; a fake engine serves one such call (it belongs to its loop).
-
-    `options` are those of make_app.
-    """
-    return post_all([(path, body)], fake, **options)[0]
-
-
-def post_all(
-    requests: list[tuple[str, dict[str, Any]]], fake: FakeEngine, **options: Any
-) -> list[httpx.Response]:
-    async def test() -> list[httpx.Response]:
-        async with gateway(fake, **options) as client:
-            return [await client.post(path, json=body) for path, body in requests]
-
-    responses = asyncio.run(test())
-    assert [response.status_code for response in responses] == [200] * len(requests)
-    return responses
+def post(path: str, body: Mapping[str, Any], fake: FakeEngine, **options: Any) -> httpx.Response:
+    """Return the answer to a POST that is served; `options` are those of answer_to."""
+    response = answer_to(path, body, fake=fake, **options)
+    assert response.status_code == 200, response.text
+    return response
 
 
 def events_of(response: httpx.Response) -> list[Any]:
@@ -122,9 +104,7 @@ def scored(text: str) -> Script:
                 yield output(request, [], prompt_logprobs=(score,))
         for index, token_id in enumerate(token_ids):
             entry = TokenLogprobs(
-                logprob=-0.5,
-                top_ids=(token_id, ids("z")[0]),
-                top_logprobs=(-0.5, float("-inf")),
+                logprob=-0.5, top_ids=(token_id, ids("z")[0]), top_logprobs=(-0.5, float("-inf"))
             )
             finish: FinishReason | None = "length" if index == len(token_ids) - 1 else None
             yield output(request, [token_id], index=index, logprobs=(entry,), finish_reason=finish)
@@ -155,6 +135,8 @@ def head_of(size_bytes: int, *, path: str = "/v1/completions", version: str = "1
     return "\r\n".join((*lines, "", "")).encode()
 
 
-def http_request(body: dict[str, Any], *, version: str = "1.1") -> bytes:
+def http_request(
+    body: dict[str, Any], *, path: str = "/v1/completions", version: str = "1.1"
+) -> bytes:
     data = json.dumps({"model": "tiny", **body}).encode()
-    return head_of(len(data), version=version) + data
+    return head_of(len(data), path=path, version=version) + data

@@ -18,7 +18,7 @@ import msgspec
 import tokenizers
 import uvicorn
 from starlette.types import ASGIApp
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
@@ -26,10 +26,8 @@ from server.gateway.app import create_app
 from server.gateway.bodies.sampling_defaults import SamplingDefaults
 from server.gateway.engine_client import EngineClient
 from server.gateway.generation.served_model import ServedModel
-from server.gateway.http.auth import ApiKeys
 from server.gateway.http.listener import http_config
-from server.gateway.operations.otlp import SpanSender
-from server.gateway.parsing.formats import MessageFormats, message_formats
+from server.gateway.parsing.formats import message_formats
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -38,13 +36,12 @@ from topspin.messages import (
     FinishReason,
     Message,
     Outputs,
+    RequestFailed,
     RequestOutput,
     RequestQueued,
     Stats,
     StatsQuery,
-    TokenLogprobs,
 )
-from topspin.plan.retrieval import RetrievalPolicy
 from topspin.plan.settings import GatewaySection
 
 MODEL_NAME = "tiny"
@@ -75,6 +72,15 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend(), special_tokens={"eos_token": "<|eos|>"}, source="test")
 
 
+def adding(special: str) -> Tokenizer:
+    """Return the tokenizer, with `special` before each text."""
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{special} $A", special_tokens=[(special, made.token_to_id(special))]
+    )
+    return Tokenizer(made, special_tokens={}, source="test")
+
+
 def ids(text: str) -> list[int]:
     """Return the tokens of `text`."""
     return tokenizer().encode(text, add_special_tokens=False)
@@ -93,49 +99,57 @@ TEMPLATE = (
 @cache
 def template() -> ChatTemplate:
     """Return a chat template: a variable, then `role: content` per line."""
-    return ChatTemplate({"default": TEMPLATE}, special_tokens={}, source="test")
+    return template_of(TEMPLATE)
 
 
-Script = Callable[[AddRequest], Iterable[RequestOutput]]
+# Of a model that was trained with tools and reasoning.
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}"
+    "{% if message.role == 'tool' %}({{ message.tool_call_id }}){% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% if think %}<think>\n{% endif %}{% endif %}"
+)
+
+
+@cache
+def tool_template() -> ChatTemplate:
+    """Return a template with tools and reasoning."""
+    return template_of(TOOL_TEMPLATE)
+
+
+Script = Callable[[AddRequest], Iterable[RequestOutput | RequestFailed]]
 
 
 def output(
-    request: AddRequest | str,
-    token_ids: Sequence[int],
-    *,
-    index: int = 0,
-    finish_reason: FinishReason | None = None,
-    stop_token_id: int | None = None,
-    logprobs: tuple[TokenLogprobs, ...] = (),
-    num_cached_tokens: int = 0,
-    prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    request: AddRequest | str, token_ids: Sequence[int], *, index: int = 0, **members: Any
 ) -> RequestOutput:
-    """Return an output of `request`."""
-    return RequestOutput(
-        request_id=request if isinstance(request, str) else request.request_id,
-        index=index,
-        token_ids=tuple(token_ids),
-        finish_reason=finish_reason,
-        stop_token_id=stop_token_id,
-        logprobs=logprobs,
-        num_cached_tokens=num_cached_tokens,
-        prompt_logprobs=prompt_logprobs,
-    )
+    """Return an output of `request`, or of the one with this id, with its other `members`."""
+    request_id = request if isinstance(request, str) else request.request_id
+    return RequestOutput(request_id=request_id, index=index, token_ids=tuple(token_ids), **members)
 
 
 def saying(text: str, *, finish_reason: FinishReason = "length") -> Script:
     """Return a script that generates `text`, one token per output."""
 
     def script(request: AddRequest) -> Iterator[RequestOutput]:
-        token_ids = ids(text)
-        for index, token_id in enumerate(token_ids):
-            last = index == len(token_ids) - 1
-            yield output(
-                request,
-                [token_id],
-                index=index,
-                finish_reason=finish_reason if last else None,
-            )
+        *before, last = ids(text)
+        for index, token_id in enumerate(before):
+            yield output(request, [token_id], index=index)
+        yield output(request, [last], index=len(before), finish_reason=finish_reason)
+
+    return script
+
+
+def refusing(code: str, status: int, message: str, *, param: str = "") -> Script:
+    """Return a script that fails each request."""
+
+    def script(request: AddRequest) -> Iterator[RequestFailed]:
+        why = {"code": code, "status": status, "message": message, "param": param}
+        yield RequestFailed(request_id=request.request_id, **why)
 
     return script
 
@@ -147,20 +161,8 @@ class FakeEngine:
         self.script = script
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
-        self.stats = Stats(
-            query_id=0,
-            num_waiting=0,
-            num_running=0,
-            kv_cache_usage=0.0,
-            num_blocks=8,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
-            num_preemptions=0,
-            num_steps=0,
-            prompt_tokens=0,
-            generation_tokens=0,
-            step_seconds=0.0,
-        )
+        required = [each.name for each in msgspec.structs.fields(Stats) if each.required]
+        self.stats = Stats(**{**dict.fromkeys(required, 0), "num_blocks": 8})
         self.answers_stats = True
         self.queues = True
         self.request_came = asyncio.Event()
@@ -182,13 +184,17 @@ class FakeEngine:
             if self.queues:
                 self.say(RequestQueued(request_ids=(message.request_id,)))
             if self.script is not None:
-                for item in self.script(message):
-                    self.emit(item)
+                self.run(self.script)
         elif isinstance(message, AbortRequest):
             self.aborted.append(message.request_id)
             self.abort_came.set()
         elif isinstance(message, StatsQuery) and self.answers_stats:
             self.say(msgspec.structs.replace(self.stats, query_id=message.query_id))
+
+    def run(self, script: Script) -> None:
+        """Answer the last request by `script`."""
+        for item in script(self.added[-1]):
+            self.emit(item) if isinstance(item, RequestOutput) else self.say(item)
 
     def close(self) -> None:
         """Do nothing: there are no resources."""
@@ -212,6 +218,11 @@ class FakeEngine:
         self.say(EngineState(state="ready", max_request_tokens=max_request_tokens))
 
 
+def template_of(source: str) -> ChatTemplate:
+    """Return a chat template."""
+    return ChatTemplate({"default": source}, special_tokens={}, source="test")
+
+
 def served_model(**own: Any) -> ServedModel:
     """Return the tiny model; `own` replaces some of its fields."""
     facts: dict[str, Any] = {
@@ -223,43 +234,31 @@ def served_model(**own: Any) -> ServedModel:
         "defaults": SamplingDefaults(),
         "tokenizer": tokenizer(),
         "template": template(),
-        "formats": MessageFormats(),
     }
-    return ServedModel(**facts | own)
+    facts |= own
+    facts.setdefault("formats", message_formats(GatewaySection(), facts["template"]))
+    return ServedModel(**facts)
 
 
-def make_app(
-    engine: EngineClient,
-    *,
-    progress_deadline_s: float = 5.0,
-    defaults: SamplingDefaults | None = None,
-    chat_template: ChatTemplate | None = None,
-    text_tokenizer: Tokenizer | None = None,
-    allowed_origins: Sequence[str] = (),
-    retrieval: RetrievalPolicy | None = None,
-    formats: MessageFormats | None = None,
-    access_log: bool = True,
-    keys: ApiKeys | None = None,
-    spans: SpanSender | None = None,
-    keep_alive_s: float = 0.0,
-) -> ASGIApp:
-    """Return the application over `engine` and the tiny model."""
-    return create_app(
-        engine,
-        model=served_model(
-            defaults=defaults or SamplingDefaults(),
-            tokenizer=text_tokenizer or tokenizer(),
-            template=chat_template or template(),
-            formats=formats or message_formats(GatewaySection(), chat_template or template()),
-            retrieval=retrieval,
-        ),
-        progress_deadline_s=progress_deadline_s,
-        allowed_origins=allowed_origins,
-        access_log=access_log,
-        keys=keys,
-        spans=spans,
-        keep_alive_s=keep_alive_s,
-    )
+def make_app(engine: EngineClient, **options: Any) -> ASGIApp:
+    """Return the application over `engine` and the tiny model.
+
+    `options` are create_app's, and fields of the model.
+    """
+    names = options.keys() & set(ServedModel.__slots__)
+    model = served_model(**{name: options.pop(name) for name in names})
+    return create_app(engine, model=model, **{"progress_deadline_s": 5.0, **options})
+
+
+@asynccontextmanager
+async def reading(engine: EngineClient) -> AsyncIterator[asyncio.Task[None]]:
+    """Have `engine` read what its scheduler sends."""
+    reader = asyncio.create_task(engine.run())
+    try:
+        yield reader
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -269,28 +268,27 @@ async def gateway(
     ready: bool = True,
     max_request_tokens: int = MAX_REQUEST_TOKENS,
     replay_deadline_s: float | None = None,
+    address: tuple[str, int] = ("127.0.0.1", 123),
     **options: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Run the application in this loop, without a network; yields a client for it.
+    """Run the application in this loop, without a network; yields a client at `address`.
 
     `options` are those of make_app.
     """
     engine = EngineClient(fake, replay_deadline_s)
-    reader = asyncio.create_task(engine.run())
-    if ready:
-        fake.become_ready(max_request_tokens)
-        while engine.state.state != "ready":
-            await asyncio.sleep(0)
-    transport = httpx.ASGITransport(make_app(engine, **options), raise_app_exceptions=False)
-    try:
-        async with (
-            asyncio.timeout(DEADLINE_S),
-            httpx.AsyncClient(transport=transport, base_url="http://gateway") as client,
-        ):
-            yield client
-    finally:
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
+    transport = httpx.ASGITransport(
+        make_app(engine, **options), raise_app_exceptions=False, client=address
+    )
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        reading(engine),
+        httpx.AsyncClient(transport=transport, base_url="http://gateway") as client,
+    ):
+        if ready:
+            fake.become_ready(max_request_tokens)
+            while engine.state.state != "ready":
+                await asyncio.sleep(0)
+        yield client
 
 
 class LoopbackServer(uvicorn.Server):
@@ -338,21 +336,18 @@ async def loopback(
 ) -> AsyncIterator[int]:
     """Serve over real sockets, in this loop; yields the port. `options` are those of make_app."""
     engine = EngineClient(fake)
-    reader = asyncio.create_task(engine.run())
     fake.become_ready(max_request_tokens)
+    config = http_config(make_app(engine, **options), section or GatewaySection())
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = LoopbackServer(
-            http_config(make_app(engine, **options), section or GatewaySection())
-        )
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            async with asyncio.timeout(deadline_s):
-                yield listener.getsockname()[1]
-        finally:
-            server.stop()
-            await serving
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+        async with reading(engine):
+            server = LoopbackServer(config)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                async with asyncio.timeout(deadline_s):
+                    yield listener.getsockname()[1]
+            finally:
+                server.stop()
+                await serving
 
 
 @asynccontextmanager

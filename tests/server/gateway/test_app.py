@@ -13,7 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.gateway.operations.health import ProgressWatch
-from tests.server.gateway.calls import answer_to
+from server.gateway.operations.metrics import _COUNTERS, _GAUGES
+from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, USER, answer_to
 from tests.server.gateway.fakes import (
     EOS_ID,
     MODEL_NAME,
@@ -52,20 +53,18 @@ def test_models_are_listed_under_every_served_name() -> None:
         },
     }
     assert answer_to("/v1/models/org/alias").json() == cards["data"][1]
+    assert answer_to("/v1/models/").json() == cards
     assert answer_to("/v1/models/tiny", ready=False).json()["max_model_len"] is None
+    assert answer_to("/version").json() == {"version": __version__}
 
 
-def test_the_list_of_models_may_end_in_a_slash() -> None:
-    assert answer_to("/v1/models/").json() == answer_to("/v1/models").json()
-
-
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/health", "/version"])
-async def test_head_is_get_without_a_body(path: str) -> None:
+async def test_head_is_get_without_a_body() -> None:
     async with loopback(FakeEngine()) as port, httpx.AsyncClient() as client:
-        url = f"http://127.0.0.1:{port}{path}"
-        head, whole = await client.head(url), await client.get(url)
-        assert (head.status_code, head.content) == (200, b"")
-        assert head.headers["content-length"] == str(len(whole.content))
+        for path in ("/v1/models", "/v1/models/tiny", "/health", "/version"):
+            url = f"http://127.0.0.1:{port}{path}"
+            head, whole = await client.head(url), await client.get(url)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-length"] == str(len(whole.content))
 
 
 PREFLIGHT = {
@@ -78,16 +77,14 @@ PREFLIGHT = {
 @pytest.mark.parametrize("allowed", [("http://ui.test:3000",), ("*",)])
 async def test_pages_of_allowed_origins_may_call(allowed: tuple[str, ...]) -> None:
     async with gateway(FakeEngine(saying("ok")), allowed_origins=allowed) as client:
-        path = "/v1/chat/completions"
-        preflight = await client.options(path, headers=PREFLIGHT)
+        preflight = await client.options(CHAT, headers=PREFLIGHT)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == allowed[0]
         assert "POST" in preflight.headers["access-control-allow-methods"]
         assert "authorization" in preflight.headers["access-control-allow-headers"]
         origin = {"Origin": PREFLIGHT["Origin"]}
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         for fields, status in (({"stream": True}, 200), ({"stream": 1}, 400)):
-            answer = await client.post(path, json=body | fields, headers=origin)
+            answer = await client.post(CHAT, json=CHAT_BODY | fields, headers=origin)
             assert answer.status_code == status
             assert answer.headers["access-control-allow-origin"] == allowed[0]
 
@@ -95,7 +92,7 @@ async def test_pages_of_allowed_origins_may_call(allowed: tuple[str, ...]) -> No
 @pytest.mark.parametrize("allowed", [(), ("http://other.test",)])
 async def test_pages_of_other_origins_are_not_allowed(allowed: tuple[str, ...]) -> None:
     async with gateway(FakeEngine(), allowed_origins=allowed) as client:
-        preflight = await client.options("/v1/chat/completions", headers=PREFLIGHT)
+        preflight = await client.options(CHAT, headers=PREFLIGHT)
         assert preflight.status_code in (400, 405)
         answer = await client.get("/v1/models", headers={"Origin": PREFLIGHT["Origin"]})
         assert answer.status_code == 200
@@ -103,23 +100,13 @@ async def test_pages_of_other_origins_are_not_allowed(allowed: tuple[str, ...]) 
             assert "access-control-allow-origin" not in response.headers
 
 
-def test_version() -> None:
-    assert answer_to("/version").json() == {"version": __version__}
-
-
-async def test_a_gateway_is_alive_whatever_its_engine_does() -> None:
-    fake = FakeEngine()
-    async with gateway(fake, ready=False) as client:
-        assert (await client.get("/health")).status_code == 503
-        live = await client.get("/live")
-        assert (live.status_code, live.json()) == (200, {"state": "alive"})
-
-
-async def test_health_follows_the_engine() -> None:
+async def test_health_follows_the_engine_and_the_gateway_lives() -> None:
     fake = FakeEngine()
     async with gateway(fake, ready=False) as client:
         starting = await client.get("/health")
         assert (starting.status_code, starting.json()["state"]) == (503, "starting")
+        live = await client.get("/live")
+        assert (live.status_code, live.json()) == (200, {"state": "alive"})
         fake.become_ready()
         await fake.settle()
         ready = await client.get("/health")
@@ -178,17 +165,12 @@ def test_progress_is_judged_by_steps_and_work() -> None:
     stepped = msgspec.structs.replace(busy, num_steps=1)
     assert watch.stalled_for_s(stepped, 111.0) is None
     assert watch.stalled_for_s(stepped, 121.5) == 10.5
-    assert watch.stalled_for_s(idle, 122.0) is None
-
-
-def test_a_long_step_is_no_stall_while_its_nodes_get_on() -> None:
-    busy = msgspec.structs.replace(FakeEngine().stats, num_running=1)
-    watch = ProgressWatch(deadline_s=10.0)
-    assert watch.stalled_for_s(busy, 0.0) is None
-    getting_on = msgspec.structs.replace(busy, progress_age_s=1.5)
-    assert watch.stalled_for_s(getting_on, 60.0) is None
-    hung = msgspec.structs.replace(busy, progress_age_s=11.0)
-    assert watch.stalled_for_s(hung, 69.5) == 11.0
+    # A long step is no stall while its nodes get on.
+    getting_on = msgspec.structs.replace(stepped, progress_age_s=1.5)
+    assert watch.stalled_for_s(getting_on, 160.0) is None
+    hung = msgspec.structs.replace(stepped, progress_age_s=11.0)
+    assert watch.stalled_for_s(hung, 169.5) == 11.0
+    assert watch.stalled_for_s(idle, 170.0) is None
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -212,98 +194,41 @@ def two_tokens(request: AddRequest) -> Iterator[RequestOutput]:
 
 async def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
     fake = FakeEngine(two_tokens)
+    fields = [field for _, _, field in (*_GAUGES, *_COUNTERS)]
+    values = {field: number / 4 for number, field in enumerate(fields, start=5)}
+    kv = {field[3:]: value for field, value in values.items() if field.startswith("kv.")}
     fake.stats = msgspec.structs.replace(
         fake.stats,
-        num_running=3,
-        num_waiting=2,
-        kv_cache_usage=0.25,
-        num_preemptions=4,
-        num_grammars_compiled=13,
-        num_grammars_found=14,
-        prefix_cache_queries=50,
-        prefix_cache_hits=20,
-        num_steps=11,
-        num_drafts=8,
-        num_draft_tokens=40,
+        **{field: value for field, value in values.items() if "." not in field},
+        kv=KvCounts(**kv, recall_sum=5.25, num_recalls=6),
         num_accepted_tokens=(7, 3),
-        num_root_hits=12,
-        num_root_misses=5,
-        num_draft_passes=30,
-        num_overlapped_passes=21,
-        draft_pass_seconds=0.75,
-        kv=KvCounts(
-            num_selected_rows=60,
-            num_coded_segments=2,
-            num_saved_blocks=5,
-            num_loaded_blocks=4,
-            num_hot_keys=70,
-            num_read_keys=30,
-            recall_sum=5.25,
-            num_recalls=6,
-        ),
-        kv_frames_usage=0.75,
-        max_queued_requests=16,
         nodes=(NodeCount(role="expert", optional=True, planned=2, present=1),),
         expert_tokens=((5, 6), (7, 8)),
-        expert_activations=17,
-        expert_batches=5,
-        expert_table_version=3,
-        expert_migrations=9,
         expert_balance=1.125,
         expert_balance_before=1.5,
     )
     async with gateway(fake) as client:
         body: dict[str, Any] = {"model": "tiny", "prompt": "hi", "n": 2}
-        await client.post("/v1/completions", json=body)
+        await client.post(PLAIN, json=body)
         fake.script = saying("hello")
-        await client.post("/v1/completions", json={**body, "n": 1, "stream": True})
+        await client.post(PLAIN, json={**body, "n": 1, "stream": True})
         response = await client.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
         found = samples(response.text)
         each = samples((await client.get("/metrics?per_expert=1")).text)
-        assert (await client.get("/metrics?per_expert=yes")).status_code == 400
-    assert {key: each[key] for key in each if "expert_tokens" in key[0]} == {
-        ("topspin_expert_tokens_total", f"expert={expert},layer={layer}"): tokens
-        for layer, expert, tokens in ((0, 0, 5), (0, 1, 6), (1, 0, 7), (1, 1, 8))
-    }
+    assert each["topspin_expert_tokens_total", "expert=1,layer=0"] == 6
     expected = {
+        **{(f"topspin_{name}", ""): values[field] for name, _, field in _GAUGES},
+        **{(f"topspin_{name}_total", ""): values[field] for name, _, field in _COUNTERS},
+        ("topspin_kv_retrieval_recall_sum", ""): 5.25,
+        ("topspin_kv_retrieval_recall_count", ""): 6,
         ("topspin_engine_up", ""): 1,
-        ("topspin_num_requests_running", ""): 3,
-        ("topspin_num_requests_waiting", ""): 2,
-        ("topspin_max_queued_requests", ""): 16,
         ("topspin_nodes", "optional=true,role=expert"): 1,
         ("topspin_nodes_planned", "optional=true,role=expert"): 2,
-        ("topspin_kv_cache_usage_perc", ""): 0.25,
-        ("topspin_kv_spill_memory_usage_perc", ""): 0.75,
-        ("topspin_num_preemptions_total", ""): 4,
-        ("topspin_grammars_compiled_total", ""): 13,
-        ("topspin_grammars_found_total", ""): 14,
-        ("topspin_prefix_cache_queries_total", ""): 50,
-        ("topspin_prefix_cache_hits_total", ""): 20,
-        ("topspin_engine_steps_total", ""): 11,
-        ("topspin_spec_decode_num_drafts_total", ""): 8,
-        ("topspin_spec_decode_num_draft_tokens_total", ""): 40,
         ("topspin_spec_decode_num_accepted_tokens_total", ""): 10,
         ("topspin_spec_decode_num_accepted_tokens_per_pos_total", "position=0"): 7,
         ("topspin_spec_decode_num_accepted_tokens_per_pos_total", "position=1"): 3,
-        ("topspin_spec_decode_root_hits_total", ""): 12,
-        ("topspin_spec_decode_root_misses_total", ""): 5,
-        ("topspin_spec_decode_draft_passes_total", ""): 30,
-        ("topspin_spec_decode_overlapped_draft_passes_total", ""): 21,
-        ("topspin_spec_decode_draft_pass_seconds_total", ""): 0.75,
-        ("topspin_kv_retrieval_selected_rows_total", ""): 60,
-        ("topspin_kv_retrieval_coded_segments_total", ""): 2,
-        ("topspin_kv_spill_saved_blocks_total", ""): 5,
-        ("topspin_kv_spill_loaded_blocks_total", ""): 4,
-        ("topspin_kv_spill_hot_keys_total", ""): 70,
-        ("topspin_kv_spill_read_keys_total", ""): 30,
-        ("topspin_kv_retrieval_recall_sum", ""): 5.25,
-        ("topspin_kv_retrieval_recall_count", ""): 6,
         ("topspin_expert_tokens_total", ""): 26,
-        ("topspin_expert_activations_total", ""): 17,
-        ("topspin_expert_batches_total", ""): 5,
-        ("topspin_expert_table_version", ""): 3,
-        ("topspin_expert_migrations_total", ""): 9,
         ("topspin_expert_balance", "table=current"): 1.125,
         ("topspin_expert_balance", "table=previous"): 1.5,
         ("topspin_prompt_tokens_total", ""): 4,
@@ -322,9 +247,7 @@ async def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
 async def test_metrics_without_an_engine_say_so_and_keep_their_own() -> None:
     fake = FakeEngine()
     async with gateway(fake) as client:
-        pending = asyncio.create_task(
-            client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"})
-        )
+        pending = asyncio.create_task(client.post(PLAIN, json=PLAIN_BODY))
         await fake.request_came.wait()
         fake.say(PeerLost("closed"))
         assert (await pending).status_code == 503
@@ -335,25 +258,19 @@ async def test_metrics_without_an_engine_say_so_and_keep_their_own() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"model": None}])
-def test_no_request_has_to_name_the_model(given: dict[str, None]) -> None:
-    message = {"role": "user", "content": "hi"}
+async def test_no_request_has_to_name_the_model(given: dict[str, None]) -> None:
+    messages = {"messages": [USER]}
     bodies: dict[str, dict[str, object]] = {
-        "/v1/chat/completions": {"messages": [message]},
-        "/v1/completions": {"prompt": "hi"},
+        **dict.fromkeys((CHAT, "/v1/messages/count_tokens", "/tokenize"), messages),
+        PLAIN: {"prompt": "hi"},
         "/v1/responses": {"input": "hi"},
-        "/v1/messages": {"messages": [message], "max_tokens": 9},
-        "/v1/messages/count_tokens": {"messages": [message]},
-        "/tokenize": {"messages": [message]},
+        "/v1/messages": {**messages, "max_tokens": 9},
         "/detokenize": {"tokens": [1]},
     }
-
-    async def test() -> None:
-        async with gateway(FakeEngine(saying("ok"))) as client:
-            for path, body in bodies.items():
-                answer = await client.post(path, json={**body, **given})
-                assert answer.status_code == 200, answer.text
-                assert answer.json().get("model", MODEL_NAME) == MODEL_NAME
-                wrong = await client.post(path, json={**body, "model": "other"})
-                assert wrong.status_code == 404, path
-
-    asyncio.run(test())
+    async with gateway(FakeEngine(saying("ok"))) as client:
+        for path, body in bodies.items():
+            answer = await client.post(path, json={**body, **given})
+            assert answer.status_code == 200, answer.text
+            assert answer.json().get("model", MODEL_NAME) == MODEL_NAME
+            wrong = await client.post(path, json={**body, "model": "other"})
+            assert wrong.status_code == 404, path

@@ -13,10 +13,10 @@ from starlette.types import Message
 
 from server.gateway.engine_client import ClientGone
 from server.gateway.generation.streaming import EventStream
-from server.gateway.http.body import MAX_BODY_BYTES, Bodies, BodyTimeout, read_body
+from server.gateway.http.body import Bodies, read_body
 from server.gateway.http.exchange import Exchanges
 from tests.server.gateway.calls import head_of, http_request
-from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, opened, output, saying
+from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, opened, output
 from topspin.errors import Overloaded
 from topspin.messages import FinishReason
 
@@ -60,13 +60,6 @@ async def test_a_stream_comes_event_by_event_over_one_connection() -> None:
         assert fake.aborted == []
 
 
-async def test_a_body_that_is_too_large_is_answered_and_the_rest_discarded() -> None:
-    async with opened(FakeEngine(saying("ok"))) as (reader, writer):
-        size_bytes = MAX_BODY_BYTES + 1
-        writer.write(head_of(size_bytes) + b" " * size_bytes)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
-
-
 def request_of(messages: list[Message]) -> Request:
     """Return a request whose body comes as `messages` and then stalls."""
 
@@ -79,16 +72,11 @@ def request_of(messages: list[Message]) -> Request:
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
 
 
-async def test_a_body_that_does_not_arrive_is_a_timeout() -> None:
-    request = request_of([{"type": "http.request", "body": b"{", "more_body": True}])
-    with pytest.raises(BodyTimeout):
-        await read_body(request, deadline_s=0.01)
-
-
 async def test_a_body_that_comes_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is absolute: bytes that come meanwhile do not move it."""
     monkeypatch.setattr("server.gateway.http.body.BODY_DEADLINE_S", 0.2)
     monkeypatch.setattr("server.gateway.http.protocol.HEAD_DEADLINE_S", 0.1)
+    monkeypatch.setattr("server.gateway.http.protocol.DISCARD_DEADLINE_S", 0.05)
     async with opened(FakeEngine()) as (reader, writer):
         writer.write(head_of(1000))
 
@@ -103,28 +91,24 @@ async def test_a_body_that_comes_byte_by_byte_is_cut_off(monkeypatch: pytest.Mon
         dripping.cancel()
 
 
-def test_bodies_that_are_held_have_room_together() -> None:
-    async def test() -> None:
-        bodies = Bodies(max_held_bytes=10)
-        headers = [(b"content-type", b"application/json")]
+async def test_bodies_that_are_held_have_room_together() -> None:
+    bodies = Bodies(max_held_bytes=10)
 
-        def reading(size_bytes: int) -> AbstractAsyncContextManager[bytes]:
-            request = request_of([{"type": "http.request", "body": b"x" * size_bytes}])
-            request.scope["headers"] = headers
-            return bodies.read_json(request)
+    def reading(size_bytes: int) -> AbstractAsyncContextManager[bytes]:
+        request = request_of([{"type": "http.request", "body": b"x" * size_bytes}])
+        request.scope["headers"] = [(b"content-type", b"application/json")]
+        return bodies.read_json(request)
 
-        for _ in range(3):
-            async with reading(6), reading(4):
-                with pytest.raises(Overloaded, match="too many requests"):
-                    async with reading(1):
-                        pass
-            with pytest.raises(Overloaded):
-                async with reading(11):
+    for _ in range(3):
+        async with reading(6), reading(4):
+            with pytest.raises(Overloaded, match="too many requests"):
+                async with reading(1):
                     pass
-        async with reading(10) as data:
-            assert data == b"x" * 10
-
-    asyncio.run(test())
+        with pytest.raises(Overloaded):
+            async with reading(11):
+                pass
+    async with reading(10) as data:
+        assert data == b"x" * 10
 
 
 async def test_a_client_that_leaves_in_its_body_is_gone() -> None:

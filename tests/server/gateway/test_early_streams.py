@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from starlette.types import Message, Send
 
-from server.gateway.generation.streaming import EventStream
-from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY
-from tests.server.gateway.fakes import FakeEngine, ids, loopback, output
-from topspin.messages import RequestFailed, RequestQueued
+from tests.server.gateway.calls import CHAT_BODY, PLAIN_BODY, http_request, post
+from tests.server.gateway.fakes import FakeEngine, ids, opened, output, refusing, saying
+from topspin.messages import RequestQueued
 
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT_BODY,
@@ -25,23 +22,16 @@ PATHS: dict[str, dict[str, Any]] = {
 COMMENT, PING = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-async def ask(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    content = json.dumps({**PATHS[path], "stream": True}).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n"
-    )
-    writer.write(head.encode() + content)
-    return reader, writer
+def asked(path: str) -> bytes:
+    return http_request({**PATHS[path], "stream": True}, path=path)
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_stream_begins_when_its_request_is_queued(path: str) -> None:
     fake = FakeEngine()
     fake.queues = False
-    async with loopback(fake, keep_alive_s=0.01) as port:
-        reader, writer = await ask(port, path)
+    async with opened(fake, keep_alive_s=0.01) as (reader, writer):
+        writer.write(asked(path))
         await fake.request_came.wait()
         await fake.settle()
         head = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
@@ -60,73 +50,70 @@ async def test_a_stream_begins_when_its_request_is_queued(path: str) -> None:
         rest = await reader.readuntil(b"0\r\n\r\n")
         assert b'"b"' in rest
         assert beat not in rest.partition(b'"b"')[2]
-        writer.close()
-        await writer.wait_closed()
+
+
+ERROR = (
+    b'data: {"error":{"message":"%b","type":"server_error","param":null,"code":"node_lost"}}\n\n'
+)
+FAILURES = {
+    "/v1/chat/completions": ERROR + b"data: [DONE]\n\n",
+    "/v1/completions": ERROR + b"data: [DONE]\n\n",
+    "/v1/responses": b'"error":{"code":"node_lost","message":"%b"}',
+    "/v1/messages": b"event: error\ndata: "
+    b'{"type":"error","error":{"type":"overloaded_error","message":"%b"}}\n\n',
+}
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_error_after_that_is_an_event(path: str) -> None:
     fake = FakeEngine()
-    async with loopback(fake) as port:
-        reader, writer = await ask(port, path)
+    async with opened(fake) as (reader, writer):
+        writer.write(asked(path))
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-        lost = {"code": "node_lost", "status": 503, "message": "secret"}
-        fake.say(RequestFailed(request_id=fake.added[0].request_id, **lost))
+        fake.emit(output(fake.added[0], ids("a")))
+        await reader.readuntil(b'"a"')
+        fake.run(refusing("node_lost", 503, "secret"))
         rest = await reader.readuntil(b"0\r\n\r\n")
-        assert b"a node that held the request was lost" in rest
+        assert FAILURES[path] % b"a node that held the request was lost" in rest
+        assert (b"event: response.failed\n" in rest) == (path == "/v1/responses")
         assert b": keep-alive" not in rest, "0 is off"
-        writer.close()
-        await writer.wait_closed()
 
 
 async def test_a_client_that_leaves_before_the_first_token_frees_its_request() -> None:
     fake = FakeEngine()
-    async with loopback(fake, keep_alive_s=0.01) as port:
-        reader, writer = await ask(port, "/v1/chat/completions")
+    async with opened(fake, keep_alive_s=0.01) as (reader, writer):
+        writer.write(asked("/v1/chat/completions"))
         await reader.readuntil(COMMENT)
         writer.close()
         await fake.abort_came.wait()
         assert fake.aborted == [fake.added[0].request_id]
 
 
-def test_the_clients_of_openai_and_anthropic_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_beaten = asyncio.Event()
-    beat = EventStream._beat
+def beaten(path: str) -> bytes:
+    """Return our answer with a keep-alive behind each event."""
+    answer = post(path, {**PATHS[path], "stream": True}, FakeEngine(saying("a")))
+    beat = PING if path == "/v1/messages" else COMMENT
+    return 2 * beat + answer.content.replace(b"\n\n", b"\n\n" + beat)
 
-    async def watched(stream: EventStream, send: Send, *others: Any) -> None:
-        num_sent = 0
 
-        async def counted(message: Message) -> None:
-            nonlocal num_sent
-            await send(message)
-            num_sent += 1
-            if num_sent == 2:
-                has_beaten.set()
+async def test_the_clients_of_openai_and_anthropic_read_on() -> None:
+    content = {path: await asyncio.to_thread(beaten, path) for path in PATHS}
 
-        await beat(stream, counted, *others)
+    async def replay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+        writer.write(head + content[asked])
+        await writer.drain()
+        writer.close()
 
-    async def answered(fake: FakeEngine, asked: Any) -> list[Any]:
-        """Return the events of a stream whose first token comes after some keep-alives."""
-        has_beaten.clear()
-        reading = asyncio.create_task(asked)
-        await has_beaten.wait()
-        fake.emit(output(fake.added[-1], ids("a"), finish_reason="length"))
-        return [event async for event in await reading]
-
-    async def test() -> None:
-        fake = FakeEngine()
-        async with loopback(fake, keep_alive_s=0.001) as port:
-            url, key = f"http://127.0.0.1:{port}", "k"
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
-                chat = client.chat.completions.create(**CHAT_BODY, stream=True)
-                events = await answered(fake, chat)
-                assert "".join(each.choices[0].delta.content or "" for each in events) == "a"
-                made = client.responses.create(model="tiny", input="hi", stream=True)
-                assert (await answered(fake, made))[-1].type == "response.incomplete"
-            async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as claude:
-                said = claude.messages.create(**CHAT_BODY, max_tokens=9, stream=True)
-                kinds = [event.type for event in await answered(fake, said)]
-                assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-
-    monkeypatch.setattr(EventStream, "_beat", watched)
-    asyncio.run(test())
+    async with await asyncio.start_server(replay, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client:
+            stream = await client.chat.completions.create(**CHAT_BODY, stream=True)
+            assert "".join([each.choices[0].delta.content or "" async for each in stream]) == "a"
+            made = await client.responses.create(model="tiny", input="hi", stream=True)
+            assert [event.type async for event in made][-1] == "response.incomplete"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="k") as claude:
+            said = await claude.messages.create(**CHAT_BODY, max_tokens=9, stream=True)
+            kinds = [event.type async for event in said]
+            assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,22 +20,16 @@ import httpx
 import msgspec
 import pytest
 
+from server.gateway.engine_client import EngineClient
 from server.gateway.http.listener import bind
+from server.gateway.service import build_app
 from tests.server.gateway.fakes import FakeEngine, backend, ids, output
 from tests.server.gateway.operations.collector import collector
 from tests.server.scheduler.engine import make_config
 from tests.structs import changed
 from topspin import __version__
 from topspin.errors import ConfigError
-from topspin.messages import (
-    AddRequest,
-    EngineState,
-    Hello,
-    Message,
-    Outputs,
-    Refused,
-    StatsQuery,
-)
+from topspin.messages import AddRequest, EngineState, Hello, Message, Outputs, Refused, StatsQuery
 from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import ServeConfig
 from topspin.processes.channel import ControlServer, Heartbeat, PeerGone, Received
@@ -44,28 +38,6 @@ ROOT = Path(__file__).parents[3]
 DEADLINE_S = 20.0
 
 _Kind = TypeVar("_Kind", bound=Message)
-
-
-def write_checkpoint(path: Path) -> None:
-    """Write the files of a checkpoint that a gateway reads: no weights."""
-    path.mkdir()
-    backend().save(str(path / "tokenizer.json"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": backend().get_vocab_size(),
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        "eos_token_id": ids("<|eos|>")[0],
-    }
-    (path / "config.json").write_text(json.dumps(config))
 
 
 class Scheduler:
@@ -111,6 +83,10 @@ class Scheduler:
     def say(self, message: Message) -> None:
         assert self._server.send(self.peer, message)
 
+    def finish(self, request: AddRequest) -> None:
+        """Answer with `hello`, and its end."""
+        self.say(Outputs(outputs=(output(request, ids("hello"), finish_reason="length"),)))
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -134,39 +110,40 @@ class Gateway:
             httpx.post, self._url + "/v1/completions", json=body, timeout=DEADLINE_S
         )
 
+    def become_ready(self, scheduler: Scheduler) -> Hello:
+        """Connect, and wait until the engine's state has come."""
+        hello = scheduler.expect(Hello)
+        scheduler.say(EngineState(state="ready", max_request_tokens=64))
+        while self.get("/v1/models").result().json()["data"][0]["max_model_len"] is None:
+            pass
+        return hello
 
-def start(
-    checkpoint: Path,
-    control: str,
-    *,
-    port: int = 0,
-    port_fd: int | None = None,
-    hf_overrides: dict[str, object] | None = None,
-    shutdown_timeout_s: float = 0.1,
-    otlp_traces_endpoint: str | None = None,
-) -> subprocess.Popen[str]:
-    model = {"model.path": str(checkpoint), "model.hf_overrides": hf_overrides}
-    config = ServeConfig(
-        plan=changed(make_config(), model),
+    def end(self) -> tuple[int, str]:
+        """Send SIGTERM, and return exit status and stderr."""
+        self.process.send_signal(signal.SIGTERM)
+        return ended(self.process)
+
+
+def config_of(checkpoint: Path, changes: dict[str, object], **section: Any) -> ServeConfig:
+    plan = changed(make_config(), {"model.path": str(checkpoint), **changes})
+    return ServeConfig(
+        plan=plan,
         gateway=GatewaySection(
-            port=port,
-            served_names=("tiny",),
-            shutdown_timeout_s=shutdown_timeout_s,
-            otlp_traces_endpoint=otlp_traces_endpoint,
+            **{"port": 0, "served_names": ("tiny",), "shutdown_timeout_s": 0.1, **section}
         ),
     )
+
+
+def start(
+    checkpoint: Path, control: str, *, port_fd: int | None = None, **section: Any
+) -> subprocess.Popen[str]:
+    """Start a gateway process with these settings of its HTTP side."""
     file = checkpoint / "engine.json"
-    file.write_bytes(msgspec.json.encode(config))
+    file.write_bytes(msgspec.json.encode(config_of(checkpoint, {}, **section)))
     argv = [sys.executable, "-m", "server.gateway", "--config", str(file), "--control", control]
-    if port_fd is not None:
-        argv += ["--port-fd", str(port_fd)]
-    return subprocess.Popen(
-        argv,
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        pass_fds=() if port_fd is None else (port_fd,),
-    )
+    fds = () if port_fd is None else (port_fd,)
+    argv += [f"--port-fd={fd}" for fd in fds]
+    return subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, pass_fds=fds)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -194,9 +171,25 @@ def running(checkpoint: Path, scheduler: Scheduler, **options: Any) -> Iterator[
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny"
-    write_checkpoint(path)
-    return path
+    """The files of a checkpoint that a gateway reads: no weights."""
+    backend().save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": backend().get_vocab_size(),
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "eos_token_id": ids("<|eos|>")[0],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
 
 
 @pytest.fixture
@@ -212,16 +205,19 @@ def test_it_reads_the_model_with_the_plans_overrides(
     raw = json.loads((checkpoint / "config.json").read_text())
     raw["rope_scaling"] = {"rope_type": "unknown"}
     (checkpoint / "config.json").write_text(json.dumps(raw))
-    linear = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    with running(checkpoint, scheduler, hf_overrides=linear):
-        assert scheduler.expect(Hello).role == "gateway"
     status, stderr = ended(start(checkpoint, scheduler.address))
     assert status == 2
     assert "rope_type = 'unknown'" in stderr
+    assert "Traceback" not in stderr
+    linear = {"model.hf_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}}
+    assert build_app(config_of(checkpoint, linear), EngineClient(FakeEngine()))
 
 
 def test_a_life_from_hello_to_sigterm(checkpoint: Path, scheduler: Scheduler) -> None:
-    with running(checkpoint, scheduler) as gateway:
+    with (
+        collector() as found,
+        running(checkpoint, scheduler, otlp_traces_endpoint=found.url) as gateway,
+    ):
         hello = scheduler.expect(Hello)
         assert (hello.role, hello.index, hello.revision) == ("gateway", 0, __version__)
         assert hello.pid == gateway.process.pid
@@ -233,33 +229,31 @@ def test_a_life_from_hello_to_sigterm(checkpoint: Path, scheduler: Scheduler) ->
         query = scheduler.expect(StatsQuery)
         scheduler.say(msgspec.structs.replace(FakeEngine().stats, query_id=query.query_id))
         assert health.result().status_code == 200
+        assert "torch" not in Path(f"/proc/{hello.pid}/maps").read_text()
 
         whole = gateway.complete(stream=False)
-        request = scheduler.expect(AddRequest)
-        scheduler.say(Outputs(outputs=(output(request, ids("hello"), finish_reason="length"),)))
+        scheduler.finish(scheduler.expect(AddRequest))
         assert whole.result().json()["choices"][0]["text"] == "hello"
 
         stream = gateway.complete(stream=True)
         request = scheduler.expect(AddRequest)
         scheduler.say(Outputs(outputs=(output(request, ids("hello")),)))
-        gateway.process.send_signal(signal.SIGTERM)
+        status, stderr = gateway.end()
         text = stream.result().text
         assert '"text":"hello"' in text
         assert '"code":"engine_unavailable"' in text
         assert text.endswith("data: [DONE]\n\n")
-        status, stderr = ended(gateway.process)
         assert status == 0, stderr
         assert "Traceback" not in stderr
+        roots = [span.name for span in found.receive().spans if not span.parent_span_id]
+        assert roots == ["text_completion tiny"] * 2, "also of the last requests"
 
 
 def test_requests_in_flight_may_end_within_the_shutdown_timeout(
     checkpoint: Path, scheduler: Scheduler
 ) -> None:
     with running(checkpoint, scheduler, shutdown_timeout_s=DEADLINE_S) as gateway:
-        scheduler.expect(Hello)
-        scheduler.say(EngineState(state="ready", max_request_tokens=64))
-        while gateway.get("/v1/models").result().json()["data"][0]["max_model_len"] is None:
-            pass
+        gateway.become_ready(scheduler)
         stream = gateway.complete(stream=True)
         request = scheduler.expect(AddRequest)
         gateway.process.send_signal(signal.SIGTERM)
@@ -267,67 +261,50 @@ def test_requests_in_flight_may_end_within_the_shutdown_timeout(
             pass
         refused = gateway.complete(stream=False).result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
-        scheduler.say(Outputs(outputs=(output(request, ids("hello"), finish_reason="length"),)))
+        scheduler.finish(request)
         text = stream.result().text
         assert '"text":"hello"' in text
         assert '"error"' not in text
         assert ended(gateway.process)[0] == 0
 
 
-def test_spans_of_the_last_requests_are_sent_at_sigterm(
-    checkpoint: Path, scheduler: Scheduler
-) -> None:
-    with (
-        collector() as found,
-        running(checkpoint, scheduler, otlp_traces_endpoint=found.url) as gateway,
-    ):
-        assert gateway.complete(stream=False).result().status_code == 503
-        gateway.process.send_signal(signal.SIGTERM)
-        status, stderr = ended(gateway.process)
-        assert status == 0, stderr
-        assert [span.name for span in found.receive().spans] == ["text_completion"]
+def check_lost(gateway: Gateway, scheduler: Scheduler, lose: Callable[[], None]) -> None:
+    """Lose the connection with two requests in flight, which end."""
+    pending = [gateway.complete(stream=False), gateway.complete(stream=True)]
+    for _ in pending:
+        scheduler.expect(AddRequest)
+    lose()
+    for future in pending:
+        response = future.result()
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "node_lost"
 
 
 def test_a_lost_scheduler_ends_requests_within_a_second(
     checkpoint: Path, scheduler: Scheduler
 ) -> None:
     with running(checkpoint, scheduler) as gateway:
-        scheduler.expect(Hello)
-        scheduler.say(EngineState(state="ready", max_request_tokens=64))
-        while gateway.get("/v1/models").result().json()["data"][0]["max_model_len"] is None:
-            pass
-        pending = [gateway.complete(stream=False), gateway.complete(stream=True)]
-        for _ in pending:
-            scheduler.expect(AddRequest)
+        gateway.become_ready(scheduler)
         lost_at_s = time.monotonic()
-        scheduler.close()
-        for future in pending:
-            response = future.result()
-            assert response.status_code == 503
-            assert response.json()["error"]["code"] == "node_lost"
+        check_lost(gateway, scheduler, scheduler.close)
         assert time.monotonic() - lost_at_s < 3.0  # heartbeats would take 5 s
         assert gateway.get("/health").result().json()["state"] == "failed"
         assert gateway.complete(stream=False).result().status_code == 503
-        gateway.process.send_signal(signal.SIGTERM)
-        assert ended(gateway.process)[0] == 0
+        assert gateway.end()[0] == 0
 
 
-def test_a_gateway_that_was_frozen_connects_anew(checkpoint: Path, scheduler: Scheduler) -> None:
+def test_a_gateway_that_was_frozen_connects_anew_until_it_is_refused(
+    checkpoint: Path, scheduler: Scheduler
+) -> None:
     with running(checkpoint, scheduler) as gateway:
-        first = scheduler.expect(Hello)
-        scheduler.say(EngineState(state="ready", max_request_tokens=64))
-        while gateway.get("/v1/models").result().json()["data"][0]["max_model_len"] is None:
-            pass
-        pending = [gateway.complete(stream=False), gateway.complete(stream=True)]
-        for _ in pending:
-            scheduler.expect(AddRequest)
-        gateway.process.send_signal(signal.SIGSTOP)
-        scheduler.expect_gone()
-        gateway.process.send_signal(signal.SIGCONT)
-        for future in pending:
-            response = future.result()
-            assert response.status_code == 503
-            assert response.json()["error"]["code"] == "node_lost"
+
+        def freeze() -> None:
+            gateway.process.send_signal(signal.SIGSTOP)
+            scheduler.expect_gone()
+            gateway.process.send_signal(signal.SIGCONT)
+
+        first = gateway.become_ready(scheduler)
+        check_lost(gateway, scheduler, freeze)
         again = scheduler.expect(Hello)
         assert (again.role, again.pid) == ("gateway", first.pid)
         assert again.incarnation != first.incarnation
@@ -337,29 +314,13 @@ def test_a_gateway_that_was_frozen_connects_anew(checkpoint: Path, scheduler: Sc
         assert gateway.complete(stream=False).result().status_code == 503
 
         scheduler.say(EngineState(state="ready", max_request_tokens=64))
-        answer = gateway.get("/health")
-        while not answer.done() or answer.result().status_code != 200:
-            if answer.done():
-                answer = gateway.get("/health")
-            query = scheduler.poll(StatsQuery)
-            if query is not None:
-                scheduler.say(msgspec.structs.replace(FakeEngine().stats, query_id=query.query_id))
         whole = gateway.complete(stream=False)
-        request = scheduler.expect(AddRequest)
-        scheduler.say(Outputs(outputs=(output(request, ids("hello"), finish_reason="length"),)))
+        while (request := scheduler.poll(AddRequest)) is None:
+            if whole.done():  # before the state had come
+                whole = gateway.complete(stream=False)
+        scheduler.finish(request)
         assert whole.result().json()["choices"][0]["text"] == "hello"
-        gateway.process.send_signal(signal.SIGTERM)
-        assert ended(gateway.process)[0] == 0
-
-
-def test_a_gateway_that_is_refused_when_it_comes_back_exits(
-    checkpoint: Path, scheduler: Scheduler
-) -> None:
-    with running(checkpoint, scheduler) as gateway:
-        scheduler.expect(Hello)
-        gateway.process.send_signal(signal.SIGSTOP)
-        scheduler.expect_gone()
-        gateway.process.send_signal(signal.SIGCONT)
+        freeze()
         scheduler.expect(Hello)
         scheduler.say(Refused(reason="another revision"))
         status, stderr = ended(gateway.process)
@@ -367,29 +328,8 @@ def test_a_gateway_that_is_refused_when_it_comes_back_exits(
         assert "another revision" in stderr
 
 
-def test_a_refused_gateway_exits_with_the_reason(checkpoint: Path, scheduler: Scheduler) -> None:
-    with running(checkpoint, scheduler) as gateway:
-        scheduler.expect(Hello)
-        scheduler.say(Refused(reason="another revision"))
-        status, stderr = ended(gateway.process)
-        assert status == 1
-        assert "another revision" in stderr
-
-
-def test_a_taken_port_is_named(checkpoint: Path) -> None:
+def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, stderr = ended(start(checkpoint, "ipc://@topspin-test-nobody", port=port))
-    assert status == 2
-    assert f"--port {port}: Address already in use" in stderr
-    assert "Traceback" not in stderr
-
-
-def test_a_host_that_does_not_exist_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"--host 300\.1\.1\.1"):
-        bind(GatewaySection(host="300.1.1.1", port=0))
-
-
-def test_the_gateway_imports_no_torch() -> None:
-    code = "import sys, server.gateway.service; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+        with pytest.raises(ConfigError, match=f"--port {port}: Address already in use"):
+            bind(GatewaySection(port=port))

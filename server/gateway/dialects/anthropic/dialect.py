@@ -14,7 +14,7 @@ from server.gateway.dialects.anthropic.request import (
 )
 from server.gateway.dialects.chat.dialect import prepared_chat
 from server.gateway.dialects.chat.request import DecodedChat
-from server.gateway.dialects.dialect import Prepared
+from server.gateway.dialects.dialect import PreparedRequest
 from server.gateway.errors import AnthropicErrorBody
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.openapi.endpoint import EXAMPLE_MODEL, OF_GENERATION, Endpoint
@@ -61,13 +61,13 @@ class AnthropicDialect:
         """Return the id of the answer to a request."""
         return f"msg_{request_id}"
 
-    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> Prepared:
+    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body; see Dialect."""
         return self._prepared(decode_messages(data), max_tokens)
 
-    def prepare_count(self, data: bytes, *, max_tokens: int, tenant: str) -> Prepared:
+    def prepare_count(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body that is only counted, and may have any length."""
         return self._prepared(decode_count(data), None)
 
-    def _prepared(self, decoded: DecodedChat, max_tokens: int | None) -> Prepared:
+    def _prepared(self, decoded: DecodedChat, max_tokens: int | None) -> PreparedRequest:
         return prepared_chat(decoded, self.model, lambda _: MessagesReplies, max_tokens=max_tokens)

@@ -13,11 +13,11 @@ import msgspec
 from msgspec import Raw
 
 from server.gateway.dialects.dialect import ReplyHead
-from server.gateway.errors import describe_to_anthropic
+from server.gateway.errors import describe
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.usage import Usage
 from server.gateway.parsing.json_scan import is_object
-from server.gateway.parsing.message import Call, Text
+from server.gateway.parsing.message import MessageCall, MessageText
 from server.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 _Json = dict[str, Any]
@@ -119,7 +119,7 @@ class MessagesReplies:
 
     def failed(self, error: Exception) -> bytes:
         """Return the error, after which nothing follows."""
-        return b"event: error\ndata: " + describe_to_anthropic(error).encode() + b"\n\n"
+        return b"event: error\ndata: " + describe(error).body(to_anthropic=True) + b"\n\n"
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """Return the whole answer."""
@@ -137,8 +137,8 @@ class MessagesReplies:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def _block(item: Text | Call) -> _Json:
-    if isinstance(item, Call):
+def _block(item: MessageText | MessageCall) -> _Json:
+    if isinstance(item, MessageCall):
         return _tool_use(item.id, item.name, _input(item.arguments))
     if item.kind == "reasoning":
         return {"type": "thinking", "thinking": str(item), "signature": ""}

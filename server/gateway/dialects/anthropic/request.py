@@ -18,7 +18,7 @@ from server.gateway.bodies.fields import (
     MAX_STOP_STRINGS,
     MAX_TOOLS,
     NOT_GIVEN,
-    Fields,
+    BodyFields,
     Ignored,
     MessageList,
     Name,
@@ -42,13 +42,11 @@ from server.gateway.dialects.chat.request import (
     NamedToolChoice,
     Tool,
     ToolCall,
-    ToolChoiceFunction,
-    ToolFunction,
 )
 from topspin.errors import InvalidRequest
 
 
-class TextBlock(Fields, kw_only=True, frozen=True, tag="text"):
+class TextBlock(BodyFields, kw_only=True, frozen=True, tag="text"):
     """Text."""
 
     text: str
@@ -56,7 +54,7 @@ class TextBlock(Fields, kw_only=True, frozen=True, tag="text"):
     citations: Ignored[list[Raw]] = None
 
 
-class ThinkingBlock(Fields, kw_only=True, frozen=True, tag="thinking"):
+class ThinkingBlock(BodyFields, kw_only=True, frozen=True, tag="thinking"):
     """Reasoning of an earlier answer."""
 
     thinking: str
@@ -64,13 +62,13 @@ class ThinkingBlock(Fields, kw_only=True, frozen=True, tag="thinking"):
     cache_control: Ignored[Object] = None
 
 
-class RedactedThinkingBlock(Fields, kw_only=True, frozen=True, tag="redacted_thinking"):
+class RedactedThinkingBlock(BodyFields, kw_only=True, frozen=True, tag="redacted_thinking"):
     """Reasoning that another server hid; it is left out."""
 
     data: Ignored[str] = None
 
 
-class ToolUseBlock(Fields, kw_only=True, frozen=True, tag="tool_use"):
+class ToolUseBlock(BodyFields, kw_only=True, frozen=True, tag="tool_use"):
     """A tool call of an earlier answer."""
 
     id: str
@@ -80,7 +78,7 @@ class ToolUseBlock(Fields, kw_only=True, frozen=True, tag="tool_use"):
     caller: Ignored[Object] = None
 
 
-class ToolResultBlock(Fields, kw_only=True, frozen=True, tag="tool_result"):
+class ToolResultBlock(BodyFields, kw_only=True, frozen=True, tag="tool_result"):
     """The result of a call; `is_error` is told to the model before the content."""
 
     tool_use_id: str
@@ -92,14 +90,14 @@ class ToolResultBlock(Fields, kw_only=True, frozen=True, tag="tool_result"):
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
-class InputMessage(Fields, kw_only=True, frozen=True):
+class InputMessage(BodyFields, kw_only=True, frozen=True):
     """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class ToolDefinition(Fields, kw_only=True, frozen=True):
+class ToolDefinition(BodyFields, kw_only=True, frozen=True):
     """A function that the model may call. Tools that a server would run are refused by type."""
 
     name: ToolName
@@ -113,7 +111,7 @@ class ToolDefinition(Fields, kw_only=True, frozen=True):
     input_examples: Ignored[list[Raw]] = None
 
 
-class ToolChoice(Fields, kw_only=True, frozen=True):
+class ToolChoice(BodyFields, kw_only=True, frozen=True):
     """Whether, and which, tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -121,7 +119,7 @@ class ToolChoice(Fields, kw_only=True, frozen=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Fields, kw_only=True, frozen=True):
+class Thinking(BodyFields, kw_only=True, frozen=True):
     """Whether the model reasons before it answers, and the answer shows it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -129,21 +127,21 @@ class Thinking(Fields, kw_only=True, frozen=True):
     display: Ignored[str] = None
 
 
-class OutputFormat(Fields, kw_only=True, frozen=True):
+class OutputFormat(BodyFields, kw_only=True, frozen=True):
     """The JSON schema that the answer's text follows."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(Fields, kw_only=True, frozen=True):
+class OutputConfig(BodyFields, kw_only=True, frozen=True):
     """How the answer is written."""
 
     format: OutputFormat | None = None
     effort: Name | None = None
 
 
-class PromptFields(Fields, kw_only=True, frozen=True):
+class PromptFields(BodyFields, kw_only=True, frozen=True):
     """The fields that say what the model gets: those of /v1/messages/count_tokens."""
 
     model: str | None = None
@@ -254,7 +252,7 @@ def _tool_choice(choice: ToolChoice | None) -> CallChoice | None:
     if choice.type == "tool":
         if choice.name is None:
             raise InvalidRequest("`tool_choice`: a tool needs its `name`", param="tool_choice.name")
-        return NamedToolChoice(function=ToolChoiceFunction(name=choice.name))
+        return NamedToolChoice.of(choice.name)
     if choice.type == "any":
         return "required"
     return choice.type
@@ -289,8 +287,7 @@ def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
                 thoughts.append(block.thinking)
             case ToolUseBlock():
                 arguments = msgspec.json.encode(block.input).decode()
-                function = ToolFunction(name=block.name, arguments=arguments)
-                calls.append(ToolCall(id=block.id, function=function))
+                calls.append(ToolCall.of(block.id, block.name, arguments))
             case ToolResultBlock():
                 if message.role != "user":
                     raise InvalidRequest(
@@ -298,14 +295,7 @@ def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
                     )
                 results.append(_result(block))
     if message.role == "assistant":
-        return [
-            ChatMessage(
-                role="assistant",
-                content="".join(texts) if texts else None,
-                tool_calls=calls or None,
-                reasoning_content="".join(thoughts) or None,
-            )
-        ]
+        return [ChatMessage.of_assistant(texts, thoughts=thoughts, calls=calls)]
     if not texts and results:
         return results
     return [*results, ChatMessage(role=message.role, content="\n".join(texts))]

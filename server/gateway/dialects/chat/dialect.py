@@ -17,7 +17,7 @@ from server.gateway.dialects.chat.reply import ChatAnswer, ChatChunk, ChatReplie
 from server.gateway.dialects.chat.request import ChatBody, ChatMessage, DecodedChat, decode_chat
 from server.gateway.dialects.chat.tool_grammars import constrained, marker_terminal
 from server.gateway.dialects.chat.tools import tool_use
-from server.gateway.dialects.dialect import Prepared, Replies, ReplyHead
+from server.gateway.dialects.dialect import PreparedRequest, Replies, ReplyHead
 from server.gateway.generation.params import RequestParams, request_params
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.served_model import ServedModel
@@ -56,7 +56,7 @@ class ChatDialect:
         """Return the id of the answer to a request."""
         return f"chatcmpl-{request_id}"
 
-    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> Prepared:
+    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body; see Dialect."""
 
         def replies(prompt: ChatPrompt) -> MakeReplies:
@@ -72,7 +72,7 @@ def prepared_chat(
     *,
     max_tokens: int | None,
     scores_text: bool = False,
-) -> Prepared:
+) -> PreparedRequest:
     """Return a chat ready to be generated; raises as Dialect.prepare.
 
     `max_tokens` None: its prompt may have any length. `scores_text`: log-probabilities are those of
@@ -124,7 +124,7 @@ def prepared_chat(
         and (params.text.num_logprobs is not None or params.return_token_ids),
     )
     made = [Prompt(ids=prompt.ids)]
-    return Prepared(params, made, "messages", ignored, replies_to(prompt), options)
+    return PreparedRequest(params, made, "messages", ignored, replies_to(prompt), options)
 
 
 def _params(body: ChatBody, model: ServedModel) -> RequestParams:

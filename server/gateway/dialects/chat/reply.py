@@ -6,6 +6,7 @@ Owns the sequence of a choice's events: its role, the parts of its message, its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -17,7 +18,7 @@ from server.gateway.dialects.dialect import ReplyHead
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
 from server.gateway.generation.usage import Usage
-from server.gateway.parsing.message import Message
+from server.gateway.parsing.message import AnswerMessage
 from server.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from topspin.messages import TokenLogprobs
 
@@ -30,12 +31,9 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     bytes: list[int]
 
 
-class ChatLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class ChatLogprob(TopLogprob, frozen=True, kw_only=True):
     """The chosen token of a position and the best candidates."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
@@ -233,29 +231,18 @@ def chat_logprobs(
     num_top = params.text.num_logprobs
     if num_top is None:
         return None
-    return ChatLogprobs(
-        content=[
-            ChatLogprob(
-                token=tokenizer.token_text(token_id),
-                logprob=finite(entry.logprob),
-                bytes=list(tokenizer.token_bytes(token_id)),
-                top_logprobs=_top(tokenizer, entry, num_top),
-            )
-            for token_id, entry in zip(token_ids, logprobs, strict=True)
-        ]
-    )
 
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        data = list(tokenizer.token_bytes(token_id))
+        text = tokenizer.token_text(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": data}
 
-def _top(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> list[TopLogprob]:
-    best = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-    return [
-        TopLogprob(
-            token=tokenizer.token_text(token_id),
-            logprob=finite(logprob),
-            bytes=list(tokenizer.token_bytes(token_id)),
-        )
-        for token_id, logprob in best
-    ]
+    content: list[ChatLogprob] = []
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
+        best = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+        top = [TopLogprob(**shown(*each)) for each in best]
+        content.append(ChatLogprob(**shown(token_id, entry.logprob), top_logprobs=top))
+    return ChatLogprobs(content=content)
 
 
 def chat_finish(choice: Choice) -> FinishReason:
@@ -285,7 +272,7 @@ def _grown(part: Part) -> ChatDelta:
             return ChatDelta(tool_calls=[more])
 
 
-def _whole_message(message: Message) -> ChatMessageOut:
+def _whole_message(message: AnswerMessage) -> ChatMessageOut:
     calls = [
         ToolCallOut(
             id=call.id,

@@ -5,6 +5,7 @@ Knows no tokenizer and no model. Other APIs of chats are translated to this body
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Raw
@@ -14,8 +15,8 @@ from server.gateway.bodies.fields import (
     ABSENT,
     MAX_NAME_CHARS,
     MAX_TOOLS,
+    BodyFields,
     Count,
-    Fields,
     Ignored,
     MessageList,
     Name,
@@ -38,7 +39,7 @@ from topspin.errors import InvalidRequest
 MAX_TEMPLATE_KWARGS = 32
 
 
-class ContentPart(Fields, kw_only=True, frozen=True):
+class ContentPart(BodyFields, kw_only=True, frozen=True):
     """One part of a message's content. Only text is served; other types are refused by name."""
 
     type: str
@@ -52,7 +53,7 @@ class ContentPart(Fields, kw_only=True, frozen=True):
     refusal: Refused = ABSENT
 
 
-class ToolFunction(Fields, kw_only=True, frozen=True):
+class ToolFunction(BodyFields, kw_only=True, frozen=True):
     """The function that a tool call names; `arguments` is JSON text, as in the API."""
 
     name: Name
@@ -60,7 +61,7 @@ class ToolFunction(Fields, kw_only=True, frozen=True):
     parsed_arguments: Ignored[Any] = None  # openai's client adds it
 
 
-class ToolCall(Fields, kw_only=True, frozen=True):
+class ToolCall(BodyFields, kw_only=True, frozen=True):
     """A tool call in an earlier answer."""
 
     id: str | None = None
@@ -69,8 +70,13 @@ class ToolCall(Fields, kw_only=True, frozen=True):
     index: Ignored[int] = None
     provider_specific_fields: Ignored[Object] = None
 
+    @classmethod
+    def of(cls, call_id: str, name: str, arguments: str) -> ToolCall:
+        """Return the call of a function; `arguments` is JSON text."""
+        return cls(id=call_id, function=ToolFunction(name=name, arguments=arguments))
 
-class FunctionDefinition(Fields, kw_only=True, frozen=True):
+
+class FunctionDefinition(BodyFields, kw_only=True, frozen=True):
     """A function that the model may call; `parameters` is a JSON schema.
 
     `strict`: its arguments are made to follow the schema.
@@ -82,7 +88,7 @@ class FunctionDefinition(Fields, kw_only=True, frozen=True):
     strict: bool | None = None
 
 
-class Tool(Fields, kw_only=True, frozen=True):
+class Tool(BodyFields, kw_only=True, frozen=True):
     """A tool of a request; only functions are served."""
 
     type: Literal["function"] = "function"
@@ -104,23 +110,28 @@ TemplateVariables = Annotated[
 ]
 
 
-class ToolChoiceFunction(Fields, kw_only=True, frozen=True):
+class ToolChoiceFunction(BodyFields, kw_only=True, frozen=True):
     """The name of the function to be called."""
 
     name: str
 
 
-class NamedToolChoice(Fields, kw_only=True, frozen=True):
+class NamedToolChoice(BodyFields, kw_only=True, frozen=True):
     """A choice of one function, which is then called."""
 
     type: Literal["function"] = "function"
     function: ToolChoiceFunction
 
+    @classmethod
+    def of(cls, name: str) -> NamedToolChoice:
+        """Return the choice of the function `name`."""
+        return cls(function=ToolChoiceFunction(name=name))
+
 
 CallChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
-class ChatMessage(Fields, kw_only=True, frozen=True):
+class ChatMessage(BodyFields, kw_only=True, frozen=True):
     """One message, in any form in which clients send an earlier answer back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -137,6 +148,22 @@ class ChatMessage(Fields, kw_only=True, frozen=True):
     audio: Refused = ABSENT
     function_call: Refused = ABSENT
     refusal: Refused = ABSENT
+
+    @classmethod
+    def of_assistant(
+        cls,
+        contents: Sequence[str] = (),
+        *,
+        thoughts: Sequence[str] = (),
+        calls: Sequence[ToolCall] = (),
+    ) -> ChatMessage:
+        """Return an earlier answer, its texts and its reasoning in pieces; without any: null."""
+        return cls(
+            role="assistant",
+            content="".join(contents) if contents else None,
+            reasoning_content="".join(thoughts) or None,
+            tool_calls=list(calls) or None,
+        )
 
 
 class ChatBody(GenerationBody, kw_only=True, frozen=True):

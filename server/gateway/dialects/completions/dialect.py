@@ -15,7 +15,7 @@ from server.gateway.dialects.completions.request import (
     echoes,
     given_prompts,
 )
-from server.gateway.dialects.dialect import Prepared
+from server.gateway.dialects.dialect import PreparedRequest
 from server.gateway.generation.params import request_params
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.served_model import ServedModel
@@ -44,7 +44,7 @@ class CompletionDialect:
         """Return the id of the answer to a request."""
         return f"cmpl-{request_id}"
 
-    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> Prepared:
+    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body; see Dialect."""
         body, model = decode(data, CompletionBody), self.model
         tokenizer, ignored = model.tokenizer, tuple(check_fields(body))
@@ -64,4 +64,4 @@ class CompletionDialect:
             shown = echoes(body, given, prompts, tokenizer=tokenizer)
         made = [Prompt(ids=ids, echo=echo) for ids, echo in zip(prompts, shown, strict=True)]
         replies = partial(CompletionReplies, tokenizer=tokenizer)
-        return Prepared(params, made, "prompt", ignored, replies)
+        return PreparedRequest(params, made, "prompt", ignored, replies)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from server.gateway.dialects.chat.dialect import prepared_chat
 from server.gateway.dialects.chat.request import ChatMessage
-from server.gateway.dialects.dialect import Prepared
+from server.gateway.dialects.dialect import PreparedRequest
 from server.gateway.dialects.responses.reply import (
     ResponseAnswer,
     ResponseDeleted,
@@ -70,7 +70,7 @@ class ResponsesDialect:
         """Return an id of its own: the response is kept by it, and clients choose request ids."""
         return f"resp_{secrets.token_hex(16)}"
 
-    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> Prepared:
+    def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body; see Dialect."""
         request, chat = decode_response(data)
         messages, num_bytes, store = chat.messages, len(data), self._store_of(tenant)

@@ -28,7 +28,7 @@ from server.gateway.dialects.responses.request import (
 from server.gateway.errors import describe
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.usage import Usage
-from server.gateway.parsing.message import Call, Message
+from server.gateway.parsing.message import AnswerMessage, MessageCall
 from server.gateway.parsing.parts import CallArguments, CallBegin, Content, Reasoning
 
 _Json = dict[str, Any]
@@ -139,7 +139,7 @@ class ResponsesReplies:
         *,
         tokenizer: Tokenizer,
         request: ResponsesBody,
-        keep: Callable[[str, bytes, Message], None] | None,
+        keep: Callable[[str, bytes, AnswerMessage], None] | None,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
@@ -233,7 +233,7 @@ class ResponsesReplies:
 
     def failed(self, error: Exception) -> bytes:
         """Return the event of a response that failed."""
-        failure = describe(error).body.error
+        failure = describe(error)
         shown = {"code": failure.code or "server_error", "message": failure.message}
         output = [item.shown("incomplete") for item in self._items]
         response = self._response("failed", output=output, usage=None, error=shown)
@@ -243,7 +243,7 @@ class ResponsesReplies:
         """Return the whole answer."""
         [choice] = choices
         for item in choice.message.items:
-            if isinstance(item, Call):
+            if isinstance(item, MessageCall):
                 self._add("function_call", item.pieces, call_id=item.id, name=item.name)
             else:
                 self._add("reasoning" if item.kind == "reasoning" else "message", item.pieces)

@@ -20,7 +20,7 @@ from server.gateway.bodies.fields import (
     MESSAGE_LIST_SCHEMA,
     NOT_GIVEN,
     SCHEMA_REF,
-    Fields,
+    BodyFields,
     Ignored,
     MessageList,
     Name,
@@ -36,7 +36,6 @@ from server.gateway.bodies.fields import (
 from server.gateway.bodies.generation import KvRetrieval, ResponseFormat
 from server.gateway.bodies.sampling_defaults import MinP, PositiveCount, Temperature, TopK, TopP
 from server.gateway.dialects.chat.request import (
-    CallChoice,
     ChatBody,
     ChatMessage,
     DecodedChat,
@@ -44,15 +43,13 @@ from server.gateway.dialects.chat.request import (
     NamedToolChoice,
     Tool,
     ToolCall,
-    ToolChoiceFunction,
-    ToolFunction,
 )
 from topspin.errors import InvalidRequest
 
 LOGPROBS = "message.output_text.logprobs"
 
 
-class TextPart(Fields, kw_only=True, frozen=True):
+class TextPart(BodyFields, kw_only=True, frozen=True):
     """A part of a message's content. Only text is served; other types are refused by name."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
@@ -62,7 +59,7 @@ class TextPart(Fields, kw_only=True, frozen=True):
     prompt_cache_breakpoint: Ignored[Object] = None
 
 
-class MessageItem(Fields, kw_only=True, frozen=True, tag="message"):
+class MessageItem(BodyFields, kw_only=True, frozen=True, tag="message"):
     """A message."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -72,7 +69,7 @@ class MessageItem(Fields, kw_only=True, frozen=True, tag="message"):
     phase: Ignored[str] = None
 
 
-class CallItem(Fields, kw_only=True, frozen=True, tag="function_call"):
+class CallItem(BodyFields, kw_only=True, frozen=True, tag="function_call"):
     """A tool call of an earlier response."""
 
     call_id: str
@@ -83,7 +80,7 @@ class CallItem(Fields, kw_only=True, frozen=True, tag="function_call"):
     namespace: Ignored[str] = None
 
 
-class CallOutputItem(Fields, kw_only=True, frozen=True, tag="function_call_output"):
+class CallOutputItem(BodyFields, kw_only=True, frozen=True, tag="function_call_output"):
     """The result of a call."""
 
     call_id: str
@@ -92,7 +89,7 @@ class CallOutputItem(Fields, kw_only=True, frozen=True, tag="function_call_outpu
     status: Ignored[str] = None
 
 
-class ReasoningItem(Fields, kw_only=True, frozen=True, tag="reasoning"):
+class ReasoningItem(BodyFields, kw_only=True, frozen=True, tag="reasoning"):
     """Reasoning of an earlier response; its summary is left out."""
 
     content: list[TextPart] | None = None
@@ -105,7 +102,7 @@ class ReasoningItem(Fields, kw_only=True, frozen=True, tag="reasoning"):
 Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
-class FunctionTool(Fields, kw_only=True, frozen=True):
+class FunctionTool(BodyFields, kw_only=True, frozen=True):
     """A function that the model may call. Tools that a server would run are refused by type."""
 
     type: Literal["function"]
@@ -116,14 +113,14 @@ class FunctionTool(Fields, kw_only=True, frozen=True):
     defer_loading: Ignored[bool] = None
 
 
-class FunctionChoice(Fields, kw_only=True, frozen=True):
+class FunctionChoice(BodyFields, kw_only=True, frozen=True):
     """A choice of one function, which is then called."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(Fields, kw_only=True, frozen=True):
+class TextFormat(BodyFields, kw_only=True, frozen=True):
     """What the answer's text follows."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -133,14 +130,14 @@ class TextFormat(Fields, kw_only=True, frozen=True):
     strict: bool | None = None
 
 
-class TextConfig(Fields, kw_only=True, frozen=True):
+class TextConfig(BodyFields, kw_only=True, frozen=True):
     """How the answer's text is written."""
 
     format: TextFormat | None = None
     verbosity: Ignored[str] = None
 
 
-class Reasoning(Fields, kw_only=True, frozen=True):
+class ReasoningOptions(BodyFields, kw_only=True, frozen=True):
     """How much the model reasons."""
 
     effort: Name | None = None
@@ -149,7 +146,7 @@ class Reasoning(Fields, kw_only=True, frozen=True):
     context: Ignored[str] = None
 
 
-class ResponseStreamOptions(Fields, kw_only=True, frozen=True):
+class ResponseStreamOptions(BodyFields, kw_only=True, frozen=True):
     """Options of a stream; none has an effect."""
 
     include_obfuscation: Ignored[bool] = None
@@ -167,7 +164,7 @@ INPUT_SCHEMA = {
 }
 
 
-class ResponsesBody(Fields, kw_only=True, frozen=True):
+class ResponsesBody(BodyFields, kw_only=True, frozen=True):
     """POST /v1/responses; the fields from `top_k` on are vLLM's and Topspin's."""
 
     model: str | None = None
@@ -185,7 +182,7 @@ class ResponsesBody(Fields, kw_only=True, frozen=True):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -254,15 +251,13 @@ def _messages(items: Sequence[Item]) -> list[ChatMessage]:
                 text = _text(item.content)
                 message = ChatMessage(role=item.role, content=text)
             case CallItem():
-                function = ToolFunction(name=item.name, arguments=item.arguments)
-                call = ToolCall(id=item.call_id, function=function)
-                message = ChatMessage(role="assistant", tool_calls=[call])
+                call = ToolCall.of(item.call_id, item.name, item.arguments)
+                message = ChatMessage.of_assistant(calls=[call])
             case CallOutputItem():
                 text = _text(item.output)
                 message = ChatMessage(role="tool", tool_call_id=item.call_id, content=text)
             case ReasoningItem():
-                text = _text(item.content or [])
-                message = ChatMessage(role="assistant", reasoning_content=text or None)
+                message = ChatMessage.of_assistant(thoughts=[_text(item.content or [])])
         if messages and message.role == messages[-1].role == "assistant":
             messages[-1] = joined(messages[-1], message)
         else:
@@ -283,12 +278,8 @@ def joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
     """Return two parts of one assistant's message as one."""
     contents = [each.content for each in (first, second) if isinstance(each.content, str)]
     thoughts = [each.reasoning_content for each in (first, second) if each.reasoning_content]
-    return ChatMessage(
-        role="assistant",
-        content="".join(contents) if contents else None,
-        reasoning_content="".join(thoughts) or None,
-        tool_calls=[*(first.tool_calls or ()), *(second.tool_calls or ())] or None,
-    )
+    calls = [*(first.tool_calls or ()), *(second.tool_calls or ())]
+    return ChatMessage.of_assistant(contents, thoughts=thoughts, calls=calls)
 
 
 def _text(content: str | list[TextPart]) -> str:
@@ -296,8 +287,8 @@ def _text(content: str | list[TextPart]) -> str:
 
 
 def _chat(body: ResponsesBody) -> ChatBody:
-    text = body.text or TextConfig()
-    reasoning = body.reasoning or Reasoning()
+    text, choice = body.text or TextConfig(), body.tool_choice
+    reasoning = body.reasoning or ReasoningOptions()
     shows_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not shows_logprobs:
         raise InvalidRequest(
@@ -320,7 +311,9 @@ def _chat(body: ResponsesBody) -> ChatBody:
         priority=body.priority,
         reasoning_effort=reasoning.effort,
         tools=[_tool(tool) for tool in body.tools] if body.tools else None,
-        tool_choice=_tool_choice(body.tool_choice),
+        tool_choice=NamedToolChoice.of(choice.name)
+        if isinstance(choice, FunctionChoice)
+        else choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(text.format),
     )
@@ -335,14 +328,6 @@ def _tool(tool: FunctionTool) -> Tool:
             strict=tool.strict,
         )
     )
-
-
-def _tool_choice(
-    choice: Literal["none", "auto", "required"] | FunctionChoice | None,
-) -> CallChoice | None:
-    if isinstance(choice, FunctionChoice):
-        return NamedToolChoice(function=ToolChoiceFunction(name=choice.name))
-    return choice
 
 
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import NamedTuple
 
-from server.gateway.dialects.chat.request import ChatMessage, ToolCall, ToolFunction
+from server.gateway.dialects.chat.request import ChatMessage, ToolCall
 from server.gateway.errors import truncated
 from server.gateway.parsing.json_scan import is_object
-from server.gateway.parsing.message import Message
+from server.gateway.parsing.message import AnswerMessage
 from topspin.errors import NotFound
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 * 2**20
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response: the body of its answer, and the conversation up to and with its output.
 
     `num_bytes` estimates the memory of both.
@@ -40,9 +40,9 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._lock = Lock()
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
 
-    def add(self, response_id: str, stored: Stored) -> None:
+    def add(self, response_id: str, stored: StoredResponse) -> None:
         """Keep a response; the oldest ones go if there are too many."""
         with self._lock:
             self._stored[response_id] = stored
@@ -55,7 +55,7 @@ class ResponseStore:
         self,
         response_id: str,
         body: bytes,
-        message: Message,
+        message: AnswerMessage,
         *,
         messages: Sequence[ChatMessage],
         num_bytes: int,
@@ -66,23 +66,16 @@ class ResponseStore:
         call that was cut is left out, since no template could show its arguments.
         """
         calls = [
-            ToolCall(
-                id=call.id,
-                function=ToolFunction(name=call.name, arguments=call.arguments),
-            )
+            ToolCall.of(call.id, call.name, call.arguments)
             for call in message.calls
             if is_object(call.arguments)
         ]
-        answer = ChatMessage(
-            role="assistant",
-            content=message.content or None,
-            reasoning_content=message.reasoning or None,
-            tool_calls=calls or None,
-        )
+        contents = [message.content] if message.content else []
+        answer = ChatMessage.of_assistant(contents, thoughts=[message.reasoning], calls=calls)
         size = num_bytes + 2 * len(body)
-        self.add(response_id, Stored(body, (*messages, answer), size))
+        self.add(response_id, StoredResponse(body, (*messages, answer), size))
 
-    def get(self, response_id: str, *, param: str | None = None) -> Stored:
+    def get(self, response_id: str, *, param: str | None = None) -> StoredResponse:
         """Return a response; raises NotFound."""
         stored = self._stored.get(response_id)
         if stored is None:

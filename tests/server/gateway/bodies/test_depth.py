@@ -3,62 +3,51 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from models.text.chat_template import ChatTemplate
 from server.gateway.bodies.decoding import MAX_DEPTH, check_depth
-from tests.server.gateway.calls import CHAT, USER
-from tests.server.gateway.fakes import FakeEngine, gateway, saying
+from tests.server.gateway.calls import CHAT, JSON, PLAIN, USER
+from tests.server.gateway.fakes import FakeEngine, gateway, saying, tool_template
 from topspin.errors import InvalidRequest
 
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
-    "{{ message.tool_calls | tojson if message.tool_calls }}{% endfor %}"
-    "{{ tools | tojson if tools }}{# <tool_call> tool #}"
-)
-HI = json.dumps([USER])
-FUNCTION = '{"type": "function", "function": {"name": "f", %s}}'
-# The place of a value in a body, and the field that an error names.
-PLACES = {
-    "schema": (
-        CHAT,
-        '"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": %s}}',
-        "response_format.json_schema.schema",
-    ),
-    "text": (CHAT, '"structured_outputs": {"json": %r}', "structured_outputs.json"),
-    "tool": (
-        CHAT,
-        f'"tools": [{FUNCTION}]' % '"parameters": %s',
-        "tools[0].function.parameters",
-    ),
+# Where the nested value stands in a body: as it is, or as JSON text.
+VALUE, TEXT = "@value", "@text"
+FORMAT = {"type": "json_schema", "schema": VALUE}
+NAMED = {"name": "a", "schema": VALUE}
+CHATS = {"messages": [USER]}
+SCHEMA = "response_format.json_schema.schema"
+
+
+def function(**members: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **members}}
+
+
+# The path, the body, and the field that an error names.
+PLACES: dict[str, tuple[str, dict[str, object], str | None]] = {
+    "schema": (CHAT, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, SCHEMA),
+    "text": (CHAT, {"structured_outputs": {"json": TEXT}}, "structured_outputs.json"),
+    "tool": (CHAT, {"tools": [function(parameters=VALUE)]}, "tools[0].function.parameters"),
     "strict": (
         CHAT,
-        f'"tools": [{FUNCTION}]' % '"strict": true, "parameters": %s',
+        {"tools": [function(parameters=VALUE, strict=True)]},
         "tools[0].function.parameters",
     ),
     "call": (
         CHAT,
-        f'"messages": [{{"role": "assistant", "tool_calls": [{FUNCTION}]}}]' % '"arguments": %r',
+        {"messages": [{"role": "assistant", "tool_calls": [function(arguments=TEXT)]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
-    "anthropic": (
-        "/v1/messages",
-        '"output_format": {"type": "json_schema", "schema": %s}',
-        "response_format.json_schema.schema",
-    ),
-    "response": (
-        "/v1/responses",
-        '"text": {"format": {"type": "json_schema", "name": "a", "schema": %s}}',
-        "response_format.json_schema.schema",
-    ),
+    "anthropic": ("/v1/messages", {"output_format": FORMAT, "max_tokens": 4}, None),
+    "response": ("/v1/responses", {"text": {"format": {**FORMAT, **NAMED}}, "input": "hi"}, SCHEMA),
     "tokenize": (
         "/tokenize",
-        f'"tools": [{FUNCTION}]' % '"parameters": %s',
+        {"tools": [function(parameters=VALUE)]},
         "tools[0].function.parameters",
     ),
-    "ignored": (CHAT, '"metadata": {"a": %s}', None),
-    "prompt": ("/v1/completions", '"prompt": %s', None),
+    "ignored": (CHAT, {"metadata": {"a": VALUE}}, None),
+    "prompt": (PLAIN, {"prompt": VALUE}, None),
 }
 
 
@@ -69,39 +58,29 @@ def nested(depth: int) -> str:
 
 
 def body_of(place: str, value: str) -> bytes:
-    path, form, _ = PLACES[place]
-    field = form.replace("%r", json.dumps(value)).replace("%s", value)
-    rest = {
-        "/v1/messages": f'"max_tokens": 4, "messages": {HI},',
-        "/v1/responses": '"input": "hi",',
-        "/v1/completions": "",
-    }.get(path, f'"messages": {HI},')
-    if '"messages"' in field:
-        rest = ""
-    return f'{{"model": "tiny", {rest} {field}}}'.encode()
+    path, fields, _ = PLACES[place]
+    rest = {} if path in (PLAIN, "/v1/responses") else CHATS
+    text = json.dumps({"model": "tiny", **rest, **fields})
+    return text.replace(f'"{VALUE}"', value).replace(f'"{TEXT}"', json.dumps(value)).encode()
 
 
 @pytest.mark.parametrize("place", PLACES)
 async def test_json_may_be_nested_but_not_without_end(place: str) -> None:
     path, _, param = PLACES[place]
-    template = ChatTemplate({"default": TEMPLATE}, special_tokens={}, source="test")
     fake = FakeEngine(saying("ok"))
-    async with gateway(fake, chat_template=template, max_request_tokens=10**6) as client:
+    async with gateway(fake, template=tool_template(), max_request_tokens=10**6) as client:
         for depth in (1, MAX_DEPTH - 1, MAX_DEPTH + 1, 333, 495, 981, 3001, 100_001):
-            answer = await client.post(
-                path,
-                content=body_of(place, nested(depth)),
-                headers={"content-type": "application/json"},
-            )
+            content = body_of(place, nested(depth))
+            answer = await client.post(path, content=content, headers=JSON)
             shown = (depth, answer.text[:300])
             if depth < MAX_DEPTH and place != "prompt":
                 assert answer.status_code == 200, shown
-            elif param is None:
+            elif place in ("ignored", "prompt"):
                 assert answer.status_code in (200, 400, 413), shown
             else:
                 assert answer.status_code in (400, 413), shown
-                error = answer.json()["error"]
-                if depth < 300 and path != "/v1/messages":
+                if depth < 300 and param is not None:
+                    error = answer.json()["error"]
                     assert error["param"] == param, shown
                     assert "is nested too deeply" in error["message"], shown
 

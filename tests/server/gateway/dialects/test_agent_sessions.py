@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.server.gateway.calls import CHAT, CHAT_BODY, events_of, post, prompt_of
-from tests.server.gateway.dialects.test_tools import TOOLS, template_of
-from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, saying
+from tests.server.gateway.dialects.test_tools import TOOLS
+from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, saying, tool_template
 from topspin.messages import AddRequest, RequestOutput, unpack_ints
 
 NUM_TURNS = 8
@@ -105,17 +105,13 @@ def responses_turn(num_turns: int, rng: random.Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("path", "turn"),
-    [
-        ("/v1/messages", anthropic_turn),
-        (CHAT, chat_turn),
-        ("/v1/responses", responses_turn),
-    ],
+    [("/v1/messages", anthropic_turn), (CHAT, chat_turn), ("/v1/responses", responses_turn)],
     ids=["messages", "chat", "responses"],
 )
 async def test_a_session_hits_the_cache_for_all_that_it_repeats(path: str, turn: Turn) -> None:
     """All but the generation prompt's tokens of a turn are the next one's prefix."""
     fake, rng = FakeEngine(saying("ok")), random.Random(5)
-    options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 20_000}
+    options: dict[str, Any] = {"template": tool_template(), "max_request_tokens": 20_000}
     async with gateway(fake, **options) as client:
         for number in range(NUM_TURNS):
             response = await client.post(path, json=turn(number, rng))
@@ -134,33 +130,23 @@ async def test_a_session_hits_the_cache_for_all_that_it_repeats(path: str, turn:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_report_names_the_message_by_which_a_prompt_differs(stream: bool) -> None:
-    messages = [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "One."},
-        {"role": "assistant", "content": "Two."},
-        {"role": "user", "content": "Three."},
-    ]
+    texts = {"system": "Be kind.", "user": "One.", "assistant": "Two."}
+    messages = [{"role": role, "content": text} for role, text in texts.items()]
+    messages.append({"role": "user", "content": "Three."})
     body = {**CHAT_BODY, "messages": messages, "tools": TOOLS, "report_prefix_cache": True}
+    options: dict[str, Any] = {"template": tool_template(), "max_request_tokens": 1000}
 
     def report(cached_text: str) -> dict[str, Any]:
         def script(request: AddRequest) -> list[RequestOutput]:
             num_cached = len(ids(cached_text))
-            token_ids = ids("ok")
-            return [output(request, token_ids, finish_reason="stop", num_cached_tokens=num_cached)]
+            return [output(request, ids("ok"), finish_reason="stop", num_cached_tokens=num_cached)]
 
-        response = post(
-            CHAT,
-            {**body, "stream": stream},
-            FakeEngine(script),
-            chat_template=template_of(),
-            max_request_tokens=1000,
-        )
+        response = post(CHAT, {**body, "stream": stream}, FakeEngine(script), **options)
         answer = events_of(response)[0] if stream else response.json()
         found: dict[str, Any] = answer["prefix_cache"]
         return found
 
     fake = FakeEngine(saying("ok"))
-    options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 1000}
     post(CHAT, body, fake, **options)
     prompt = prompt_of(fake.added[0])
     middle = prompt.index("Two.") + 1

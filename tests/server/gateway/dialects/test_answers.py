@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.server.gateway.calls import (
     CHAT,
@@ -25,44 +22,26 @@ from tests.server.gateway.calls import (
     usage,
     without_head,
 )
-from tests.server.gateway.fakes import (
-    EOS_ID,
-    FakeEngine,
-    gateway,
-    ids,
-    output,
-    saying,
-)
-from tests.server.gateway.generation.test_stop_strings import first_stop
-from topspin.errors import PeerLost
-from topspin.messages import (
-    AddRequest,
-    RequestOutput,
-)
+from tests.server.gateway.fakes import EOS_ID, FakeEngine, gateway, ids, output, saying
+from topspin.messages import AddRequest, RequestOutput
 
 
-def test_a_streamed_chat_is_role_contents_finish_done() -> None:
-    fake = FakeEngine(saying("hello w\u00e9", finish_reason="length"))
-    events = events_of(post(CHAT, {**CHAT_BODY, "stream": True}, fake))
-    assert [without_head(event) for event in events] == [
-        chat_choice(0, {"role": "assistant", "content": ""}),
-        chat_choice(0, {"content": "hello"}),
-        chat_choice(0, {"content": " "}),
-        chat_choice(0, {"content": "w"}),
-        chat_choice(0, {"content": "\u00e9"}),
-        chat_choice(0, {}, "length"),
-    ]
-
-
-def test_every_event_has_the_same_head_and_the_usage_event_comes_last() -> None:
+def test_a_streamed_chat_is_role_contents_finish_usage_done() -> None:
     body = {**CHAT_BODY, "stream": True, "stream_options": {"include_usage": True}}
-    events = events_of(post(CHAT, body, FakeEngine(saying("hello"))))
-    assert len({(event["id"], event["created"]) for event in events}) == 1
-    assert events[0]["id"].startswith("chatcmpl-")
-    assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    assert {event["model"] for event in events} == {"tiny"}
-    assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
-    assert without_head(events[-1]) == {"choices": [], "usage": usage(len(ids(PROMPT)), 1)}
+    events = events_of(post(CHAT, body, FakeEngine(saying("hello w\u00e9"))))
+    heads = {(event["id"], event["created"], event["object"], event["model"]) for event in events}
+    [(chat_id, _, *named)] = heads
+    assert chat_id.startswith("chatcmpl-")
+    assert named == ["chat.completion.chunk", "tiny"]
+    assert [without_head(event) for event in events] == [
+        chat_choice(0, {"role": "assistant", "content": ""}) | {"usage": None},
+        *(
+            chat_choice(0, {"content": text}) | {"usage": None}
+            for text in ("hello", " ", "w", "\u00e9")
+        ),
+        chat_choice(0, {}, "length") | {"usage": None},
+        {"choices": [], "usage": usage(len(ids(PROMPT)), 5)},
+    ]
 
 
 def test_a_streamed_completion_is_texts_finish_done() -> None:
@@ -76,9 +55,7 @@ def test_a_streamed_completion_is_texts_finish_done() -> None:
         return {"choices": [choice], "usage": None}
 
     assert [without_head(event) for event in events] == [
-        piece("hello"),
-        piece(" "),
-        piece("w"),
+        *map(piece, ("hello", " ", "w")),
         piece("", "length"),
         {"choices": [], "usage": usage(2, 3)},
     ]
@@ -99,13 +76,8 @@ def test_choices_interleave_by_index_as_they_come() -> None:
     events = events_of(post(PLAIN, {**PLAIN_BODY, "n": 2, "stream": True}, FakeEngine(lockstep)))
     choices = [event["choices"][0] for event in events]
     assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices] == [
-        (0, "a", None),
-        (1, "x", None),
-        (0, "b", None),
-        (0, "", "length"),
-        (1, "y", None),
-        (1, "z", None),
-        (1, "", "length"),
+        *((0, "a", None), (1, "x", None), (0, "b", None), (0, "", "length")),
+        *((1, "y", None), (1, "z", None), (1, "", "length")),
     ]
 
 
@@ -137,12 +109,8 @@ def test_a_whole_completion_of_two_prompts_with_two_choices() -> None:
     body = {"model": "tiny", "prompt": [ids("hello"), [1, 2, 3]], "n": 2, "return_token_ids": True}
     answer = post(PLAIN, body, fake).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [
-        ids("hello"),
-        ids("hello"),
-        [1, 2, 3],
-        [1, 2, 3],
-    ]
+    prompts = [choice["prompt_token_ids"] for choice in answer["choices"]]
+    assert prompts == [ids("hello")] * 2 + [[1, 2, 3]] * 2
     assert {choice["text"] for choice in answer["choices"]} == {"ok"}
     assert answer["usage"] == usage(1 + 3, 4 * 2), "a prompt counts once"
     assert [request.sampling.choice for request in fake.added] == [0, 1, 0, 1]
@@ -151,26 +119,17 @@ def test_a_whole_completion_of_two_prompts_with_two_choices() -> None:
 
 
 def test_token_ids_of_a_stream_come_with_their_chunks() -> None:
-    body = {**CHAT_BODY, "stream": True, "return_token_ids": True}
-    events = events_of(post(CHAT, body, FakeEngine(saying("a\u00e9"))))
+    asked = {"stream": True, "return_token_ids": True}
+    events = events_of(post(CHAT, {**CHAT_BODY, **asked}, FakeEngine(saying("a\u00e9"))))
     assert events[0]["prompt_token_ids"] == ids(PROMPT)
     assert [event["choices"][0].get("token_ids") for event in events] == [
         None,
         *([token_id] for token_id in ids("a\u00e9")),
         None,
     ]
-    plain = events_of(
-        post(
-            PLAIN,
-            {**PLAIN_BODY, "stream": True, "return_token_ids": True},
-            FakeEngine(saying("ab")),
-        )
-    )
-    assert [event["choices"][0].get("prompt_token_ids") for event in plain] == [
-        ids("hi"),
-        None,
-        None,
-    ]
+    plain = events_of(post(PLAIN, {**PLAIN_BODY, **asked}, FakeEngine(saying("ab"))))
+    shown = [event["choices"][0].get("prompt_token_ids") for event in plain]
+    assert shown == [ids("hi"), None, None]
 
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN])
@@ -192,16 +151,9 @@ def test_continuous_usage_counts_up_to_each_event(path: str) -> None:
 
 
 def chat_entry(text: str, token: bytes, num_top: int) -> dict[str, Any]:
-    top = [
-        {"token": text, "logprob": -0.5, "bytes": list(token)},
-        {"token": "z", "logprob": -9999.0, "bytes": [0x7A]},
-    ]
-    return {
-        "token": text,
-        "logprob": -0.5,
-        "bytes": list(token),
-        "top_logprobs": top[:num_top],
-    }
+    entry = {"token": text, "logprob": -0.5, "bytes": list(token)}
+    top = [entry, {"token": "z", "logprob": -9999.0, "bytes": [0x7A]}]
+    return {**entry, "top_logprobs": top[:num_top]}
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 2])
@@ -237,40 +189,21 @@ def test_completion_logprobs_streamed_and_whole() -> None:
         assert [value for part in parts for value in part[name]] == expected
 
 
-def test_without_top_candidates_the_chosen_token_is_still_told() -> None:
-    fake = FakeEngine(scored("a"))
-    logprobs = post(PLAIN, {**PLAIN_BODY, "logprobs": 0}, fake).json()["choices"][0]["logprobs"]
-    assert logprobs["top_logprobs"] == [{"a": -0.5}]
-
-
-async def test_a_stop_string_ends_text_count_and_the_engines_work() -> None:
-    fake = FakeEngine()
-    async with gateway(fake) as client:
-        body = {**PLAIN_BODY, "stop": ["wor", "nothing"]}
-        pending = asyncio.create_task(client.post(PLAIN, json=body))
-        await fake.request_came.wait()
-        # The engine generates more than the stop string and does not finish by itself.
-        fake.emit(output(fake.added[0], ids("hello worlds")))
-        answer = (await pending).json()
-        assert answer["choices"][0]["text"] == "hello "
-        assert answer["choices"][0]["finish_reason"] == "stop"
-        assert answer["usage"]["completion_tokens"] == len(ids("hello wor"))
-        assert fake.aborted == [fake.added[0].request_id]
-
-
 async def test_a_stopped_choice_is_aborted_while_its_sibling_goes_on() -> None:
     fake = FakeEngine()
     async with gateway(fake) as client:
-        body = {**PLAIN_BODY, "stop": "b", "n": 2}
+        body = {**PLAIN_BODY, "stop": ["wor", "nothing"], "n": 2}
         pending = asyncio.create_task(client.post(PLAIN, json=body))
         await fake.request_came.wait()
         first, second = fake.added
-        fake.emit(output(first, ids("ab")), output(second, ids("x")))
+        # The engine generates more than the stop string and does not finish by itself.
+        fake.emit(output(first, ids("hello worlds")), output(second, ids("x")))
         await fake.abort_came.wait()
-        assert fake.aborted == [first.request_id]
         fake.emit(output(second, ids("y"), index=1, finish_reason="length"))
-        choices = (await pending).json()["choices"]
-        assert [choice["text"] for choice in choices] == ["a", "xy"]
+        answer = (await pending).json()
+        assert [choice["text"] for choice in answer["choices"]] == ["hello ", "xy"]
+        assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length"]
+        assert answer["usage"]["completion_tokens"] == len(ids("hello wor")) + 2
         assert fake.aborted == [first.request_id]
 
 
@@ -287,67 +220,3 @@ async def test_an_output_that_cannot_be_shown_fails_and_frees_the_request(stream
         [first, *_] = response.text.removeprefix("data: ").split("\n\n")
         assert json.loads(first)["error"]["code"] == "protocol_error"
         assert sorted(fake.aborted) == sorted(added.request_id for added in fake.added)
-
-
-def test_text_that_may_become_a_stop_string_is_held_back() -> None:
-    fake = FakeEngine(saying("a-b-c"))
-    events = events_of(post(PLAIN, {**PLAIN_BODY, "stop": "-c", "stream": True}, fake))
-    assert [event["choices"][0]["text"] for event in events] == ["a", "-b", ""]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    text=st.text(alphabet="abo \u6f22\U0001f600", min_size=1, max_size=16),
-    stops=st.lists(st.text(alphabet="abo \u6f22", min_size=1, max_size=3), max_size=3),
-    seed=st.integers(0, 1000),
-)
-def test_streamed_whole_and_brute_force_are_one_text(
-    text: str, stops: list[str], seed: int
-) -> None:
-    def script(request: AddRequest) -> Iterator[RequestOutput]:
-        token_ids, sizes, index = ids(text), random.Random(seed), 0
-        while index < len(token_ids):
-            part = token_ids[index : index + sizes.randint(1, 3)]
-            done = index + len(part) == len(token_ids)
-            yield output(request, part, index=index, finish_reason="length" if done else None)
-            index += len(part)
-
-    async def test() -> None:
-        async with gateway(FakeEngine(script)) as client:
-            body = {**PLAIN_BODY, "stop": stops, "max_tokens": 90}
-            whole = (await client.post(PLAIN, json=body)).json()
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-            events = events_of(await client.post(PLAIN, json=body))
-        expected = first_stop(text, stops)
-        shown = text if expected is None else text[: expected[0] - len(expected[1])]
-        reason = "length" if expected is None else "stop"
-        assert whole["choices"][0]["text"] == shown
-        assert whole["choices"][0]["finish_reason"] == reason
-        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == shown
-        assert events[-2]["choices"][0]["finish_reason"] == reason
-        assert events[-1]["usage"] == whole["usage"]
-
-    asyncio.run(test())
-
-
-async def test_a_failure_in_mid_stream_is_an_error_event_then_done() -> None:
-    fake = FakeEngine()
-    async with gateway(fake) as client:
-        body = {**CHAT_BODY, "stream": True}
-        pending = asyncio.create_task(client.post(CHAT, json=body))
-        await fake.request_came.wait()
-        fake.emit(output(fake.added[0], ids("hello")))
-        fake.say(PeerLost("closed"))
-        events = events_of(await pending)
-        assert [without_head(event) for event in events] == [
-            chat_choice(0, {"role": "assistant", "content": ""}),
-            chat_choice(0, {"content": "hello"}),
-            {
-                "error": {
-                    "message": "a node that held the request was lost",
-                    "type": "server_error",
-                    "param": None,
-                    "code": "node_lost",
-                }
-            },
-        ]

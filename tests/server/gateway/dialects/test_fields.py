@@ -6,11 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from models.text.chat_template import ChatTemplate
-from server.gateway.bodies.fields import Fields, field_classes
+from server.gateway.bodies.fields import BodyFields, field_classes
 from server.gateway.bodies.generation import JsonSchemaFormat, StreamOptions
 from server.gateway.dialects.anthropic.request import MessagesBody
 from server.gateway.dialects.chat.request import (
@@ -30,41 +28,26 @@ from tests.server.gateway.calls import (
     PLAIN_BODY,
     USER,
     answer_to,
+    post,
     prompt_of,
 )
-from tests.server.gateway.fakes import FakeEngine, gateway, saying
+from tests.server.gateway.fakes import TOOL_TEMPLATE, FakeEngine, gateway, saying, template_of
 
 PAGE = Path(__file__).parents[4] / "docs" / "api.md"
-HEADER = "x-topspin-ignored"
 
-# A template of a model that was trained with tools and reasoning.
-TOOL_TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: "
-    "{% if m.role == 'tool' %}[{{ m.tool_call_id }}] {% endif %}"
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}) {% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
-    "({{ call.function.arguments['x'] }}){% endfor %}{{ '\\n' }}{% endfor %}"
-    "{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}"
-)
-
-
-def send(
-    path: str, body: dict[str, Any], fake: FakeEngine, *, source: str | None = None
-) -> httpx.Response:
-    """Post `body` to a gateway whose chat template is `source`, if given."""
-    chat_template = None
-    if source is not None:
-        chat_template = ChatTemplate({"default": source}, special_tokens={}, source="test")
-
-    return answer_to(path, body, fake=fake, chat_template=chat_template, max_request_tokens=1000)
+# Of a model that was trained with tools, and whose reasoning can be turned off.
+TEMPLATE = TOOL_TEMPLATE + "{{ 'quick' if enable_thinking is defined and not enable_thinking }}"
 
 
 def accepted(path: str, body: dict[str, Any], *, source: str | None = None) -> tuple[str, str]:
-    """Return the engine's prompt, and the fields named as ignored."""
+    """Return the engine's prompt, and the fields named as ignored, if there are any.
+
+    `source` is the chat template, if it is another.
+    """
     fake = FakeEngine(saying("ok"))
-    response = send(path, body, fake, source=source)
-    assert response.status_code == 200, response.text
-    return prompt_of(fake.added[0]), response.headers.get(HEADER, "")
+    options = {} if source is None else {"template": template_of(source)}
+    response = post(path, body, fake, max_request_tokens=1000, **options)
+    return prompt_of(fake.added[0]), response.headers.get("x-topspin-ignored", "")
 
 
 IGNORED: dict[str, Any] = {
@@ -92,46 +75,30 @@ def test_documented_fields_without_effect_are_accepted_and_named() -> None:
         {"role": "user", "content": [part, part], "cache_control": None},
         {"role": "assistant", "content": "so", "provider_specific_fields": {"a": [1]}},
     ]
-    body = {**CHAT_BODY, **chat, "messages": messages}
+    variables = {"prefix": "x", "enable_thinking": False}
+    body = {**CHAT_BODY, **chat, "messages": messages, "chat_template_kwargs": variables}
     _, named = accepted(CHAT, body)
     assert named == (
         "reasoning_effort, verbosity, messages.content.cache_control, "
-        "messages.provider_specific_fields"
+        "messages.provider_specific_fields, chat_template_kwargs.enable_thinking"
     )
 
 
-def test_variables_that_the_template_does_not_read_are_named() -> None:
-    variables = {"prefix": "x", "enable_thinking": False}
-    _, named = accepted(CHAT, {**CHAT_BODY, "chat_template_kwargs": variables})
-    assert named == "chat_template_kwargs.enable_thinking"
-
-
 def test_nothing_is_named_when_nothing_is_ignored() -> None:
-    fake = FakeEngine(saying("ok"))
-    response = send(PLAIN, {**PLAIN_BODY, "user": None, "echo": False}, fake)
-    assert HEADER not in response.headers
-
-
-def _refused(kind: type[Fields]) -> list[tuple[str, object]]:
-    """Return every refused field of `kind` with each accepted value."""
-    return [
-        (name, value)
-        for name, values in field_classes(kind).refused.items()
-        for value in (None, *values)
-    ]
+    assert accepted(PLAIN, {**PLAIN_BODY, "user": None, "echo": False}) == ("hi", "")
 
 
 @pytest.mark.parametrize(
     ("path", "body", "kind"), [(PLAIN, PLAIN_BODY, CompletionBody), (CHAT, CHAT_BODY, ChatBody)]
 )
 async def test_neutral_values_pass_and_others_are_refused(
-    path: str, body: dict[str, Any], kind: type[Fields]
+    path: str, body: dict[str, Any], kind: type[BodyFields]
 ) -> None:
     async with gateway(FakeEngine(saying("ok"))) as client:
-        for name, value in _refused(kind):
-            response = await client.post(path, json={**body, name: value})
-            assert response.status_code == 200, (name, value, response.text)
-        for name in field_classes(kind).refused:
+        for name, values in field_classes(kind).refused.items():
+            for value in (None, *values):
+                response = await client.post(path, json={**body, name: value})
+                assert response.status_code == 200, (name, value, response.text)
             response = await client.post(path, json={**body, name: "something"})
             assert response.status_code == 400, name
             assert response.json()["error"]["param"] == name
@@ -139,15 +106,12 @@ async def test_neutral_values_pass_and_others_are_refused(
 
 def test_an_answer_can_be_sent_back() -> None:
     """A message as the OpenAI client and litellm dump it."""
+    absent = ("content", "refusal", "audio", "function_call", "reasoning_content")
     answer: dict[str, Any] = {
         "role": "assistant",
-        "content": None,
-        "refusal": None,
+        **dict.fromkeys(absent),
         "annotations": [],
-        "audio": None,
-        "function_call": None,
         "tool_calls": [],
-        "reasoning_content": None,
         "provider_specific_fields": {"refusal": None},
         "cache_control": {"type": "ephemeral"},
     }
@@ -158,12 +122,7 @@ def test_an_answer_can_be_sent_back() -> None:
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "42"}
-
-
-def test_tools_of_the_past_go_to_a_template_that_shows_them() -> None:
-    body = {**CHAT_BODY, "messages": [USER, CALLING, RESULT]}
-    prompt, _ = accepted(CHAT, body, source=TOOL_TEMPLATE)
-    assert prompt == "user: hi\nassistant: f(1)\ntool: [c1] 42\n"
+LISTED = {**CALL, "function": {"name": "f", "arguments": "[1]"}}
 
 
 @pytest.mark.parametrize(
@@ -171,45 +130,45 @@ def test_tools_of_the_past_go_to_a_template_that_shows_them() -> None:
     [
         ([USER, RESULT], None, "messages[1].role"),
         ([USER, CALLING], None, "messages[1].tool_calls"),
-        ([{**CALLING, "role": "user", "content": "x"}], TOOL_TEMPLATE, "messages[0].tool_calls"),
+        ([{**CALLING, "role": "user", "content": "x"}], TEMPLATE, "messages[0].tool_calls"),
         (
-            [{**CALLING, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]}],
-            TOOL_TEMPLATE,
-            "messages[0].tool_calls[0].function.arguments",
+            [{**CALLING, "tool_calls": [LISTED]}],
+            *(TEMPLATE, "messages[0].tool_calls[0].function.arguments"),
         ),
     ],
 )
 def test_tools_that_the_template_cannot_show_are_refused(
     messages: list[dict[str, Any]], source: str | None, param: str
 ) -> None:
-    body = {**CHAT_BODY, "messages": messages}
-    response = send(CHAT, body, FakeEngine(saying("ok")), source=source)
+    options = {} if source is None else {"template": template_of(source)}
+    response = answer_to(CHAT, {**CHAT_BODY, "messages": messages}, **options)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize("names", [("reasoning",), ("reasoning_content",), None])
-def test_reasoning_goes_to_a_template_that_reads_it(names: tuple[str, ...] | None) -> None:
-    names = names or ("reasoning", "reasoning_content")
-    answer = {"role": "assistant", "content": "4"} | dict.fromkeys(names, "2 + 2")
-    prompt, _ = accepted(CHAT, {**CHAT_BODY, "messages": [answer]}, source=TOOL_TEMPLATE)
-    assert prompt == "assistant: (2 + 2) 4\n"
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_goes_to_a_template_that_reads_it(name: str) -> None:
+    messages = [{"role": "assistant", "content": "4", name: "2 + 2"}]
+    body = {**CHAT_BODY, "messages": messages, "reasoning_effort": "none"}
+    shown = "assistant: 4<think>2 + 2</think>assistant: "
+    assert accepted(CHAT, body, source=TOOL_TEMPLATE) == (shown, "reasoning_effort")
+    assert accepted(CHAT, body, source=TEMPLATE) == (f"{shown}quick", "")
 
 
-def test_reasoning_effort_goes_to_a_template_that_reads_it() -> None:
-    body = {**CHAT_BODY, "reasoning_effort": "none"}
-    assert accepted(CHAT, body, source=TOOL_TEMPLATE) == ("user: hi\nquick", "")
+def _listed(text: str) -> set[str]:
+    """Return the fields in the first column of tables."""
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
-def _table(title: str) -> set[str]:
-    """Return the fields in the first column of the page's tables under `title`."""
-    section = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+def _implemented(kind: type[BodyFields]) -> set[str]:
+    classes = field_classes(kind)
+    return set(kind.__struct_fields__).difference(classes.ignored, classes.refused)
 
 
 def test_the_page_lists_every_field_in_its_class() -> None:
-    kinds: list[tuple[str, type[Fields]]] = [
+    sections = dict(each.split("\n", 1) for each in PAGE.read_text().split("\n## ")[1:])
+    kinds: list[tuple[str, type[BodyFields]]] = [
         ("", ChatBody),
         ("", CompletionBody),
         ("stream_options.", StreamOptions),
@@ -220,33 +179,21 @@ def test_the_page_lists_every_field_in_its_class() -> None:
         ("messages.tool_calls.function.", ToolFunction),
         ("tools.", Tool),
     ]
-    ignored, refused, implemented = set(), set(), set()
+    ignored, refused = set(), set()
     for prefix, kind in kinds:
-        classes = field_classes(kind)
-        ignored |= {prefix + name for name in classes.ignored}
-        refused |= {prefix + name for name in classes.refused}
-        if not prefix:
-            known = {*classes.ignored, *classes.refused}
-            implemented |= set(kind.__struct_fields__) - known
-    assert _table("Ignored") == ignored
-    assert _table("Refused") == refused
-    assert _table("Implemented") == implemented
+        ignored |= {prefix + name for name in field_classes(kind).ignored}
+        refused |= {prefix + name for name in field_classes(kind).refused}
+    assert _listed(sections["Ignored"]) == ignored
+    assert _listed(sections["Refused"]) == refused
+    assert _listed(sections["Implemented"]) == _implemented(ChatBody) | _implemented(CompletionBody)
 
 
 @pytest.mark.parametrize(
     ("title", "kind"), [("/v1/responses", ResponsesBody), ("/v1/messages", MessagesBody)]
 )
-def test_the_page_lists_every_field_of_the_other_apis(title: str, kind: type[Fields]) -> None:
+def test_the_page_lists_every_field_of_the_other_apis(title: str, kind: type[BodyFields]) -> None:
     section = PAGE.read_text().split(f"\n# {title}\n")[1].split("\n# ")[0]
-    tables: dict[str, set[str]] = {}
-    for line in section.splitlines():
-        first = line.split("|")[1].strip() if line.startswith("| ") else ""
-        if first in ("implemented", "ignored", "refused"):
-            names = tables.setdefault(first, set())
-        elif first.startswith("`"):
-            names |= set(re.findall(r"`([^`]+)`", first))
-    classes = field_classes(kind)
-    assert tables["ignored"] == set(classes.ignored)
-    assert tables["refused"] == set(classes.refused)
-    known = {*classes.ignored, *classes.refused}
-    assert tables["implemented"] == set(kind.__struct_fields__) - known
+    _, implemented, ignored, refused = re.split(r"\n\| (?:implemented|ignored|refused) \|", section)
+    assert _listed(ignored) == set(field_classes(kind).ignored)
+    assert _listed(refused) == set(field_classes(kind).refused)
+    assert _listed(implemented) == _implemented(kind)

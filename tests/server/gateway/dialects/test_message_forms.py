@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
 from server.gateway.dialects.chat.prompt import ChatPrompt, chat_prompt
 from server.gateway.dialects.chat.request import decode_chat
 from server.gateway.dialects.chat.tools import ToolUse
 from tests.checkpoints import write_tokenizer
-from tests.server.gateway.fakes import served_model
+from tests.server.gateway.fakes import served_model, template_of
 
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": "{}"}}
@@ -64,8 +63,7 @@ def _prompt(path: Path, template: str, messages: list[dict[str, Any]], **more: A
         decoded.body,
         decoded.messages,
         model=served_model(
-            template=ChatTemplate({"default": template}, special_tokens={}, source="test"),
-            tokenizer=Tokenizer.from_directory(path),
+            template=template_of(template), tokenizer=Tokenizer.from_directory(path)
         ),
         tools=ToolUse(),
     )

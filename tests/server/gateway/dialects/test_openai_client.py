@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.server.gateway.calls import prompt_score, scored
-from tests.server.gateway.fakes import EOS_ID, FakeEngine, ids, loopback, output, saying
+from tests.server.gateway.fakes import EOS_ID, FakeEngine, ids, loopback, output
 from topspin.errors import PeerLost
 from topspin.messages import AddRequest, RequestOutput, TokenLogprobs
 
@@ -32,56 +32,44 @@ def greeting(request: AddRequest) -> Iterator[RequestOutput]:
     scores = (entry,) if request.sampling.logprobs is not None else ()
     yield output(request, ids("hello"), logprobs=scores)
     yield output(request, ids(" "), index=1, logprobs=scores)
-    yield output(
-        request,
-        [EOS_ID],
-        index=2,
-        finish_reason="stop",
-        stop_token_id=EOS_ID,
-        logprobs=scores,
-    )
+    end = {"finish_reason": "stop", "stop_token_id": EOS_ID}
+    yield output(request, [EOS_ID], index=2, logprobs=scores, **end)
 
 
-async def test_chat() -> None:
+async def test_chats_and_models() -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     async with client_of(FakeEngine(greeting)) as client:
         answer = await client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "hi"}],
-            n=2,
-            logprobs=True,
-            top_logprobs=1,
-            extra_body={"return_token_ids": True, "chat_template_kwargs": {"prefix": "x"}},
+            **asked, n=2, logprobs=True, top_logprobs=1, extra_body={"return_token_ids": True}
         )
         assert [choice.message.content for choice in answer.choices] == ["hello ", "hello "]
         assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
         scores = answer.choices[0].logprobs
         assert scores is not None
-        assert scores.content is not None
-        assert [entry.logprob for entry in scores.content] == [-0.25] * 3
+        assert [entry.logprob for entry in scores.content or ()] == [-0.25] * 3
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 6
 
-
-async def test_streamed_chat_with_usage() -> None:
-    async with client_of(FakeEngine(greeting)) as client:
-        stream = await client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "hi"}],
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        chunks = [chunk async for chunk in stream]
-        deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+        options: Any = {"include_usage": True}
+        stream = await client.chat.completions.create(**asked, stream=True, stream_options=options)
+        *chunks, last = [chunk async for chunk in stream]
+        deltas = [chunk.choices[0].delta for chunk in chunks]
         assert deltas[0].role == "assistant"
         assert "".join(delta.content or "" for delta in deltas) == "hello "
-        assert chunks[-2].choices[0].finish_reason == "stop"
-        assert chunks[-1].choices == []
-        assert chunks[-1].usage is not None
-        assert chunks[-1].usage.completion_tokens == 3
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert (last.choices, last.usage.completion_tokens) == ([], 3)
+
+        names = [model.id async for model in client.models.list()]
+        assert names == ["tiny", "org/alias"]
+        assert (await client.models.retrieve("tiny")).owned_by == "topspin"
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.chat.completions.create(**asked, temperature=3)
+        assert bad.value.param == "temperature"
 
 
-async def test_completions_streamed_and_whole() -> None:
-    async with client_of(FakeEngine(greeting)) as client:
+async def test_completions_and_scores_of_a_prompt() -> None:
+    fake = FakeEngine(greeting)
+    async with client_of(fake) as client:
         answer = await client.completions.create(model="tiny", prompt=["a", "b"], logprobs=1)
         assert [choice.text for choice in answer.choices] == ["hello ", "hello "]
         scores = answer.choices[1].logprobs
@@ -90,16 +78,10 @@ async def test_completions_streamed_and_whole() -> None:
         stream = await client.completions.create(model="tiny", prompt="a", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello "
 
-
-async def test_scores_of_a_prompt() -> None:
-    async with client_of(FakeEngine(scored("a"))) as client:
+        fake.script = scored("a")
+        asked: Any = {"echo": True, "logprobs": 1, "max_tokens": 0}
         answer = await client.completions.create(
-            model="tiny",
-            prompt="hi",
-            echo=True,
-            logprobs=1,
-            max_tokens=0,
-            extra_body={"prompt_logprobs": 0},
+            model="tiny", prompt="hi", **asked, extra_body={"prompt_logprobs": 0}
         )
         (choice,) = answer.choices
         assert choice.text == "hi"
@@ -109,23 +91,6 @@ async def test_scores_of_a_prompt() -> None:
         assert choice.model_extra is not None
         entry = {"logprob": score.logprob, "rank": 2, "decoded_token": "i"}
         assert choice.model_extra["prompt_logprobs"] == [None, {str(ids("i")[0]): entry}]
-
-
-async def test_models() -> None:
-    async with client_of(FakeEngine()) as client:
-        names = [model.id async for model in client.models.list()]
-        assert names == ["tiny", "org/alias"]
-        assert (await client.models.retrieve("tiny")).owned_by == "topspin"
-
-
-async def test_errors_are_typed() -> None:
-    async with client_of(FakeEngine(saying("ok"))) as client:
-        with pytest.raises(openai.BadRequestError) as bad:
-            await client.completions.create(model="tiny", prompt="a", temperature=3)
-        assert bad.value.param == "temperature"
-        with pytest.raises(openai.NotFoundError) as missing:
-            await client.completions.create(model="other", prompt="a")
-        assert missing.value.code == "model_not_found"
 
 
 async def test_an_engine_lost_in_mid_stream_raises() -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import processors
 
-from models.text.tokenizer import Tokenizer
 from server.gateway.handler import INLINE_LOGPROBS
 from tests.server.gateway.calls import (
     CHAT,
@@ -19,6 +15,7 @@ from tests.server.gateway.calls import (
     PLAIN,
     PLAIN_BODY,
     PROMPT,
+    answer_to,
     chat_choice,
     events_of,
     post,
@@ -30,7 +27,7 @@ from tests.server.gateway.calls import (
 from tests.server.gateway.fakes import (
     MAX_REQUEST_TOKENS,
     FakeEngine,
-    backend,
+    adding,
     gateway,
     ids,
     output,
@@ -76,16 +73,10 @@ def test_prompt_logprobs_have_vllms_form(num_top: int) -> None:
     found = [choice["prompt_logprobs"] for choice in answer["choices"]]
     assert found == [expected[0], expected[0], expected[1], expected[1]]
     assert [choice["text"] for choice in answer["choices"]] == ["ab"] * 4
+    assert "prompt_logprobs" not in post(PLAIN, PLAIN_BODY, FakeEngine(scored("a"))).text
     chat = post(CHAT, {**CHAT_BODY, "prompt_logprobs": num_top}, FakeEngine(scored("ab"))).json()
     assert chat["prompt_logprobs"] == vllm_form(ids(PROMPT), num_top)
     assert chat["choices"][0]["message"]["content"] == "ab"
-
-
-def test_an_answer_without_prompt_logprobs_does_not_name_them() -> None:
-    answer = post(PLAIN, {**PLAIN_BODY, "logprobs": 1}, FakeEngine(scored("a"))).json()
-    assert "prompt_logprobs" not in answer["choices"][0]
-    chat = post(CHAT, CHAT_BODY, FakeEngine(scored("a"))).json()
-    assert "prompt_logprobs" not in chat
 
 
 def echoed_logprobs(prompt: str, completion: str, num_top: int) -> dict[str, Any]:
@@ -109,58 +100,45 @@ def echoed_logprobs(prompt: str, completion: str, num_top: int) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 3])
-@pytest.mark.parametrize("max_tokens", [0, 4])
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+@pytest.mark.parametrize("max_tokens", [0, 9])
 def test_echoed_logprobs_streamed_and_whole(num_top: int, max_tokens: int) -> None:
+    """Parts of characters keep their values and their place."""
+    prompts = ["hello wo", "hello wo", "\u65e5\u672c \U0001f600", "\u65e5\u672c \U0001f600"]
+    said = "a\u00e9 \U0001f469b"
+    completion = said if max_tokens else ""
     body = {"model": "tiny", "echo": True, "logprobs": num_top, "max_tokens": max_tokens, "n": 2}
-    body["prompt"] = [ids("hello wo"), ids("h\u00e9")]
-    completion = "hello a" if max_tokens else ""
-    whole = post(PLAIN, body, FakeEngine(scored("hello a"))).json()
-    assert [choice["logprobs"] for choice in whole["choices"]] == [
-        echoed_logprobs(prompt, completion, num_top)
-        for prompt in ("hello wo", "hello wo", "h\u00e9", "h\u00e9")
+    body["prompt"] = [ids(prompt) for prompt in prompts[::2]]
+    whole = post(PLAIN, body, FakeEngine(scored(said))).json()
+    choices = whole["choices"]
+    assert [choice["logprobs"] for choice in choices] == [
+        echoed_logprobs(prompt, completion, num_top) for prompt in prompts
     ]
-    assert [choice["text"] for choice in whole["choices"]] == [
-        *["hello wo" + completion] * 2,
-        *["h\u00e9" + completion] * 2,
-    ]
-    assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
-    num_prompt_tokens = len(ids("hello wo") + ids("h\u00e9"))
+    assert [choice["text"] for choice in choices] == [prompt + completion for prompt in prompts]
+    assert {choice["finish_reason"] for choice in choices} == {"length"}
+    num_prompt_tokens = sum(len(ids(prompt)) for prompt in prompts[::2])
     assert whole["usage"] == usage(num_prompt_tokens, 4 * len(ids(completion)))
 
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    events = events_of(post(PLAIN, body, FakeEngine(scored("hello a"))))
+    events = events_of(post(PLAIN, body, FakeEngine(scored(said))))
     assert events[-1]["usage"] == whole["usage"]
-    for index, choice in enumerate(whole["choices"]):
+    for index, choice in enumerate(choices):
         parts = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == index]
-        assert parts[0]["text"].startswith("h\u00e9" if index > 1 else "hello wo")
+        assert parts[0]["text"].startswith(prompts[index])
         assert "".join(part["text"] for part in parts) == choice["text"]
         for name, expected in choice["logprobs"].items():
             shown = [part["logprobs"][name] for part in parts if part["logprobs"] is not None]
             assert [value for values in shown for value in values] == expected
-        assert [part["finish_reason"] for part in parts][-1] == "length"
-    assert whole["choices"][0] == whole["choices"][1] | {"index": 0}
+        assert parts[-1]["finish_reason"] == "length"
+    assert choices[2]["logprobs"]["tokens"][0] == "bytes:\\xe6"
 
 
-def test_both_forms_may_be_asked_for_with_their_own_number() -> None:
-    body = {**PLAIN_BODY, "echo": True, "logprobs": 3, "prompt_logprobs": 1}
-    choice = post(PLAIN, body, FakeEngine(scored("a"))).json()["choices"][0]
-    assert choice["prompt_logprobs"] == vllm_form(ids("hi"), 1)
-    assert choice["logprobs"] == echoed_logprobs("hi", "a", 3)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_echo_alone_needs_no_scores(stream: bool) -> None:
+def test_echo_alone_needs_no_scores() -> None:
     fake = FakeEngine(scored("ab"))
-    body = {**PLAIN_BODY, "echo": True, "stream": stream, "return_token_ids": True}
-    response = post(PLAIN, body, fake)
-    if stream:
-        choices = [event["choices"][0] for event in events_of(response)]
-        assert [choice["text"] for choice in choices] == ["hia", "b", ""]
-        assert [choice.get("token_ids") for choice in choices] == [ids("a"), ids("b"), None]
-    else:
-        assert response.json()["choices"][0]["text"] == "hiab"
-        assert response.json()["choices"][0]["token_ids"] == ids("ab")
+    body = {**PLAIN_BODY, "echo": True, "stream": True, "return_token_ids": True}
+    choices = [event["choices"][0] for event in events_of(post(PLAIN, body, fake))]
+    assert [choice["text"] for choice in choices] == ["hia", "b", ""]
+    assert [choice.get("token_ids") for choice in choices] == [ids("a"), ids("b"), None]
     assert fake.added[0].sampling.prompt_logprobs is None
 
 
@@ -196,172 +174,97 @@ def test_a_character_begun_by_the_echoed_prompt_is_ended_by_the_completion() -> 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_chat_may_generate_nothing(name: str) -> None:
-    body = {**CHAT_BODY, name: 0, "prompt_logprobs": 0}
     fake = FakeEngine(scored("a"))
-    answer = post(CHAT, body, fake).json()
+    answer = post(CHAT, {**CHAT_BODY, name: 0, "prompt_logprobs": 0}, fake).json()
     assert answer["choices"][0]["message"]["content"] == ""
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == usage(len(ids(PROMPT)), 0)
     assert len(answer["prompt_logprobs"]) == len(ids(PROMPT))
     assert fake.added[0].sampling.max_tokens == 0
-    body = {**CHAT_BODY, name: 0, "stream": True}
-    events = events_of(post(CHAT, body, FakeEngine(scored("a"))))
+    events = events_of(post(CHAT, {**CHAT_BODY, name: 0, "stream": True}, FakeEngine(scored("a"))))
     assert [without_head(event) for event in events] == [
         chat_choice(0, {"role": "assistant", "content": ""}),
         chat_choice(0, {}, "length"),
     ]
 
 
-@pytest.mark.parametrize("prompt", ["hi", ids("a\u00e9")[:-1]])
+@pytest.mark.parametrize(
+    "prompt", ["hi", ids("a\u00e9")[:-1], [1] * MAX_REQUEST_TOKENS, "z" * MAX_REQUEST_TOKENS]
+)
 def test_a_completion_may_be_empty(prompt: str | list[int]) -> None:
+    """And then its prompt may fill the context."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 0, "logprobs": 1}
-    choice = post(PLAIN, body, FakeEngine(scored("a"))).json()["choices"][0]
-    assert choice["text"] == ""
-    assert choice["finish_reason"] == "length"
+    answer = post(PLAIN, body, FakeEngine(scored("a"))).json()
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
     assert choice["logprobs"]["tokens"] == []
+    assert answer["usage"] == usage(len(prompt), 0)
     body |= {"stream": True, "return_token_ids": True}
     events = events_of(post(PLAIN, body, FakeEngine(scored("a"))))
     assert [event["choices"][0]["text"] for event in events] == ["", ""]
-    num_tokens = len(prompt)
-    assert len(events[0]["choices"][0]["prompt_token_ids"]) == num_tokens
-
-
-def test_a_prompt_without_output_may_fill_the_context() -> None:
-    prompt: list[int] | str
-    for prompt in ([1] * MAX_REQUEST_TOKENS, "z" * MAX_REQUEST_TOKENS):
-        body = {**PLAIN_BODY, "prompt": prompt, "max_tokens": 0}
-        answer = post(PLAIN, body, FakeEngine(scored("a"))).json()
-        assert answer["usage"] == usage(MAX_REQUEST_TOKENS, 0)
-
-
-@pytest.mark.parametrize("max_tokens", [0, 1])
-def test_lm_evaluation_harness_reads_the_scores(max_tokens: int) -> None:
-    """By the rule of its parse_logprobs, which drops the one token that it has generated."""
-    prompts = [ids("hello z"), ids("hellozz")]
-    context_sizes = [1, 2]
-    body = {"model": "tiny", "prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0}
-    answer = post(PLAIN, {**body, "max_tokens": max_tokens}, FakeEngine(scored("a"))).json()
-    found = []
-    for choice, size in zip(
-        sorted(answer["choices"], key=itemgetter("index")), context_sizes, strict=True
-    ):
-        scores = choice["logprobs"]
-        end = len(scores["token_logprobs"]) - max_tokens
-        logprobs = scores["token_logprobs"][size:end]
-        tops = scores["top_logprobs"][size:end]
-        is_greedy = all(own == max(top.values()) for own, top in zip(logprobs, tops, strict=True))
-        found.append((sum(logprobs), is_greedy))
-    expected = [
-        sum(prompt_score(idx, at, 1).logprob for at, idx in enumerate(prompt) if at >= size)
-        for prompt, size in zip(prompts, context_sizes, strict=True)
-    ]
-    assert found == [(expected[0], False), (expected[1], True)]
+    assert len(events[0]["choices"][0]["prompt_token_ids"]) == len(prompt)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_other_choices_wait_for_the_scores_that_the_first_brings(stream: bool) -> None:
-    async def test() -> None:
-        fake = FakeEngine()
-        async with gateway(fake) as client:
-            body = {**PLAIN_BODY, "echo": True, "logprobs": 0, "n": 2, "stream": stream}
-            pending = asyncio.create_task(client.post(PLAIN, json=body))
-            await fake.request_came.wait()
-            first, second = fake.added
-            entry = prompt_score(ids("i")[0], 1, 0)
-            fake.emit(output(second, ids("x"), logprobs=(entry,)))
-            fake.emit(output(second, ids("y"), index=1, logprobs=(entry,), finish_reason="length"))
-            await fake.settle()
-            assert not pending.done()
-            fake.emit(output(first, [], prompt_logprobs=(entry,)))
-            fake.emit(output(first, ids("a"), logprobs=(entry,), finish_reason="length"))
-            response = await pending
-            if not stream:
-                texts = [choice["text"] for choice in response.json()["choices"]]
-                assert texts == ["hia", "hixy"]
-                return
-            choices = [event["choices"][0] for event in events_of(response)]
-            assert [(choice["index"], choice["text"]) for choice in choices] == [
-                (1, "hix"),
-                (1, "y"),
-                (1, ""),
-                (0, "hia"),
-                (0, ""),
-            ]
-
-    asyncio.run(test())
+async def test_other_choices_wait_for_the_scores_that_the_first_brings(stream: bool) -> None:
+    fake = FakeEngine()
+    async with gateway(fake) as client:
+        body = {**PLAIN_BODY, "echo": True, "logprobs": 0, "n": 2, "stream": stream}
+        pending = asyncio.create_task(client.post(PLAIN, json=body))
+        await fake.request_came.wait()
+        first, second = fake.added
+        entry = prompt_score(ids("i")[0], 1, 0)
+        fake.emit(output(second, ids("x"), logprobs=(entry,)))
+        fake.emit(output(second, ids("y"), index=1, logprobs=(entry,), finish_reason="length"))
+        await fake.settle()
+        assert not pending.done()
+        fake.emit(output(first, [], prompt_logprobs=(entry,)))
+        fake.emit(output(first, ids("a"), logprobs=(entry,), finish_reason="length"))
+        response = await pending
+        if not stream:
+            texts = [choice["text"] for choice in response.json()["choices"]]
+            assert texts == ["hia", "hixy"]
+            return
+        choices = [event["choices"][0] for event in events_of(response)]
+        shown = [(choice["index"], choice["text"]) for choice in choices]
+        assert shown == [(1, "hix"), (1, "y"), (1, ""), (0, "hia"), (0, "")]
 
 
 @pytest.mark.parametrize("num_scores", [0, 2])
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_too_few_or_too_many_scores_fail_the_request(
-    num_scores: int, max_tokens: int
-) -> None:
+def test_too_few_or_too_many_scores_fail_the_request(num_scores: int, max_tokens: int) -> None:
     def script(request: AddRequest) -> Iterator[RequestOutput]:
         scores = (prompt_score(1, 1, 0),) * num_scores
-        made = output(
-            request, ids("a")[:max_tokens], prompt_logprobs=scores, finish_reason="length"
-        )
-        yield made
+        token_ids = ids("a")[:max_tokens]
+        yield output(request, token_ids, prompt_logprobs=scores, finish_reason="length")
 
-    async with gateway(FakeEngine(script)) as client:
-        body = {**PLAIN_BODY, "prompt_logprobs": 0, "max_tokens": max_tokens}
-        response = await client.post(PLAIN, json=body)
-        assert response.status_code == 500
-        assert response.json()["error"]["code"] == "protocol_error"
+    body = {**PLAIN_BODY, "prompt_logprobs": 0, "max_tokens": max_tokens}
+    response = answer_to(PLAIN, body, fake=FakeEngine(script))
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "protocol_error")
 
 
-@pytest.mark.parametrize("form", ["prompt_logprobs", "echo", "stream"])
-def test_a_long_prompts_scores_are_encoded_in_a_thread_with_the_same_result(form: str) -> None:
+def test_a_long_prompts_scores_are_encoded_in_a_thread_with_the_same_result() -> None:
     prompt = "hello wo" * 250
+    assert len(ids(prompt)) * 3 > INLINE_LOGPROBS
+    body = {**PLAIN_BODY, "prompt": prompt, "echo": True, "logprobs": 2}
 
-    async def test() -> Any:
+    def answer(**fields: object) -> Any:
         fake = FakeEngine(scored("a"))
-        async with gateway(fake) as client:
-            fake.become_ready(max_request_tokens=2000)
-            await fake.settle()
-            body = {**PLAIN_BODY, "prompt": prompt}
-            assert len(ids(prompt)) * 3 > INLINE_LOGPROBS
-            if form == "prompt_logprobs":
-                response = await client.post(PLAIN, json={**body, "prompt_logprobs": 2})
-                return response.json()["choices"][0]["prompt_logprobs"]
-            body |= {"echo": True, "logprobs": 2, "stream": form == "stream"}
-            response = await client.post(PLAIN, json=body)
-            answer = events_of(response)[0] if form == "stream" else response.json()
-            return answer["choices"][0]["logprobs"]
+        return post(PLAIN, {**body, **fields}, fake, max_request_tokens=2000)
 
-    expected: Any = echoed_logprobs(prompt, "a", 2)
-    if form == "prompt_logprobs":
-        expected = vllm_form(ids(prompt), 2)
-    assert asyncio.run(test()) == expected
-
-
-def test_parts_of_characters_keep_their_values_and_their_place() -> None:
-    prompt, completion = "\u65e5\u672c \U0001f600", "a\u00e9 \U0001f469b"
-    body = {**PLAIN_BODY, "prompt": prompt, "echo": True, "logprobs": 5}
-    whole = post(PLAIN, body, FakeEngine(scored(completion))).json()["choices"][0]
-    assert whole["logprobs"] == echoed_logprobs(prompt, completion, 5)
-    assert min(map(len, whole["logprobs"]["top_logprobs"][1 : len(ids(prompt))])) >= 5
-    assert whole["logprobs"]["text_offset"][-1] == len(whole["text"]) - 1
-    assert whole["logprobs"]["tokens"][0] == "bytes:\\xe6"
-    streamed = events_of(post(PLAIN, {**body, "stream": True}, FakeEngine(scored(completion))))
-    shown = [event["choices"][0]["logprobs"] for event in streamed[:-1]]
-    assert [each for part in shown for each in part["text_offset"]] == (
-        whole["logprobs"]["text_offset"]
-    )
+    # Both forms may be asked for, each with its own number.
+    whole = answer(prompt_logprobs=1).json()["choices"][0]
+    assert whole["prompt_logprobs"] == vllm_form(ids(prompt), 1)
+    assert whole["logprobs"] == echoed_logprobs(prompt, "a", 2)
+    streamed = events_of(answer(stream=True))[0]["choices"][0]
+    assert streamed["logprobs"] == whole["logprobs"]
 
 
 def test_offsets_do_not_count_what_the_text_does_not_show() -> None:
-    made = tokenizers.Tokenizer.from_str(backend().to_str())
     bos = "<|im_start|>"
-    made.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))]
-    )
-    adding = Tokenizer(made, special_tokens={}, source="test")
-    body = {**PLAIN_BODY, "echo": True, "logprobs": 0}
     for prompt, wanted in (("hi", [0, 0, 1, 2]), (f"{bos}hi", [0, 0, 12, 13, 14])):
-        given = {**body, "prompt": prompt}
-        fake = FakeEngine(scored("a<|im_end|>"))
-        choice = post(PLAIN, given, fake, text_tokenizer=adding).json()["choices"][0]
+        body = {**PLAIN_BODY, "echo": True, "logprobs": 0, "prompt": prompt}
+        response = post(PLAIN, body, FakeEngine(scored("a<|im_end|>")), tokenizer=adding(bos))
+        choice = response.json()["choices"][0]
         assert choice["text"] == f"{prompt}a"
-        offsets = choice["logprobs"]["text_offset"]
-        assert offsets == [*wanted, len(choice["text"])]
+        assert choice["logprobs"]["text_offset"] == [*wanted, len(choice["text"])]

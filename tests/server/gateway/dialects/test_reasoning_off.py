@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from models.text.chat_template import ChatTemplate
 from tests.server.gateway.calls import CHAT, USER, post
 from tests.server.gateway.dialects.test_tool_grammars import allows
-from tests.server.gateway.fakes import FakeEngine, saying
+from tests.server.gateway.fakes import FakeEngine, saying, template_of
 
 # As Qwen3's, a hybrid model's: what is off is closed in the prompt.
 QWEN3 = (
@@ -45,12 +44,9 @@ def grammar(
 ) -> str:
     """Return the grammar with which the engine is asked to answer."""
     fake = FakeEngine(saying("yes", finish_reason="stop"))
-    template = ChatTemplate({"default": source}, special_tokens={}, source="test")
     given = {"input": "hi"} if path == "/v1/responses" else {"messages": list(messages)}
-    body = {"model": "tiny", "max_tokens": 9, **given, **fields}
-    if path == "/v1/responses":
-        body["max_output_tokens"] = body.pop("max_tokens")
-    post(path, body, fake, chat_template=template, max_request_tokens=1000)
+    body = {"model": "tiny", **given, **fields}
+    post(path, body, fake, template=template_of(source), max_request_tokens=1000)
     return fake.added[0].sampling.grammar
 
 
@@ -114,23 +110,19 @@ def test_an_answer_may_reason_where_it_is_not_told_otherwise(
 
 @pytest.mark.parametrize("messages", [[USER], [USER, TOOL]])
 def test_a_template_may_close_what_it_does_not_open(messages: list[dict[str, str]]) -> None:
-    made = grammar(DEEPSEEK, messages=messages, chat_template_kwargs={"thinking": False}, **CHOICE)
+    off = {"chat_template_kwargs": {"thinking": False}}
+    made = grammar(DEEPSEEK, messages=messages, **off, **CHOICE)
     assert allows(made, "no")
     assert not allows(made, "<think>hm</think>no")
 
 
 def test_so_it_is_in_every_api() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    named = {"type": "json_schema", "name": "x", "schema": schema}
-    asked = [
-        ("/v1/responses", {"text": {"format": named}, "reasoning": {"effort": "none"}}),
-        (
-            "/v1/messages",
-            {
-                "output_config": {"format": {"type": "json_schema", "schema": schema}},
-                "thinking": {"type": "disabled"},
-            },
-        ),
+    form = {"type": "json_schema", "schema": FUNCTION["parameters"]}
+    named = {"text": {"format": {**form, "name": "x"}}, "reasoning": {"effort": "none"}}
+    thinks_not = {"thinking": {"type": "disabled"}, "max_tokens": 9}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/responses", named),
+        ("/v1/messages", {"output_config": {"format": form}, **thinks_not}),
     ]
     for path, fields in asked:
         made = grammar(path=path, **fields)

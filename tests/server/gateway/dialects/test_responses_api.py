@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import openai
 import pytest
 
-from server.gateway.dialects.responses.store import ResponseStore, Stored
-from tests.server.gateway.calls import prompt_of, scored
+from server.gateway.dialects.chat.request import ChatMessage
+from server.gateway.dialects.responses.store import ResponseStore, StoredResponse
+from server.gateway.parsing.call_formats import HERMES
+from server.gateway.parsing.message import AnswerMessage, MessageOptions
+from tests.server.gateway.calls import answer_to, prompt_of, scored
 from tests.server.gateway.dialects.test_openai_client import client_of as openai_client_of
-from tests.server.gateway.dialects.test_tools import CALL, template_of
-from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, saying
-from topspin.errors import NotFound, PeerLost
+from tests.server.gateway.dialects.test_tools import CALL
+from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying, tool_template
+from topspin.errors import NotFound
 
 ADD: dict[str, Any] = {
     "type": "function",
@@ -26,7 +28,7 @@ ADD: dict[str, Any] = {
 
 
 def client_of(fake: FakeEngine) -> AbstractAsyncContextManager[openai.AsyncOpenAI]:
-    return openai_client_of(fake, chat_template=template_of(), max_request_tokens=3000)
+    return openai_client_of(fake, template=tool_template(), max_request_tokens=3000)
 
 
 async def test_a_response() -> None:
@@ -102,61 +104,36 @@ async def test_a_stream_has_every_event_in_order() -> None:
         events = [event async for event in stream]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
-    order = [kind for nth, kind in enumerate(kinds) if kind not in kinds[nth - 1 : nth]]
-    text_item = ["output_text.delta", "output_text.done", "content_part.done"]
-    assert order == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "reasoning_text.delta",
-        "reasoning_text.done",
-        "content_part.done",
-        "output_item.done",
-        "output_item.added",
-        "content_part.added",
-        *text_item,
-        "output_item.done",
-        "output_item.added",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "output_item.done",
+    begun, done = ("output_item.added", "content_part.added"), "content_part.done"
+    call = "function_call_arguments"
+    assert [kind for nth, kind in enumerate(kinds) if kind not in kinds[nth - 1 : nth]] == [
+        *("created", "in_progress"),
+        *(*begun, "reasoning_text.delta", "reasoning_text.done", done, "output_item.done"),
+        *(*begun, "output_text.delta", "output_text.done", done, "output_item.done"),
+        *("output_item.added", f"{call}.delta", f"{call}.done", "output_item.done"),
         "completed",
     ]
     last = events[-1]
     assert last.type == "response.completed"
-    assert [item.type for item in last.response.output] == [
-        "reasoning",
-        "message",
-        "function_call",
-    ]
-    done = [event.item for event in events if event.type == "response.output_item.done"]
-    assert done == last.response.output
+    assert [item.type for item in last.response.output] == ["reasoning", "message", "function_call"]
+    items = [event.item for event in events if event.type == "response.output_item.done"]
+    assert items == last.response.output
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == last.response.output_text == "I add."
 
 
-async def test_the_sdks_stream_helper_and_log_probabilities() -> None:
-    async with client_of(FakeEngine(scored("hello w"))) as client:
-        async with client.responses.stream(
-            model="tiny",
-            input="hi",
-            max_output_tokens=3,
-            include=["message.output_text.logprobs"],
-            top_logprobs=1,
-        ) as stream:
+@pytest.mark.parametrize("text", ["hello w", "\u00e9!"])
+async def test_the_sdks_stream_helper_and_log_probabilities(text: str) -> None:
+    """Also those of half characters, which have no text of their own."""
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "top_logprobs": 1}
+    asked |= {"max_output_tokens": 3, "include": ["message.output_text.logprobs"]}
+    async with client_of(FakeEngine(scored(text))) as client:
+        async with client.responses.stream(**asked) as stream:
             async for event in stream:
                 last = event
             assert last.type == "response.incomplete"
-            final = last.response
-        whole = await client.responses.create(
-            model="tiny",
-            input="hi",
-            max_output_tokens=3,
-            include=["message.output_text.logprobs"],
-            top_logprobs=1,
-        )
-    for answer in (final, whole):
+        whole = await client.responses.create(**asked)
+    for answer in (last.response, whole):
         assert answer.status == "incomplete"
         assert answer.incomplete_details is not None
         assert answer.incomplete_details.reason == "max_output_tokens"
@@ -165,57 +142,26 @@ async def test_the_sdks_stream_helper_and_log_probabilities() -> None:
         assert item.status == "incomplete"
         [part] = item.content
         assert part.type == "output_text"
-        assert [entry.token for entry in part.logprobs or []] == ["hello", " ", "w"]
+        tokens = [entry.bytes for entry in part.logprobs or []]
+        assert b"".join(map(bytes, tokens)).decode() == text
+        assert len(tokens) == 3
 
 
-async def test_a_failure_in_a_stream_is_a_failed_response() -> None:
-    fake = FakeEngine(lambda request: [output(request, ids("he"))])
-    async with gateway(fake) as client:
-        body = {"model": "tiny", "input": "hi", "stream": True}
-        waiting = asyncio.create_task(client.post("/v1/responses", json=body))
-        while not fake.added:
-            await asyncio.sleep(0)
-        await fake.settle()
-        fake.say(PeerLost("gone"))
-        events = (await waiting).text.split("\n\n")
-    assert events[-2].startswith("event: response.failed\ndata: ")
+def test_a_response_that_is_not_stored_is_a_404() -> None:
+    body = {"model": "tiny", "input": "hi", "previous_response_id": "resp_0"}
+    missing = answer_to("/v1/responses", body)
+    assert missing.status_code == 404
+    assert missing.json()["error"]["param"] == "previous_response_id"
 
 
-async def test_a_response_that_is_not_stored_is_a_404() -> None:
-    fake = FakeEngine(saying("ok"))
-    async with gateway(fake) as client:
-        body = {"model": "tiny", "input": "hi", "previous_response_id": "resp_0"}
-        response = await client.post("/v1/responses", json=body)
-    assert response.status_code == 404
-    assert response.json()["error"]["param"] == "previous_response_id"
-    assert fake.added == []
-
-
-async def test_a_call_that_was_cut_is_not_in_the_conversation() -> None:
-    fake = FakeEngine(saying(CALL[:-20], finish_reason="length"))
-    async with client_of(fake) as client:
-        first = await client.responses.create(model="tiny", input="1+2?", tools=[ADD])
-        assert first.output[0].type == "function_call"
-        fake.script = saying("ok", finish_reason="stop")
-        await client.responses.create(
-            model="tiny", previous_response_id=first.id, input="Go on.", tools=[ADD]
-        )
-    assert "<tool_call>" not in prompt_of(fake.added[1])
-
-
-async def test_log_probabilities_of_half_characters_are_not_lost() -> None:
-    fake = FakeEngine(scored("\u00e9!"))
-    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "top_logprobs": 1}
-    asked["include"] = ["message.output_text.logprobs"]
-    async with client_of(fake) as client:
-        stream = await client.responses.create(**asked, stream=True)
-        events = [event async for event in stream]
-    last = events[-1]
-    assert last.type == "response.incomplete"
-    [item] = last.response.output
-    assert item.type == "message"
-    assert item.content[0].type == "output_text"
-    assert len(item.content[0].logprobs or []) == 3
+def test_a_call_that_was_cut_is_not_in_the_conversation() -> None:
+    messages = [ChatMessage(role="user", content="1+2?")]
+    store, message = ResponseStore(), AnswerMessage(MessageOptions(calls=HERMES))
+    message.push(f"{CALL} {CALL[:-20]}", is_last=True)
+    store.keep("a", b"", message, messages=messages, num_bytes=0)
+    [_, answer] = store.get("a").messages
+    assert len(message.calls) == 2
+    assert len(answer.tool_calls or ()) == 1
 
 
 async def test_a_conversation_counts_all_that_it_keeps_alive() -> None:
@@ -237,12 +183,12 @@ async def test_a_conversation_counts_all_that_it_keeps_alive() -> None:
 def test_the_store_is_bounded_by_number_and_by_bytes() -> None:
     store = ResponseStore(max_responses=2, max_bytes=100)
     for name, size in (("a", 10), ("b", 20), ("c", 30)):
-        store.add(name, Stored(b"", (), size))
+        store.add(name, StoredResponse(b"", (), size))
     with pytest.raises(NotFound):
         store.get("a")
-    store.add("d", Stored(b"", (), 80))
+    store.add("d", StoredResponse(b"", (), 80))
     with pytest.raises(NotFound):
         store.get("c")
     store.remove("d")
-    store.add("e", Stored(b"", (), 100))
+    store.add("e", StoredResponse(b"", (), 100))
     assert store.get("e").num_bytes == 100

@@ -13,7 +13,7 @@ from server.gateway.dialects.chat.tool_grammars import constrained, marker_termi
 from server.gateway.dialects.chat.tools import ToolUse
 from server.gateway.grammars.structured_outputs import json_grammar
 from server.gateway.parsing.call_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_LIST, CallFormat
-from server.gateway.parsing.message import Message, MessageOptions
+from server.gateway.parsing.message import AnswerMessage, MessageOptions
 from tests.server.gateway.fakes import backend
 
 SPECIAL = "<|im_start|>"
@@ -81,7 +81,7 @@ def test_a_required_call_is_all_that_is_allowed(calls: CallFormat) -> None:
         WRITTEN[calls].replace('"a"', '"b"'),
     ):
         assert not allows(grammar, wrong)
-    message = Message(MessageOptions(calls=calls, tool_names={"add"}))
+    message = AnswerMessage(MessageOptions(calls=calls, tool_names={"add"}))
     message.push(TWO[calls], is_last=True)
     assert [(call.name, call.arguments) for call in message.calls] == [("add", '{"a": 1}')] * 2
     assert message.content == ""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from models.text.chat_template import ChatTemplate
 from server.gateway.parsing.call_formats import (
     HERMES,
     LLAMA3,
@@ -18,8 +17,25 @@ from server.gateway.parsing.call_formats import (
     call_format,
 )
 from server.gateway.parsing.formats import message_formats
-from tests.server.gateway.calls import CHAT, CHAT_BODY, events_of, post, prompt_of, without_head
-from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, saying
+from tests.server.gateway.calls import (
+    CHAT,
+    CHAT_BODY,
+    answer_to,
+    events_of,
+    post,
+    prompt_of,
+    without_head,
+)
+from tests.server.gateway.fakes import TOOL_TEMPLATE as SOURCE
+from tests.server.gateway.fakes import (
+    FakeEngine,
+    gateway,
+    ids,
+    output,
+    saying,
+    template_of,
+    tool_template,
+)
 from topspin.messages import AddRequest, RequestOutput, TokenLogprobs, unpack_ints
 from topspin.plan.settings import GatewaySection
 
@@ -37,29 +53,20 @@ TOOLS = [
         },
     }
 ]
-SOURCE = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
-    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
-    "{% for call in message.tool_calls or [] %}<tool_call>"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "</tool_call>{% endfor %}"
-    "{% if message.role == 'tool' %}({{ message.tool_call_id }}){% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% if think %}<think>\n{% endif %}{% endif %}"
-)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-
-
-def template_of(source: str = SOURCE) -> ChatTemplate:
-    return ChatTemplate({"default": source}, special_tokens={}, source="test")
 
 
 def ask(text: str, *, fake: FakeEngine | None = None, **fields: Any) -> Any:
     """Return the answer to a chat with the tools, of a model that says `text`."""
     fake = fake or FakeEngine(saying(text, finish_reason="stop"))
     body = {**CHAT_BODY, "tools": TOOLS, **fields}
-    response = post(CHAT, body, fake, chat_template=template_of(), max_request_tokens=1000)
+    response = post(CHAT, body, fake, template=tool_template(), max_request_tokens=1000)
     return events_of(response) if fields.get("stream") else response.json()
+
+
+def called(arguments: str) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": "so", "tool_calls": [call]}
 
 
 def test_a_call_is_the_answer() -> None:
@@ -77,40 +84,45 @@ def test_a_streamed_call_comes_in_pieces() -> None:
     events = [without_head(event) for event in ask("I add. " + CALL, stream=True)]
     deltas = [event["choices"][0]["delta"] for event in events]
     assert "".join(delta.get("content", "") for delta in deltas) == "I add."
-    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    first = calls[0]
+    first, *more = (call for delta in deltas for call in delta.get("tool_calls", []))
     assert set(first) == {"index", "id", "type", "function"}
     assert first["function"] == {"name": "add", "arguments": ""}
-    assert len(calls) > 3
-    assert all(set(call) == {"index", "function"} for call in calls[1:])
-    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1, "b": 2}'
+    assert len(more) > 2
+    assert all(set(call) == {"index", "function"} for call in more)
+    assert "".join(call["function"]["arguments"] for call in more) == '{"a": 1, "b": 2}'
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_without_a_call_the_answer_is_text() -> None:
-    choice = ask("No need.")["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"]["content"] == "No need."
-    assert "tool_calls" not in choice["message"]
+NAMED = {"type": "function", "function": {"name": "add"}}
 
 
-def test_a_call_that_the_limit_cuts_says_so() -> None:
-    fake = FakeEngine(saying(CALL[:-20], finish_reason="length"))
-    choice = ask("", fake=fake)["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"a": 1')
-
-
-def test_only_one_call_is_shown_if_parallel_calls_are_refused() -> None:
-    assert len(ask(CALL + CALL)["choices"][0]["message"]["tool_calls"]) == 2
-    answer = ask(CALL + CALL, parallel_tool_calls=False)
-    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
-
-
-def test_calls_are_text_if_the_client_wants_none() -> None:
-    message = ask(CALL, tool_choice="none")["choices"][0]["message"]
-    assert message["content"] == CALL
-    assert "tool_calls" not in message
+@pytest.mark.parametrize(
+    ("said", "finish", "fields", "reason", "content", "num_calls"),
+    [
+        ("No need.", "stop", {}, "stop", "No need.", 0),
+        (CALL[:-20], "length", {}, "length", None, 1),
+        (CALL + CALL, "stop", {}, "tool_calls", None, 2),
+        (CALL + CALL, "stop", {"parallel_tool_calls": False}, "tool_calls", None, 1),
+        (CALL, "stop", {"tool_choice": "none"}, "stop", CALL, 0),
+        (CALL, "stop", {"tool_choice": "required"}, "tool_calls", None, 1),
+        # OpenAI's reason of the end of a call that the client named is `stop`.
+        (CALL, "stop", {"tool_choice": NAMED}, "stop", None, 1),
+        (CALL, "stop", {"stop": ["}"]}, "stop", None, 1),
+    ],
+)
+def test_what_an_answer_shows_and_why_it_ends(
+    *, said: str, finish: Any, fields: Any, reason: str, content: str | None, num_calls: int
+) -> None:
+    fake = FakeEngine(saying(said, finish_reason=finish))
+    choice = ask("", fake=fake, **fields)["choices"][0]
+    assert choice["finish_reason"] == reason
+    assert choice["message"]["content"] == content
+    calls = choice["message"].get("tool_calls", [])
+    assert len(calls) == num_calls
+    assert all(call["function"]["arguments"].startswith('{"a": 1') for call in calls)
+    is_forced = fields.get("tool_choice") in ("required", NAMED)
+    assert ("call_0_arguments" in fake.added[0].sampling.grammar) is is_forced
+    assert choice.get("stop_reason") == ("}" if "stop" in fields else None)
 
 
 def test_the_prompt_shows_tools_calls_and_results() -> None:
@@ -121,12 +133,15 @@ def test_the_prompt_shows_tools_calls_and_results() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
     ]
-    ask("", fake=fake, messages=history)
+    # A call without arguments, and a tool that has nothing to say.
+    nothing = [called(""), {"role": "tool", "tool_call_id": "c", "content": None}]
+    ask("", fake=fake, messages=history + nothing)
     shown, _, rest = prompt_of(fake.added[0]).partition("user: ")
     assert json.loads(shown) == TOOLS[0]
     assert rest == (
         "1+2?assistant: <think>hm</think>"
-        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>tool: 3(c1)assistant: '
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>tool: 3(c1)'
+        'assistant: so<tool_call>{"name": "add", "arguments": {}}</tool_call>tool: (c)assistant: '
     )
 
 
@@ -141,59 +156,6 @@ def test_the_order_of_keys_does_not_change_the_prompt() -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     ask("", fake=second, tools=[{**reversed_keys(TOOLS[0]), **cached}])
     assert prompt_of(first.added[0]) == prompt_of(second.added[0])
-
-
-def test_required_and_named_calls_are_forced_by_a_grammar() -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
-        fake = FakeEngine(saying(CALL, finish_reason="stop"))
-        [answer] = ask("", fake=fake, tool_choice=choice)["choices"]
-        assert "call_0_arguments" in fake.added[0].sampling.grammar
-        # OpenAI's reason of the end of a call that the client named is `stop`.
-        assert answer["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
-    fake = FakeEngine(saying(CALL))
-    ask("", fake=fake)
-    assert fake.added[0].sampling.grammar == ""
-
-
-def test_a_call_that_a_stop_string_cuts_is_no_reason_to_call() -> None:
-    [choice] = ask(CALL, stop=["}"])["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert choice["stop_reason"] == "}"
-
-
-async def test_a_schema_may_be_nested_but_not_without_end() -> None:
-    def nested(depth: int) -> dict[str, Any]:
-        schema: dict[str, Any] = {"type": "integer"}
-        for _ in range(depth):
-            schema = {"type": "object", "properties": {"a": schema}}
-        return {"type": "function", "function": {"name": "f", "parameters": schema}}
-
-    options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 50_000}
-    async with gateway(FakeEngine(saying("ok")), **options) as client:
-        for depth, status in ((50, 200), (400, 400)):
-            body = {**CHAT_BODY, "tools": [nested(depth)]}
-            response = await client.post(CHAT, json=body)
-            assert response.status_code == status, response.text
-        assert response.json()["error"]["param"] == "tools[0].function.parameters"
-
-
-def called(arguments: str) -> dict[str, Any]:
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    return {"role": "assistant", "content": "so", "tool_calls": [call]}
-
-
-def test_empty_arguments_are_none() -> None:
-    fake = FakeEngine(saying("ok"))
-    ask("", fake=fake, messages=[called("")])
-    assert '"arguments": {}' in prompt_of(fake.added[0])
-
-
-async def test_calls_without_results_cannot_be_continued() -> None:
-    async with gateway(FakeEngine(saying("ok")), chat_template=template_of()) as client:
-        body = {**CHAT_BODY, "messages": [called("{}")], "continue_final_message": True}
-        response = await client.post(CHAT, json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "messages[0]"
 
 
 def test_an_answer_goes_on_within_reasoning_that_the_client_began() -> None:
@@ -215,7 +177,7 @@ async def test_ids_of_calls_have_the_length_that_the_template_takes() -> None:
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call_id, "content": "3"})
     fake = FakeEngine(saying("ok"))
-    async with gateway(fake, chat_template=template_of(source)) as client:
+    async with gateway(fake, template=template_of(source)) as client:
         body = {"model": "tiny", "messages": messages}
         assert (await client.post(CHAT, json=body)).status_code == 200
         shown = (await client.post("/tokenize", json=body)).json()["tokens"]
@@ -262,14 +224,9 @@ def test_the_template_tells_the_format(text: str, wanted: CallFormat | None) -> 
 
 def test_settings_choose_the_formats() -> None:
     def reasons(name: Any) -> bool:
-        return message_formats(GatewaySection(reasoning_parser=name), template_of()).reasons
+        return message_formats(GatewaySection(reasoning_parser=name), tool_template()).reasons
 
-    assert [reasons(name) for name in ("auto", "none", "qwen3", "deepseek_r1")] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    assert [reasons(name) for name in ("auto", "none", "qwen3")] == [True, False, True]
     plain = template_of("{{ messages }}")
     assert not message_formats(GatewaySection(), plain).reasons
 
@@ -283,16 +240,19 @@ def test_settings_choose_the_formats() -> None:
         ({"tools": [TOOLS[0], TOOLS[0]]}, SOURCE, {}, "tools[1]"),
         ({}, SOURCE, {"enable_auto_tool_choice": False}, "tool_choice"),
         ({"tool_choice": "required", "ignore_eos": True}, SOURCE, {}, "ignore_eos"),
+        (
+            {"messages": [called("{}")], "continue_final_message": True},
+            *(SOURCE, {}, "messages[0]"),
+        ),
     ],
 )
-async def test_a_refused_use_of_tools_is_named(
+def test_a_refused_use_of_tools_is_named(
     fields: dict[str, Any], source: str, settings: dict[str, Any], param: str
 ) -> None:
     fake, template = FakeEngine(saying("ok")), template_of(source)
     formats = message_formats(GatewaySection(**settings), template)
-    options: dict[str, Any] = {"chat_template": template, "formats": formats}
-    async with gateway(fake, max_request_tokens=1000, **options) as client:
-        response = await client.post(CHAT, json={**CHAT_BODY, "tools": TOOLS, **fields})
+    body = {**CHAT_BODY, "tools": TOOLS, **fields}
+    response = answer_to(CHAT, body, fake=fake, template=template, formats=formats)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert fake.added == []
@@ -306,18 +266,9 @@ def test_tools_that_may_not_be_called_are_ignored_by_a_template_without_them() -
     ):
         body = {**CHAT_BODY, **more, "tool_choice": none, "max_tokens": 9}
         fake = FakeEngine(saying("ok"))
-        answer = post(path, body, fake, chat_template=plain)
+        answer = post(path, body, fake, template=plain)
         assert answer.headers["x-topspin-ignored"] == "tools"
         assert prompt_of(fake.added[0]) == "hi"
-
-
-def test_a_tool_may_have_nothing_to_say() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    fake = FakeEngine(saying("3"))
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages.append({"role": "tool", "content": None, "tool_call_id": "c1"})
-    ask("", fake=fake, messages=messages, tools=None)
-    assert "tool: (c1)" in prompt_of(fake.added[0])
 
 
 def in_steps(text: str, step: int) -> FakeEngine:
@@ -327,13 +278,9 @@ def in_steps(text: str, step: int) -> FakeEngine:
         said = ids(text)
         for index in range(0, len(said), step):
             part = said[index : index + step]
-            yield output(
-                request,
-                part,
-                index=index,
-                finish_reason="stop" if index + step >= len(said) else None,
-                logprobs=tuple(TokenLogprobs(-0.5) for _ in part),
-            )
+            scores = tuple(TokenLogprobs(-0.5) for _ in part)
+            finish = "stop" if index + step >= len(said) else None
+            yield output(request, part, index=index, finish_reason=finish, logprobs=scores)
 
     return FakeEngine(script)
 
@@ -372,7 +319,7 @@ def test_tokens_of_reasoning_that_is_not_shown_are_not_either(
 def test_a_responses_text_has_its_own_log_probabilities_only() -> None:
     said, path = "<think>hm</think>Yes", "/v1/responses"
     body = {"model": "tiny", "input": "hi", "include": ["message.output_text.logprobs"]}
-    options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 1000}
+    options: dict[str, Any] = {"template": tool_template(), "max_request_tokens": 1000}
     answer = post(path, body, in_steps(said, 3), **options).json()
     [reasoning, message] = answer["output"]
     assert reasoning["content"][0]["text"] == "hm"

@@ -12,7 +12,7 @@ from models.text.tokenizer import IncrementalDetokenizer
 from server.gateway.generation.choice import Choice, TextOptions
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.stop_strings import StopStrings
-from tests.server.gateway.fakes import EOS_ID, ids, output, tokenizer
+from tests.server.gateway.fakes import ids, output, tokenizer
 from tests.server.gateway.generation.test_stop_strings import first_stop
 from topspin.errors import EngineUnavailable, ProtocolError
 from topspin.messages import FinishReason, TokenLogprobs
@@ -121,10 +121,6 @@ def test_no_output_ends_in_half_a_character() -> None:
     assert texts == ["", "", "\u6f22", "", "", "", "\U0001f600"]
 
 
-def test_half_a_character_at_the_end_is_shown_as_such() -> None:
-    assert text_of(TextOptions(), ids("a\u6f22")[:-1]) == "a\ufffd"
-
-
 def test_a_stop_string_in_the_flushed_tail_still_cuts() -> None:
     cut = choice(TextOptions(stops=StopStrings(["\ufffd"])))
     assert "".join(feed(cut, ids("a\u6f22")[:-1])) == "a"
@@ -171,7 +167,3 @@ def test_missing_logprobs_are_a_protocol_error() -> None:
 def test_an_abort_by_the_engine_is_an_error_not_an_answer() -> None:
     with pytest.raises(EngineUnavailable):
         choice(TextOptions()).push(output("r", [], finish_reason="abort"))
-
-
-def test_eos_is_a_special_token() -> None:
-    assert tokenizer().decode([EOS_ID], skip_special_tokens=True) == ""

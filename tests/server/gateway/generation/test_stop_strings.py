@@ -59,22 +59,3 @@ def test_scan_equals_brute_force_for_any_pieces(
         end, stop = expected
         assert found == stop
         assert shown == text[: end if include else end - len(stop)]
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=TEXTS, stops=STOPS, unarmed=st.integers(0, 24))
-def test_unarmed_text_cannot_complete_a_stop_but_can_begin_one(
-    text: str, stops: list[str], unarmed: int
-) -> None:
-    scanner = StopScanner(StopStrings(stops), include_stop=True)
-    unarmed = min(unarmed, len(text))
-    first = scanner.push(text[:unarmed], armed=False)
-    assert first.stop is None
-    second = scanner.push(text[unarmed:])
-    expected = first_stop(text, stops, from_end=unarmed)
-    if expected is None:
-        assert second.stop is None
-        assert first.text + second.text + scanner.flush() == text
-    else:
-        assert second.stop == expected[1]
-        assert first.text + second.text == text[: expected[0]]

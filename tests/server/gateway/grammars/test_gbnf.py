@@ -72,7 +72,7 @@ def test_expressions_mean_what_pythons_mean(
 
 
 # Where parts may be terminals of their own, and must not be: their ends and beginnings meet.
-RECURSIVE = [
+RECURSIVE: list[tuple[str, list[str], list[str]]] = [
     (
         'root ::= part+\npart ::= "(" root ")" | tail | "b"\ntail ::= "a" ("b" "a")?',
         ["ab", "abab", "abb", "(ab)b", "aba(a)"],
@@ -105,15 +105,6 @@ RECURSIVE = [
         ["<a>", "<A></A>", "<a></a>x"],
     ),
 ]
-
-
-@pytest.mark.parametrize(("grammar", "valid", "invalid"), RECURSIVE)
-def test_terminals_do_not_change_the_language(
-    tokenizer: LLTokenizer, grammar: str, valid: list[str], invalid: list[str]
-) -> None:
-    language = Language(tokenizer, grammar)
-    assert [text for text in valid if text not in language] == []
-    assert [text for text in invalid if text in language] == []
 
 
 SYMBOLS = ['"a"', '"b"', '"ab"', "[ab]", '"c"', '""', "root", "x", "y", "z"]
@@ -210,13 +201,6 @@ number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
 space ::= | " " | "\n" [ \t]{0,20}
 """
 LIST = 'root ::= item+\nitem ::= "- " [^\\r\\n\\x0b\\x0c\\x85\\u2028\\u2029]+ "\\n"'
-CHESS = """
-root ::= "1. " move " " move "\\n" ([1-9] [0-9]? ". " move " " move "\\n")+
-move ::= (pawn | piece | castle) [+#]?
-piece ::= [NBKQR] [a-h]? [1-8]? "x"? [a-h] [1-8]
-pawn ::= ([a-h] "x")? [a-h] [1-8] ("=" [NBKQR])?
-castle ::= "O-O" "-O"?
-"""
 SHAPES: list[tuple[str, list[str], list[str]]] = [
     (
         ARITHMETIC,
@@ -224,16 +208,11 @@ SHAPES: list[tuple[str, list[str], list[str]]] = [
         ["", "a=1", "a=\n", "(a=1\n", "1+=2\n"],
     ),
     (LIST, ["- a\n", "- é, 1\n- b\n"], ["", "- \n", "- a", "- a\u2028\n"]),
-    (
-        CHESS,
-        ["1. e4 e5\n2. Nf3 Nc6\n", "1. e4 d5\n2. exd5 Qxd5\n10. O-O-O e8=Q+\n"],
-        ["1. e4 e5\n", "1. e4 e5\n2. e9 e5\n", "1. e4 e5\n2. Nf3\n"],
-    ),
 ]
 
 
-@pytest.mark.parametrize(("grammar", "valid", "invalid"), SHAPES)
-def test_usual_grammars(
+@pytest.mark.parametrize(("grammar", "valid", "invalid"), RECURSIVE + SHAPES)
+def test_grammars_have_these_texts_and_not_those(
     tokenizer: LLTokenizer, grammar: str, valid: list[str], invalid: list[str]
 ) -> None:
     language = Language(tokenizer, grammar)
@@ -296,18 +275,15 @@ REFUSED = [
     ('root ::= "a")', "no group is open"),
     ("root ::= +", "nothing to repeat"),
     ('root ::= "a', "does not end"),
-    ("root ::= [a", "does not end"),
     ("root ::= []", "class without characters"),
     ("root ::= [^]", "class without characters"),
     ("root ::= [z-a]", "range z-a is empty"),
     (r'root ::= "\q"', r"unknown escape \\q"),
-    (r"root ::= [\d]", r"unknown escape \\d"),
     (r'root ::= "\x4"', r"unknown escape \\x"),
     (r'root ::= "\uD800"', "no character has the code D800"),
     (r"root ::= [\U00110000]", "no character has the code 110000"),
     ('root ::= "a"{3,2}', "first number is above the second"),
     (f'root ::= "a"{{{MAX_REPEATS + 1}}}', f"at most {MAX_REPEATS}"),
-    ('root ::= "a"{,2}', "no part of EBNF"),
     ("root ::= !<x>", "only ids can be excluded"),
     ("root ::= 'a'", "line 1.*no part of EBNF"),
     ('// a comment\nroot ::= "a"', "name and `::=`|no part of EBNF"),

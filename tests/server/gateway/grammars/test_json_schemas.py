@@ -139,14 +139,14 @@ def random_schema(rng: random.Random, depth: int = 3) -> Schema:
     return schema
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_fits_a_closed_schema_fits_the_schema(seed: int) -> None:
     rng = random.Random(seed)
     names = ["".join(each) for num in range(4) for each in itertools.combinations(NAMES, num)]
     flat: list[Any] = [dict.fromkeys(each, value) for each in names for value in (0, 1)]
     objects = flat + [{"a": each, "b": 1} for each in flat[::3]] + [[each] for each in flat[::3]]
     num_stricter = 0
-    for _ in range(150):
+    for _ in range(80):
         schema = random_schema(rng)
         if rng.random() < 0.3:
             schema = {"$defs": {"x": schema}, "allOf": [REF, random_schema(rng, 1)]}
@@ -154,4 +154,4 @@ def test_what_fits_a_closed_schema_fits_the_schema(seed: int) -> None:
         fits = [(before.is_valid(each), after.is_valid(each)) for each in objects]
         assert (False, True) not in fits, schema
         num_stricter += (True, False) in fits
-    assert num_stricter > 20
+    assert num_stricter > 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from server.gateway.grammars.rules import Rule, Rules, shapes_of
+from server.gateway.grammars.rules import GrammarRule, Rules, shapes_of
 
 NUM_RULES = 5
 MAX_LENGTH = 6
@@ -52,7 +52,7 @@ def test_shapes_hold_for_all_texts() -> None:
                 rng.choices(symbols, k=rng.randrange(4)) for _ in range(rng.choice([1, 1, 2]))
             ]
             least, most = rng.choice([(1, 1), (1, 1), (0, 1), (1, None), (0, None), (2, 2), (1, 2)])
-            rules[f"x{idx}"] = Rule(alternatives, least, most)
+            rules[f"x{idx}"] = GrammarRule(alternatives, least, most)
         found = texts_of(rules)
         shapes = shapes_of(rules)
         for key, texts in found.items():

@@ -8,32 +8,25 @@ from typing import Any
 
 import pytest
 
-from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, PROMPT
+from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, PROMPT, answer_to, post
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying
+
+
+@pytest.fixture(autouse=True)
+def _level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "access")
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [vars(record)["fields"] for record in caplog.records if record.name == "access"]
 
 
-def call(
-    *requests: tuple[str, str, dict[str, Any] | None], fake: FakeEngine, **options: Any
-) -> None:
-    async def test() -> None:
-        async with gateway(fake, **options) as client:
-            for method, path, body in requests:
-                await client.request(method, path, json=body, headers={"X-Request-Id": "r"})
-
-    asyncio.run(test())
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_generation_is_logged_with_its_counts(
     caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    caplog.set_level(logging.INFO, "access")
     body = {**CHAT_BODY, "stream": stream, "n": 2}
-    call(("POST", CHAT, body), fake=FakeEngine(saying("hello w")))
+    post(CHAT, body, FakeEngine(saying("hello w")), headers={"X-Request-Id": "r"})
     (fields,) = logged(caplog)
     ttft_s, duration_s = fields.pop("ttft_s"), fields.pop("duration_s")
     assert 0 < ttft_s <= duration_s
@@ -47,18 +40,13 @@ def test_a_generation_is_logged_with_its_counts(
     }
 
 
-def test_other_requests_are_logged_without_counts_and_probes_not_at_all(
+async def test_other_requests_are_logged_without_counts_and_probes_not_at_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "access")
-    call(
-        ("GET", "/health", None),
-        ("GET", "/metrics", None),
-        ("GET", "/v1/models?x=secret", None),
-        ("GET", "/a%0Ab" + "c" * 1000, None),
-        ("POST", PLAIN, {**PLAIN_BODY, "n": 0}),
-        fake=FakeEngine(),
-    )
+    async with gateway(FakeEngine()) as client:
+        for path in ("/health", "/metrics", "/v1/models?x=secret", "/a%0Ab" + "c" * 1000):
+            await client.get(path)
+        await client.post(PLAIN, json={**PLAIN_BODY, "n": 0})
     found = logged(caplog)
     assert [(each["path"][:8], each["status"]) for each in found] == [
         ("/v1/mode", 200),
@@ -70,26 +58,20 @@ def test_other_requests_are_logged_without_counts_and_probes_not_at_all(
     assert not any("prompt_tokens" in each for each in found)
 
 
-def test_a_client_that_leaves_is_logged_with_what_it_got(
+async def test_a_client_that_leaves_is_logged_with_what_it_got(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "access")
-
-    async def test() -> None:
-        fake = FakeEngine()
-        async with gateway(fake) as client:
-            pending = asyncio.create_task(client.post(PLAIN, json=PLAIN_BODY))
-            await fake.request_came.wait()
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-
-    asyncio.run(test())
+    fake = FakeEngine()
+    async with gateway(fake) as client:
+        pending = asyncio.create_task(client.post(PLAIN, json=PLAIN_BODY))
+        await fake.request_came.wait()
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
     (fields,) = logged(caplog)
     assert "ttft_s" not in fields
     assert (fields["prompt_tokens"], fields["output_tokens"]) == (2, 0)
 
 
 def test_the_access_log_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "access")
-    call(("GET", "/v1/models", None), fake=FakeEngine(), access_log=False)
+    answer_to("/v1/models", access_log=False)
     assert logged(caplog) == []

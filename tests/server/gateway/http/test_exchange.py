@@ -6,28 +6,27 @@ import asyncio
 import re
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, events_of
-from tests.server.gateway.fakes import FakeEngine, gateway, opened, saying
+from tests.server.gateway.calls import (
+    CHAT,
+    CHAT_BODY,
+    PLAIN,
+    PLAIN_BODY,
+    answer_to,
+    events_of,
+    post,
+)
+from tests.server.gateway.fakes import FakeEngine, gateway, saying
 from topspin.messages import client_id, engine_id
 
 HEADER = "X-Request-Id"
 MADE = re.compile("[0-9a-f]{32}")
 
 
-def call(
-    path: str, body: dict[str, Any], fake: FakeEngine, headers: dict[str, str] | None = None
-) -> httpx.Response:
-    async def test() -> httpx.Response:
-        async with gateway(fake) as client:
-            return await client.post(path, json=body, headers=headers)
-
-    return asyncio.run(test())
-
-
-@pytest.mark.parametrize(("path", "prefix"), [(CHAT, "chatcmpl"), (PLAIN, "cmpl")])
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"), [(CHAT, CHAT_BODY, "chatcmpl"), (PLAIN, PLAIN_BODY, "cmpl")]
+)
 @pytest.mark.parametrize(
     ("header", "field", "used"),
     [
@@ -38,19 +37,19 @@ def call(
     ],
 )
 def test_a_request_keeps_its_id(
-    path: str, prefix: str, header: str | None, field: str | None, used: str
+    *, path: str, body: dict[str, Any], prefix: str, header: str | None, field: str, used: str
 ) -> None:
     fake = FakeEngine(saying("ok"))
-    body = {**(CHAT_BODY if path == CHAT else PLAIN_BODY), "request_id": field, "n": 2}
     headers = {} if header is None else {HEADER: header}
-    response = call(path, body, fake, headers)
+    response = post(path, {**body, "request_id": field, "n": 2}, fake, headers=headers)
     assert response.headers[HEADER] == used
     assert response.json()["id"] == f"{prefix}-{used}"
     assert [client_id(added.request_id) for added in fake.added] == [used, used]
 
 
 def test_a_stream_has_its_id_once() -> None:
-    response = call(PLAIN, {**PLAIN_BODY, "stream": True}, FakeEngine(saying("ok")), {HEADER: "s"})
+    body = {**PLAIN_BODY, "stream": True}
+    response = post(PLAIN, body, FakeEngine(saying("ok")), headers={HEADER: "s"})
     assert response.headers.get_list(HEADER) == ["s"]
     assert {event["id"] for event in events_of(response)} == {"cmpl-s"}
 
@@ -74,7 +73,6 @@ async def test_clients_may_use_the_same_id_at_the_same_time() -> None:
             for _ in range(2)
         ]
         while len(fake.added) < 2:
-            await fake.request_came.wait()
             await asyncio.sleep(0)
         first, second = fake.added
         assert first.request_id != second.request_id
@@ -94,19 +92,12 @@ def test_an_id_in_the_engine_names_the_clients() -> None:
 @pytest.mark.parametrize("given", ["x" * 129, "tab\there", "caf\u00e9", "nul\x00"])
 def test_an_id_that_logs_could_not_show_is_refused_by_name(given: str) -> None:
     fake = FakeEngine(saying("ok"))
-
-    async def test() -> httpx.Response:
-        async with gateway(fake) as client:
-            headers = {HEADER.encode(): given.encode("latin-1")}
-            return await client.post(PLAIN, json=PLAIN_BODY, headers=headers)  # type: ignore[arg-type]
-
-    response = asyncio.run(test())
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == HEADER
+    response = answer_to(PLAIN, PLAIN_BODY, fake=fake, headers={HEADER: given})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, HEADER)
     assert MADE.fullmatch(response.headers[HEADER])
     assert fake.added == []
-    body = call(PLAIN, {**PLAIN_BODY, "request_id": given}, FakeEngine(saying("ok")))
-    assert (body.status_code, body.json()["error"]["param"]) == (400, "request_id")
+    response = answer_to(PLAIN, {**PLAIN_BODY, "request_id": given})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "request_id")
 
 
 async def test_errors_have_the_id_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +113,3 @@ async def test_errors_have_the_id_too(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             response = await client.request(method, path, headers={HEADER: "e"})
             assert (response.status_code, response.headers[HEADER]) == (status, "e")
-
-
-def test_bytes_that_are_no_request_are_answered_with_an_id() -> None:
-    async def test() -> bytes:
-        async with opened(FakeEngine()) as (reader, writer):
-            writer.write(b"no request\r\n\r\n")
-            answer = await reader.read()
-            writer.close()
-            return answer
-
-    head = asyncio.run(test()).partition(b"\r\n\r\n")[0].decode()
-    assert head.startswith("HTTP/1.1 400")
-    assert MADE.search(head.lower().partition("x-request-id: ")[2])

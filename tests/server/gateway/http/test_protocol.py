@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from tests.server.gateway.calls import head_of, http_request
 from tests.server.gateway.fakes import FakeEngine, ids, loopback, opened, output, saying
 
 
-@contextmanager
-def no_traces_of_bugs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+@pytest.fixture
+def _no_traces_of_bugs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fail if something was logged as an error: uvicorn logs the exceptions of a protocol."""
     yield
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
@@ -42,46 +43,39 @@ def error_in(answer: bytes) -> dict[str, Any]:
     """Return the error object of a whole HTTP answer after checking its shape."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"\r\ncontent-type: application/json\r\n" in head.lower() + b"\r\n"
+    assert re.search(rb"\r\nx-request-id: [0-9a-f]{32}", head.lower())
     error: dict[str, Any] = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
 
 
+VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST = VERSION.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+KEYS = ApiKeys("sk-ours-0123456789", None)
+CHUNKS = head_of(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+
+
+@pytest.mark.usefixtures("_no_traces_of_bugs")
 @pytest.mark.parametrize(
     "sent",
     [
         b"hello\r\n\r\n",
         b"GET /version HTTP/1.1\r\n\r\n",  # no Host
-        b"GET /version HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        VERSION.replace(b"Host", b"no colon\r\nHost"),
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        CHUNKS + b"5\r\nhello\r\nno size\r\n",
     ],
 )
-def test_what_is_no_http_is_answered_in_json(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with opened(FakeEngine()) as (reader, writer):
-            writer.write(sent)
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 400 ")
-            assert error_in(answer)["code"] == "invalid_http"
-
-    with no_traces_of_bugs(caplog):
-        asyncio.run(test())
-
-
-def test_a_body_that_breaks_off_its_chunks_is_answered(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with opened(FakeEngine()) as (reader, writer):
-            head = head_of(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-            writer.write(head + b"5\r\nhello\r\nno size\r\n")
-            assert error_in(await reader.read())["code"] == "invalid_http"
-
-    with no_traces_of_bugs(caplog):
-        asyncio.run(test())
+async def test_what_is_no_http_is_answered_in_json(sent: bytes) -> None:
+    async with opened(FakeEngine()) as (reader, writer):
+        writer.write(sent)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert error_in(answer)["code"] == "invalid_http"
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /ver"])
-@pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("before", [b"", VERSION])
 async def test_a_connection_without_a_whole_request_ends(
     sent: bytes, before: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,52 +117,47 @@ async def test_a_connection_lives_on_after_a_refused_body(monkeypatch: pytest.Mo
         await writer.drain()
         writer.write(b" " * 5)
         await asyncio.sleep(0.1)  # the deadline passes and no longer counts
-        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(VERSION)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.usefixtures("_no_traces_of_bugs")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_has_closed_its_side_gets_its_answer(
-    stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_a_client_that_has_closed_its_side_gets_its_answer(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "FIRST_PROBE_S", 0.01)
-    probe = HttpProtocol._probe
+    probe, probed_the_closed = HttpProtocol._probe, asyncio.Event()
 
-    async def test() -> None:
-        fake = FakeEngine()
-        fake.queues = False
-        probed_the_closed = asyncio.Event()
+    def watched(connection: HttpProtocol, delay_s: float) -> None:
+        probe(connection, delay_s)
+        if connection.transport.is_closing():
+            probed_the_closed.set()
 
-        def watched(connection: HttpProtocol, delay_s: float) -> None:
-            probe(connection, delay_s)
-            if connection.transport.is_closing():
-                probed_the_closed.set()
-
-        monkeypatch.setattr(HttpProtocol, "_probe", watched)
-        async with opened(fake) as (reader, writer):
-            writer.write(http_request({"prompt": "hi", "stream": stream}))
-            writer.write_eof()
-            await fake.request_came.wait()
-            # Interim answers show whether the client is still there.
-            for _ in range(2):
-                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            fake.emit(output(fake.added[0], ids("a")))
-            fake.emit(output(fake.added[0], ids("b"), index=1, finish_reason="length"))
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 200 ")
-            assert (b'"text":"b"' if stream else b'"text":"ab"') in answer
-            assert fake.aborted == []
-            writer.close()
-            await writer.wait_closed()
-            await probed_the_closed.wait()  # which disturbs nobody
-
-    with no_traces_of_bugs(caplog):
-        asyncio.run(test())
+    monkeypatch.setattr(HttpProtocol, "_probe", watched)
+    fake = FakeEngine()
+    fake.queues = False
+    async with opened(fake) as (reader, writer):
+        writer.write(http_request({"prompt": "hi", "stream": stream}))
+        writer.write_eof()
+        await fake.request_came.wait()
+        # Interim answers show whether the client is still there.
+        for _ in range(2):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        fake.emit(output(fake.added[0], ids("a")))
+        fake.emit(output(fake.added[0], ids("b"), index=1, finish_reason="length"))
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert (b'"text":"b"' if stream else b'"text":"ab"') in answer
+        assert fake.aborted == []
+        writer.close()
+        await writer.wait_closed()
+        await probed_the_closed.wait()  # which disturbs nobody
 
 
 async def test_pipelined_requests_of_a_half_closed_client_are_answered() -> None:
     async with opened(FakeEngine()) as (reader, writer):
-        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        writer.write(VERSION * 2)
         writer.write_eof()
         assert (await reader.read()).count(b"HTTP/1.1 200 ") == 2
 
@@ -200,19 +189,10 @@ def answers(sent: bytes, fake: FakeEngine | None = None, **options: Any) -> byte
     return asyncio.run(test())
 
 
-VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
-LAST = VERSION.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-CHUNKS = head_of(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-
-
 @pytest.mark.parametrize(
     ("status", "sent"),
     [
-        (
-            b"400",
-            head_of(4).replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
-            + b"0\r\n\r\n",
-        ),
+        (b"400", CHUNKS.replace(b"Host", b"Content-Length: 4\r\nHost") + b"0\r\n\r\n"),
         (b"431", VERSION.replace(b"Host", b"A: " + b"a" * 100_000 + b"\r\nHost")),
         (b"431", VERSION.replace(b"Host", b"a:b\r\n" * 1000 + b"Host")),
         (b"505", VERSION.replace(b"1.1", b"9.9")),
@@ -248,9 +228,9 @@ def test_an_upgrade_is_ignored_and_not_logged(caplog: pytest.LogCaptureFixture) 
 
 
 async def test_requests_that_come_together_are_answered_one_after_the_other() -> None:
-    fake = FakeEngine()
+    fake, rest = FakeEngine(), b'el": "tiny", "prompt": "hi"}'
     async with opened(fake) as (reader, writer):
-        body = b'5\r\n{"mod\r\n' + b"%x\r\n" % len(REST) + REST + b"\r\n0\r\nX-Late: a\r\n\r\n"
+        body = b'5\r\n{"mod\r\n' + b"%x\r\n" % len(rest) + rest + b"\r\n0\r\nX-Late: a\r\n\r\n"
         writer.write((CHUNKS + body) * 2 + VERSION + LAST)
         for nth in range(2):
             await fake.request_came.wait()
@@ -262,9 +242,6 @@ async def test_requests_that_come_together_are_answered_one_after_the_other() ->
         assert answer.count(b'"text":"a"') == 2
 
 
-REST = b'el": "tiny", "prompt": "hi"}'
-
-
 def test_many_pipelined_requests_all_have_an_answer() -> None:
     """More than are received ahead, and more than one turn takes."""
     num_requests = 2 * READ_AHEAD_BYTES // len(VERSION)
@@ -273,35 +250,30 @@ def test_many_pipelined_requests_all_have_an_answer() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_who_sends_all_before_reading_learns_why_it_was_refused(
+async def test_who_sends_all_before_reading_learns_why_it_was_refused(
     ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the body nothing is kept; without an end it is not taken for ever."""
     if not ends:
         monkeypatch.setattr(protocol, "DISCARD_DEADLINE_S", 0.2)
 
-    async def test() -> None:
-        async with loopback(FakeEngine(), keys=ApiKeys("sk-ours-0123456789", None)) as port:
+    def send_all(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head_of(20_000_000 if ends else 10**12))
+            with nullcontext() if ends else pytest.raises(OSError):
+                for _ in range(20 if ends else 1000):
+                    client.sendall(b" " * 1_000_000)
+            return client.recv(100_000)
 
-            def send_all() -> bytes:
-                with socket.create_connection(("127.0.0.1", port)) as client:
-                    client.sendall(head_of(20_000_000 if ends else 10**12))
-                    with nullcontext() if ends else pytest.raises(OSError):
-                        for _ in range(20 if ends else 1000):
-                            client.sendall(b" " * 1_000_000)
-                    return client.recv(100_000)
-
-            answer = await asyncio.to_thread(send_all)
-            assert answer.startswith(b"HTTP/1.1 401 ")
-            assert b"\r\nconnection: close\r\n" in answer
-
-    asyncio.run(test())
+    async with loopback(FakeEngine(), keys=KEYS) as port:
+        answer = await asyncio.to_thread(send_all, port)
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"\r\nconnection: close\r\n" in answer
 
 
 async def test_the_rest_of_refused_chunks_is_not_parsed() -> None:
     """What would be the next request is a part of the body."""
-    keys = ApiKeys("sk-ours-0123456789", None)
-    async with opened(FakeEngine(), keys=keys) as (reader, writer):
+    async with opened(FakeEngine(), keys=KEYS) as (reader, writer):
         writer.write(CHUNKS)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 401 ")

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.gateway.http import request_reader
 from server.gateway.http.request_reader import (
     MAX_FRAMING_BYTES,
     MAX_HEADER_BYTES,
     MAX_HEADERS,
-    MAX_SMALL_CHUNKS,
     MIN_CHUNK_BYTES,
     MIN_COST_BYTES,
     PLAIN_SLICE_BYTES,
@@ -63,69 +63,51 @@ def get(*headers: bytes, line: bytes = b"GET / HTTP/1.1", host: bytes = HOST) ->
     return line + b"\r\n" + host + b"".join(header + b"\r\n" for header in headers) + b"\r\n"
 
 
-@pytest.mark.parametrize(
-    ("status", "sent"),
-    [
-        (400, b"GET /\r\n\r\n"),
-        (400, b"GET / HTTP/1\r\n\r\n"),
-        (400, get(line=b"GET  / HTTP/1.1")),
-        (400, get(line=b"GET /\tHTTP/1.1")),
-        (505, get(line=b"GET / HTTP/9.9")),
-        (505, get(line=b"GET / HTTP/2.0")),
-        (505, get(line=b"GET / HTTP/1.2")),
-        (505, get(line=b"GET / HTTP/0.9")),
-        (505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-        (400, get(line=b"DESCRIBE / RTSP/1.0")),
-        (501, get(line=b"BREW / HTTP/1.1")),
-        (501, get(line=b"get / HTTP/1.1")),
-        (400, get(line=b"GET version HTTP/1.1")),
-        (400, get(line=b"GET /a#b HTTP/1.1")),
-        (400, get(line=b"GET /\xff HTTP/1.1")),
-        (400, get(line=b"GET * HTTP/1.1")),
-        (400, get(line=b"GET ftp://x/ HTTP/1.1")),
-        (400, get(line=b"GET http:///version HTTP/1.1")),
-        (400, get(line=b"GET http://a@b/ HTTP/1.1")),
-        (400, get(line=b"CONNECT x:80 HTTP/1.1")),
-        (400, get(host=b"")),
-        (400, get(b"Host: x")),
-        (400, get(b"Host: y", line=b"GET / HTTP/1.0")),
-        (400, get(host=b"Host: a b\r\n")),
-        (400, get(host=b"Host: a/b\r\n")),
-        (400, get(host=b"Host : x\r\n")),
-        (400, get(b"no colon")),
-        (400, get(b": no name")),
-        (400, get(b"A: b", b" folded")),
-        (400, get(b"A: b\rc")),
-        (400, get(b"A: b\0c")),
-        (400, b"GET / HTTP/1.1\nHost: x\n\n"),
-        (400, b"GET / HTTP/1.1\r\nHost: x\n\r\n"),
-        (400, b"\r\n\r\n" + get()),
-        (400, b"\x16\x03\x01\x02"),
-        (400, get(b"Content-Length: 1", b"Transfer-Encoding: chunked") + b"0\r\n\r\n"),
-        (400, get(b"Transfer-Encoding: chunked", b"Content-Length: 1") + b"0\r\n\r\n"),
-        (400, get(b"Content-Length: 1", b"Content-Length: 2") + b"ab"),
-        (400, get(b"Content-Length: 1, 2") + b"ab"),
-        (400, get(b"Content-Length: -1")),
-        (400, get(b"Content-Length: +1") + b"a"),
-        (400, get(b"Content-Length: 0x1") + b"a"),
-        (400, get(b"Content-Length:")),
-        (400, get(b"Content-Length: 99999999999999999999")),
-        (400, get(b"Transfer-Encoding: chunked", line=b"POST / HTTP/1.0") + b"0\r\n\r\n"),
-        (400, get(b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked") + b"0\r\n\r\n"),
-        (400, get(b"Transfer-Encoding: chunked, gzip") + b"0\r\n\r\n"),
-        (501, get(b"Transfer-Encoding: gzip, chunked") + b"0\r\n\r\n"),
-        (501, get(b"Transfer-Encoding: gzip")),
-        (400, CHUNKED + b"5\nhello\r\n0\r\n\r\n"),
-        (400, CHUNKED + b"5 \r\nhello\r\n0\r\n\r\n"),
-        (400, CHUNKED + b"0x5\r\nhello\r\n0\r\n\r\n"),
-        (400, CHUNKED + b"-1\r\n"),
-        (400, CHUNKED + b"5\r\nhello!\r\n0\r\n\r\n"),
-        (400, CHUNKED + b"5;a\rb\r\nhello\r\n0\r\n\r\n"),
-        (400, CHUNKED + b"fffffffffffffffff\r\n"),
-        (400, CHUNKED + b"0\r\nGET / HTTP/1.1\r\n\r\n"),
-        (400, CHUNKED + b"0\r\nContent-Length: 3\r\n\r\n"),
+# Of each status: lines of requests, and headers beside Host, each with what follows the head.
+LINES = {
+    400: [
+        *(b"GET  / HTTP/1.1", b"GET /\tHTTP/1.1", b"GET / HTTP/1", b"DESCRIBE / RTSP/1.0"),
+        *(b"GET version HTTP/1.1", b"GET /a#b HTTP/1.1", b"GET /\xff HTTP/1.1", b"GET * HTTP/1.1"),
+        *(b"GET ftp://x/ HTTP/1.1", b"GET http:///version HTTP/1.1", b"GET http://a@b/ HTTP/1.1"),
+        *(b"CONNECT x:80 HTTP/1.1", b"\r\n\r\nGET / HTTP/1.1", b"\x16\x03\x01\x02"),
     ],
-)
+    501: [b"BREW / HTTP/1.1", b"get / HTTP/1.1"],
+    505: [b"GET / HTTP/9.9", b"GET / HTTP/2.0", b"GET / HTTP/1.2", b"GET / HTTP/0.9"],
+}
+HEADERS = {
+    400: [
+        *(b"Host: x", b"no colon", b": no name", b"A: b\r\n folded", b"A: b\rc", b"A: b\0c"),
+        b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 1\r\n\r\n0",
+        b"Content-Length: 1\r\nContent-Length: 2",
+        *(b"Content-Length: 1, 2", b"Content-Length: -1", b"Content-Length: +1"),
+        *(b"Content-Length: 0x1", b"Content-Length:", b"Content-Length: 99999999999999999999"),
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0",
+        b"Transfer-Encoding: chunked, gzip\r\n\r\n0",
+    ],
+    501: [b"Transfer-Encoding: gzip, chunked\r\n\r\n0", b"Transfer-Encoding: gzip"],
+}
+HEADS = [
+    *(b"GET /\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", get(host=b"")),
+    *(get(host=b"Host: a b\r\n"), get(host=b"Host: a/b\r\n"), get(host=b"Host : x\r\n")),
+    get(b"Host: y", line=b"GET / HTTP/1.0"),
+    get(b"Transfer-Encoding: chunked", line=b"POST / HTTP/1.0") + b"0\r\n\r\n",
+    *(b"GET / HTTP/1.1\nHost: x\n\n", b"GET / HTTP/1.1\r\nHost: x\n\r\n"),
+]
+CHUNKS = [
+    *(b"5\nhello\r\n0\r\n\r\n", b"5 \r\nhello\r\n0\r\n\r\n", b"0x5\r\nhello\r\n0\r\n\r\n"),
+    *(b"-1\r\n", b"5\r\nhello!\r\n0\r\n\r\n", b"5;a\rb\r\nhello\r\n0\r\n\r\n"),
+    *(b"fffffffffffffffff\r\n", b"0\r\nGET / HTTP/1.1\r\n\r\n", b"0\r\nContent-Length: 3\r\n\r\n"),
+]
+FORBIDDEN = [
+    *((status, get(line=line)) for status, lines in LINES.items() for line in lines),
+    *((status, get(each)) for status, headers in HEADERS.items() for each in headers),
+    *((505 if b"2.0" in head else 400, head) for head in HEADS),
+    *((400, CHUNKED + chunk) for chunk in CHUNKS),
+]
+
+
+@pytest.mark.parametrize(("status", "sent"), FORBIDDEN)
 def test_what_rfc_9112_forbids_is_refused(status: int, sent: bytes) -> None:
     for pieces in ([sent + get()], [bytes([byte]) for byte in sent + get()]):
         requests, found = read(*pieces)
@@ -181,9 +163,11 @@ def test_the_head_has_limits_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [1, MIN_CHUNK_BYTES - 1, MIN_CHUNK_BYTES])
-def test_small_chunks_are_counted(size_bytes: int) -> None:
+def test_small_chunks_are_counted(size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 64
+    monkeypatch.setattr(request_reader, "MAX_SMALL_CHUNKS", most)
     chunk = b"%x\r\n" % size_bytes + b" " * size_bytes + b"\r\n"
-    for num_smaller, status in ((MAX_SMALL_CHUNKS - 2, None), (MAX_SMALL_CHUNKS + 2, 400)):
+    for num_smaller, status in ((most - 2, None), (most + 2, 400)):
         # So many chunks of no size take as much of the allowance as these.
         num_chunks = num_smaller * MIN_CHUNK_BYTES // max(1, MIN_CHUNK_BYTES - size_bytes)
         requests, error = read(CHUNKED + chunk * num_chunks + b"0\r\n\r\n")

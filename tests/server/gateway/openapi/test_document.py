@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from server.gateway.bodies.fields import field_classes
-from server.gateway.dialects.chat.request import ChatBody
-from server.gateway.dialects.completions.request import CompletionBody
 from server.gateway.engine_client import EngineClient
 from server.gateway.openapi.document import STATUSES
 from tests.server.gateway.calls import answer_to
@@ -33,6 +30,7 @@ def refs(value: object) -> set[str]:
 
 
 def test_every_route_is_described_and_no_other() -> None:
+    assert described()["openapi"].startswith("3.1")
     app: Any = make_app(EngineClient(FakeEngine()))
     served = set()
     for route in app._app.routes:
@@ -40,14 +38,10 @@ def test_every_route_is_described_and_no_other() -> None:
         path = route.path.replace(":path}", "}")
         if path != "/v1/models/":  # the same as without a slash
             served |= {(method.lower(), path) for method in (route.methods or ()) - {"HEAD"}}
-    paths = described()["paths"]
-    assert served == {(method, path) for path in paths for method in paths[path]}
-
-
-def test_the_document_is_complete() -> None:
-    assert described()["openapi"].startswith("3.1")
     schemas = described()["components"]["schemas"]
     assert {ref.rpartition("/")[2] for ref in refs(described())} <= set(schemas)
+    paths = described()["paths"]
+    assert served == {(method, path) for path in paths for method in paths[path]}
 
 
 def test_every_refusal_is_described_as_the_error_object() -> None:
@@ -63,18 +57,6 @@ def test_every_refusal_is_described_as_the_error_object() -> None:
                     assert media["schema"] == {"$ref": f"#/components/schemas/{body}"}
 
 
-@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
-def test_fields_have_their_limits_and_their_class(kind: type[ChatBody]) -> None:
-    properties = described()["components"]["schemas"][kind.__name__]["properties"]
-    assert list(properties) == list(kind.__struct_fields__)
-    assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2.0}
-    classes = field_classes(kind)
-    for name, neutral in classes.refused.items():
-        assert properties[name]["enum"] == [None, *neutral]
-    for name in classes.ignored:
-        assert "without effect" in properties[name]["description"]
-
-
 EXAMPLES = {
     path: methods["post"]["requestBody"]["content"]["application/json"]["example"]
     for path, methods in described()["paths"].items()
@@ -82,19 +64,13 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("path", EXAMPLES)
-async def test_the_examples_work(path: str) -> None:
-    fake = FakeEngine(saying("ok"))
-    async with gateway(fake) as client:
-        fake.become_ready(max_request_tokens=1000)
-        await fake.settle()
-        body = dict(EXAMPLES[path])
-        if "model" in body:
-            body["model"] = "tiny"
-        if "tokens" in body:
-            body["tokens"] = [1, 2]
-        response = await client.post(path, json=body)
-        assert response.status_code == 200, response.text
+async def test_the_examples_work() -> None:
+    async with gateway(FakeEngine(saying("ok")), max_request_tokens=1000) as client:
+        for path, example in EXAMPLES.items():
+            known = {"model": "tiny", "tokens": [1, 2]}
+            body = example | {name: known[name] for name in known.keys() & example.keys()}
+            response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("path", ["/docs", "/"])
@@ -105,8 +81,5 @@ def test_the_pages_need_nothing_from_elsewhere(path: str) -> None:
     assert not re.findall(r"(?:https?:)?//[a-z]", page.text)
     assert "src=" not in page.text
     assert "openapi.json" in page.text
-
-
-def test_the_pages_links_work() -> None:
-    for link in re.findall(r'href="([^"#]+)"', answer_to("/").text):
+    for link in re.findall(r'href="([^"#]+)"', page.text) if path == "/" else ():
         assert answer_to(f"/{link}").status_code == 200

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
 from server.gateway.operations.metrics import TOP_EXPERTS, GatewayMetrics
-from tests.server.gateway.calls import PLAIN
-from tests.server.gateway.fakes import FakeEngine, gateway, ids, output
+from tests.server.gateway.calls import PLAIN, PLAIN_BODY
+from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, saying
 from tests.server.gateway.test_app import samples
 from topspin.errors import PeerLost
 from topspin.messages import ITERATION_BUCKETS, AddRequest, RequestOutput
@@ -50,40 +51,28 @@ async def test_requests_are_counted_by_phase_and_length() -> None:
     assert of("request_params_n") == (1, 2)
 
 
-async def test_one_token_has_no_time_per_token_and_an_abort_no_phases() -> None:
-    fake = FakeEngine(lambda request: [output(request, ids("a"), finish_reason="length")])
-    async with gateway(fake) as client:
-        await client.post(PLAIN, json={"model": "tiny", "prompt": "a"})
-        fake.script = None
-        fake.request_came.clear()
-        pending = asyncio.create_task(client.post(PLAIN, json={"model": "tiny", "prompt": "a"}))
-        await fake.request_came.wait()
-        pending.cancel()
-        await asyncio.gather(pending, return_exceptions=True)
-        found = samples((await client.get("/metrics")).text)
-    assert found["topspin_request_time_per_output_token_seconds_count", ""] == 0
-    assert found["topspin_request_inference_time_seconds_count", ""] == 1
-    assert found["topspin_request_success_total", "finished_reason=abort"] == 1
+async def leave(client: httpx.AsyncClient, fake: FakeEngine) -> None:
+    """Ask for a completion, and go before its first token."""
+    fake.script = None
+    fake.request_came.clear()
+    pending = asyncio.create_task(client.post(PLAIN, json=PLAIN_BODY))
+    await fake.request_came.wait()
+    pending.cancel()
+    await asyncio.gather(pending, return_exceptions=True)
 
 
-async def test_answers_are_counted_by_route_and_status() -> None:
-    fake = FakeEngine(lambda request: [output(request, ids("a"), finish_reason="length")])
-    body = {"model": "tiny", "prompt": "a"}
+async def test_answers_are_counted_by_route_and_status_and_aborts_have_no_phases() -> None:
+    fake = FakeEngine(saying("a"))
     async with gateway(fake) as client:
-        await client.post(PLAIN, json=body)
-        await client.post(PLAIN, json={**body, "stream": True})
-        await client.post(PLAIN, json={**body, "n": 0})
+        await client.post(PLAIN, json=PLAIN_BODY)
+        await client.post(PLAIN, json={**PLAIN_BODY, "stream": True})
+        await client.post(PLAIN, json={**PLAIN_BODY, "n": 0})
         for path in ("/made-up/1", "/made-up/2", "/v1/models/tiny"):
             await client.get(path)
-        fake.script = None
-        fake.request_came.clear()
-        pending = asyncio.create_task(client.post(PLAIN, json=body))
-        await fake.request_came.wait()
-        pending.cancel()
-        await asyncio.gather(pending, return_exceptions=True)
+        await leave(client, fake)
         fake.say(PeerLost("closed"))
         await fake.settle()
-        await client.post(PLAIN, json=body)
+        await client.post(PLAIN, json=PLAIN_BODY)
         found = samples((await client.get("/metrics")).text)
     name = "topspin_http_responses_total"
     assert {labels: count for (each, labels), count in found.items() if each == name} == {
@@ -94,6 +83,10 @@ async def test_answers_are_counted_by_route_and_status() -> None:
         "code=404,endpoint=other": 2,
         "code=200,endpoint=other": 1,
     }
+    # One token has no time per token.
+    assert found["topspin_request_time_per_output_token_seconds_count", ""] == 0
+    assert found["topspin_request_inference_time_seconds_count", ""] == 2
+    assert found["topspin_request_success_total", "finished_reason=abort"] == 1
 
 
 def rendered(*, per_expert: bool = False) -> str:

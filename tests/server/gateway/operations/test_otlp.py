@@ -53,26 +53,21 @@ def test_a_collector_gets_what_is_queued_at_the_end() -> None:
     assert batch.resource["service.name"] == "topspin"
     assert {span.trace_id.hex() for span in batch.spans} == {TRACE}
     roots = [span for span in batch.spans if span.kind == Span.SPAN_KIND_SERVER]
-    assert [(span.name, span.parent_span_id.hex()) for span in roots] == [
-        *(("chat tiny", PARENT), ("chat tiny", PARENT), ("chat", PARENT)),
-    ]
+    assert [span.name for span in roots] == ["chat tiny", "chat tiny", "chat"]
+    assert {span.parent_span_id.hex() for span in roots} == {PARENT}
     whole, stream, refused = (values(span.attributes) for span in roots)
     assert whole["gen_ai.response.finish_reasons"] == ("length", "length")
     assert (whole["gen_ai.usage.output_tokens"], stream["gen_ai.usage.output_tokens"]) == (4, 2)
-    assert (refused["http.response.status_code"], refused["error.type"]) == (
-        *(400, "invalid_request_error"),
-    )
+    assert refused["error.type"] == "invalid_request_error"
     assert all(span.status.code == Status.STATUS_CODE_UNSET for span in roots)
     for root, num_choices in zip(roots, (2, 1, 0), strict=True):
         phases = [span for span in batch.spans if span.parent_span_id == root.span_id]
         assert len(phases) == 3 * num_choices
-        assert all(span.kind == Span.SPAN_KIND_INTERNAL for span in phases)
         for span in phases:
+            assert span.kind == Span.SPAN_KIND_INTERNAL
             assert root.start_time_unix_nano <= span.start_time_unix_nano
-            assert span.start_time_unix_nano <= span.end_time_unix_nano
             assert span.end_time_unix_nano <= root.end_time_unix_nano
         assert begun_ns <= root.start_time_unix_nano <= root.end_time_unix_nano <= ended_ns
-    assert len({span.span_id for span in batch.spans}) == len(batch.spans) == 3 + 9
 
 
 def test_the_sdks_variables_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,27 +131,16 @@ def test_a_collector_that_does_not_answer_delays_nothing(
         assert [len(found.receive().spans) for _ in range(2)] == [1, 1]
 
 
-BAD_URLS = [
-    "",
-    "localhost:4318",
-    "grpc://c:4317",
-    "http://",
-    "http://c:port",
-    "http://c:0",
-    "http://[",
-    "http://a b/",
-]
-
-
-@pytest.mark.parametrize("url", BAD_URLS)
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "localhost:4318", "grpc://c:4317", "http://", "http://c:port", "http://c:0"),
+        *("http://[", "http://a b/"),
+    ],
+)
 def test_what_is_no_url_is_named(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint .*must be a URL of HTTP"):
         check_endpoint(url)
-
-
-def test_no_endpoint_sends_nothing() -> None:
-    with span_sender(None) as spans:
-        assert spans is None
 
 
 @pytest.mark.parametrize("package", ["sdk", "exporter"])

@@ -5,12 +5,12 @@ Read back from OpenTelemetry's own in-memory exporter.
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -27,17 +27,26 @@ from server.gateway.http.auth import ApiKeys
 from server.gateway.operations.metrics import First
 from server.gateway.operations.otlp import SpanSender
 from server.gateway.operations.spans import RequestRecord, request_spans
-from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, PROMPT, http_request
+from tests.server.gateway.calls import (
+    CHAT,
+    CHAT_BODY,
+    PLAIN,
+    PLAIN_BODY,
+    PROMPT,
+    answer_to,
+    http_request,
+)
 from tests.server.gateway.fakes import (
     FakeEngine,
     gateway,
     ids,
     opened,
     output,
+    refusing,
     saying,
     tokenizer,
 )
-from topspin.messages import AddRequest, RequestFailed, RequestOutput
+from topspin.messages import AddRequest, RequestOutput
 
 PAGE = Path(__file__).parents[4] / "docs" / "tracing.md"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -69,21 +78,11 @@ class Spans:
 
 
 def call(
-    path: str,
-    body: Mapping[str, object],
-    fake: FakeEngine,
-    *,
-    headers: Iterable[tuple[str, str]] = (),
-    **options: Any,
-) -> tuple[Spans, Any]:
-    """Return the spans of one request and its answer. `options` are those of make_app."""
-
-    async def test() -> Any:
-        async with gateway(fake, spans=spans.sender, **options) as client:
-            return await client.post(path, json=body, headers=list(headers))
-
+    path: str, body: dict[str, object], fake: FakeEngine, **options: Any
+) -> tuple[Spans, httpx.Response]:
+    """Return the spans of one request and its answer. `options` are those of answer_to."""
     spans = Spans()
-    return spans, asyncio.run(test())
+    return spans, answer_to(path, body, fake=fake, spans=spans.sender, **options)
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
@@ -108,8 +107,7 @@ def cached(request: AddRequest) -> Iterator[RequestOutput]:
 def test_a_request_has_one_span_with_its_choices_phases(stream: bool) -> None:
     options = {"n": 2, "max_tokens": 7, "temperature": 0.5, "top_p": 0.25}
     body = {**CHAT_BODY, **options, "stream": stream}
-    headers = [("X-Request-Id", "mine")]
-    spans, answer = call(CHAT, body, FakeEngine(cached), headers=headers)
+    spans, answer = call(CHAT, body, FakeEngine(cached), headers={"X-Request-Id": "mine"})
     assert answer.status_code == 200
     [root] = spans.roots
     found = attributes(root)
@@ -151,44 +149,37 @@ def test_a_request_has_one_span_with_its_choices_phases(stream: bool) -> None:
         assert attributes(phases[2])["topspin.choice.output_tokens"] == 3
 
 
-def phases_of(first: First | None, *, last_at_s: float | None) -> list[tuple[str, float, float]]:
-    """Return name, begin and end of the phases of a choice whose request began at 10 s."""
-    detokenizer = IncrementalDetokenizer(tokenizer(), prompt_ids=(), skip_special_tokens=True)
+@pytest.mark.parametrize(
+    ("first", "last_at_s", "phases"),
+    [
+        (
+            First(queue_s=0.5, prefill_s=0.25, at_s=11.0),
+            13.0,
+            [("queue", 10.25, 10.75), ("prefill", 10.75, 11.0), ("decode", 11.0, 13.0)],
+        ),
+        (First(0.5, 0.25, 11.0), 11.0, [("queue", 10.25, 10.75), ("prefill", 10.75, 11.0)]),
+        # None begins before its request.
+        (First(3.0, 0.5, 11.0), 11.0, [("queue", 10.0, 10.5), ("prefill", 10.5, 11.0)]),
+        (First(1.0, 3.0, 11.0), 11.0, [("queue", 10.0, 10.0), ("prefill", 10.0, 11.0)]),
+        (None, None, []),
+    ],
+)
+def test_phases_are_laid_before_the_first_output(
+    first: First | None, last_at_s: float | None, phases: list[tuple[str, float, float]]
+) -> None:
+    """Of a choice whose request began at 10 s."""
     choice = Choice(
         index=0,
         prompt=Prompt(ids=[1]),
         is_first=True,
         options=TextOptions(),
-        detokenizer=detokenizer,
+        detokenizer=IncrementalDetokenizer(tokenizer(), prompt_ids=(), skip_special_tokens=True),
     )
     choice.first, choice.last_output_at_s = first, last_at_s
     record = RequestRecord(PLAIN, 10.0, choices=[choice])
-    found = request_spans(record, request_id="r", status=200, ended_s=20.0)
-    assert (found.root.start_s, found.root.end_s) == (10.0, 20.0)
-    return [(each.name, each.start_s, each.end_s) for each in found.phases]
-
-
-def test_phases_are_laid_before_the_first_output() -> None:
-    first = First(queue_s=0.5, prefill_s=0.25, at_s=11.0)
-    assert phases_of(first, last_at_s=13.0) == [
-        ("queue", 10.25, 10.75),
-        ("prefill", 10.75, 11.0),
-        ("decode", 11.0, 13.0),
-    ]
-    assert [name for name, _, _ in phases_of(first, last_at_s=11.0)] == ["queue", "prefill"]
-    assert phases_of(None, last_at_s=None) == []
-
-
-@pytest.mark.parametrize(
-    ("queue_s", "prefill_s", "admitted_s"), [(3.0, 0.5, 10.5), (1.0, 3.0, 10.0)]
-)
-def test_no_phase_begins_before_its_request(
-    queue_s: float, prefill_s: float, admitted_s: float
-) -> None:
-    assert phases_of(First(queue_s, prefill_s, 11.0), last_at_s=11.0) == [
-        ("queue", 10.0, admitted_s),
-        ("prefill", admitted_s, 11.0),
-    ]
+    root, *found = request_spans(record, request_id="r", status=200, ended_s=20.0)
+    assert (root.start_s, root.end_s) == (10.0, 20.0)
+    assert [(each.name, each.start_s, each.end_s) for each in found] == phases
 
 
 ENDPOINTS: list[tuple[str, dict[str, object], str]] = [
@@ -210,16 +201,12 @@ def test_each_endpoint_names_its_answer(path: str, body: dict[str, object], oper
     assert len(spans.phases) == 3
 
 
-def test_other_routes_have_no_spans() -> None:
-    async def test() -> None:
-        async with gateway(FakeEngine(), spans=spans.sender) as client:
-            assert (await client.get("/health")).status_code == 200
-            assert (await client.get(CHAT)).status_code == 405
-            body = {"model": "tiny", "prompt": "hi"}
-            assert (await client.post("/tokenize", json=body)).status_code == 200
-
+async def test_other_routes_have_no_spans() -> None:
     spans = Spans()
-    asyncio.run(test())
+    async with gateway(FakeEngine(), spans=spans.sender) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get(CHAT)).status_code == 405
+        assert (await client.post("/tokenize", json=PLAIN_BODY)).status_code == 200
     assert spans.all == ()
 
 
@@ -228,6 +215,7 @@ REFUSED: list[tuple[dict[str, object], dict[str, Any], int, str]] = [
     ({"model": SECRET}, {}, 404, "model_not_found"),
     ({"max_tokens": 5000}, {}, 400, "context_length_exceeded"),
     ({}, {"keys": ApiKeys("k" * 32, None)}, 401, "401"),
+    ({}, {"headers": {"X-Request-Id": "x" * 200}}, 400, "400"),
 ]
 
 
@@ -244,18 +232,20 @@ def test_a_refused_request_is_no_error_of_the_server(
     assert "gen_ai.usage.input_tokens" not in found
 
 
-def test_an_id_that_is_refused_still_has_a_span() -> None:
-    spans, _ = call(PLAIN, PLAIN_BODY, FakeEngine(), headers=[("X-Request-Id", "x" * 200)])
-    [root] = spans.all
-    assert attributes(root)["error.type"] == "400"
-
-
-async def talk(spans: Spans, *, num_before: int, leaves: bool) -> None:
-    """Ask for a stream, read some tokens; then the client leaves, or the engine fails.
-
-    Without tokens the request has not been queued either.
-    """
-    fake = FakeEngine()
+@pytest.mark.parametrize(
+    ("num_before", "leaves", "status", "phases"),
+    [
+        (0, False, 200, []),
+        (1, False, 200, ["queue", "prefill"]),
+        (0, True, 499, []),
+        (2, True, 200, ["queue", "prefill", "decode"]),
+    ],
+)
+async def test_a_stream_that_breaks_off_is_an_error(
+    num_before: int, leaves: bool, status: int, phases: list[str]
+) -> None:
+    """After some tokens the client leaves, or the engine fails."""
+    spans, fake = Spans(), FakeEngine()
     fake.queues = num_before > 0
     async with opened(fake, spans=spans.sender) as (reader, writer):
         writer.write(http_request({"prompt": "hi", "stream": True}))
@@ -263,44 +253,27 @@ async def talk(spans: Spans, *, num_before: int, leaves: bool) -> None:
         for index in range(num_before):
             fake.emit(output(fake.added[0], ids("a"), index=index))
             await reader.readuntil(b'"text":"a"')
-        if not leaves:
+        if leaves:
+            writer.close()
+            await fake.abort_came.wait()
+        else:
             fake.emit(output(fake.added[0], [], index=num_before, finish_reason="abort"))
             await reader.readuntil(b"engine_unavailable")
-        writer.close()
-        await writer.wait_closed()
-        if leaves:
-            await fake.abort_came.wait()
-
-
-@pytest.mark.parametrize("num_before", [0, 1])
-def test_a_failure_has_its_type(num_before: int) -> None:
-    spans = Spans()
-    asyncio.run(talk(spans, num_before=num_before, leaves=False))
     [root] = spans.roots
     found = attributes(root)
-    assert found["http.response.status_code"] == 200
-    assert found["error.type"] == "engine_unavailable"
+    assert found["http.response.status_code"] == status
+    assert found["error.type"] == ("client_disconnected" if leaves else "engine_unavailable")
     assert found["gen_ai.usage.output_tokens"] == num_before
-    assert root.status.status_code is StatusCode.ERROR
-    assert root.status.description is None
+    assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, None)
     assert "gen_ai.response.finish_reasons" not in found
-    assert [each.name for each in spans.phases] == ["queue", "prefill"][: 2 * num_before]
+    assert [each.name for each in spans.phases] == phases
 
 
 def test_an_engines_error_and_a_bug_have_their_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(FakeEngine):
-        """An engine that loses a node with each request."""
-
-        def send(self, message: Any) -> None:
-            """Answer `message` with the loss."""
-            if isinstance(message, AddRequest):
-                lost = {"code": "node_lost", "status": 503, "message": SECRET}
-                self.say(RequestFailed(request_id=message.request_id, **lost))
-
     def broken(*_: object) -> None:
         raise RuntimeError(SECRET)
 
-    spans, _ = call(PLAIN, PLAIN_BODY, Refusing())
+    spans, _ = call(PLAIN, PLAIN_BODY, FakeEngine(refusing("node_lost", 503, SECRET)))
     assert [attributes(each)["error.type"] for each in spans.all] == ["node_lost"]
     monkeypatch.setattr(CompletionReplies, "end", broken)
     spans, answer = call(PLAIN, {**PLAIN_BODY, "stream": True}, FakeEngine(saying("ok")))
@@ -311,20 +284,6 @@ def test_an_engines_error_and_a_bug_have_their_types(monkeypatch: pytest.MonkeyP
     [root] = spans.all
     assert (answer.status_code, attributes(root)["error.type"]) == (500, "RuntimeError")
     assert (root.status.status_code, root.events) == (StatusCode.ERROR, ())
-
-
-@pytest.mark.parametrize("num_before", [0, 2])
-def test_a_client_that_leaves_is_an_error(num_before: int) -> None:
-    spans = Spans()
-    asyncio.run(talk(spans, num_before=num_before, leaves=True))
-    [root] = spans.roots
-    found = attributes(root)
-    assert found["http.response.status_code"] == (200 if num_before else 499)
-    assert found["error.type"] == "client_disconnected"
-    assert root.status.status_code is StatusCode.ERROR
-    assert found["gen_ai.usage.output_tokens"] == num_before
-    phases = ["queue", "prefill", "decode"] if num_before else []
-    assert [each.name for each in spans.phases] == phases
 
 
 def test_the_parent_is_that_of_the_header() -> None:
@@ -360,14 +319,9 @@ def test_a_parent_that_is_not_recorded_has_no_child() -> None:
     ],
 )
 def test_a_malformed_parent_is_ignored(given: list[str]) -> None:
-    async def test() -> None:
-        async with gateway(FakeEngine(saying("ok")), spans=spans.sender) as client:
-            headers = [(b"traceparent", each.encode("latin-1")) for each in given]
-            answer = await client.post(PLAIN, json=PLAIN_BODY, headers=headers)
-            assert answer.status_code == 200
-
-    spans = Spans()
-    asyncio.run(test())
+    headers = [("traceparent", each) for each in given]
+    spans, answer = call(PLAIN, PLAIN_BODY, FakeEngine(saying("ok")), headers=headers)
+    assert answer.status_code == 200
     [root] = spans.roots
     assert root.parent is None
     assert root.context is not None
@@ -376,11 +330,8 @@ def test_a_malformed_parent_is_ignored(given: list[str]) -> None:
 
 def test_spans_have_no_text_and_no_key() -> None:
     key = "k" * 32
-    body = {
-        **CHAT_BODY,
-        "messages": [{"role": "user", "content": SECRET}],
-        "stop": [f"{SECRET}!"],
-    }
+    messages = [{"role": "user", "content": SECRET}]
+    body = {**CHAT_BODY, "messages": messages, "stop": [f"{SECRET}!"]}
     headers = [("Authorization", f"Bearer {key}"), ("baggage", f"a={SECRET}")]
     fake = FakeEngine(saying(SECRET))
     spans, answer = call(CHAT, body, fake, headers=headers, keys=ApiKeys(key, None))
@@ -391,14 +342,12 @@ def test_spans_have_no_text_and_no_key() -> None:
     assert key not in shown
 
 
-def test_the_page_lists_every_span_and_attribute() -> None:
+def test_the_page_lists_every_span_and_attribute_by_the_names_of_the_conventions() -> None:
     whole, _ = call(CHAT, CHAT_BODY, FakeEngine(cached))
     refused, _ = call(CHAT, {}, FakeEngine())
     limited, _ = call(CHAT, {**CHAT_BODY, "max_tokens": 3}, FakeEngine(saying("ok")))
-    everything = (*whole.all, *refused.all, *limited.all)
-    of_requests = {
-        name for each in everything if each.kind is SpanKind.SERVER for name in attributes(each)
-    }
+    roots = (*whole.roots, *refused.roots, *limited.roots)
+    of_requests = {name for each in roots for name in attributes(each)}
     of_phases = {(each.name, name) for each in whole.phases for name in attributes(each)}
     text = PAGE.read_text()
     rows = re.findall(r"(?m)^\| `([\w.]+)` \| ([^|]*) \|", text)
@@ -408,11 +357,6 @@ def test_the_page_lists_every_span_and_attribute() -> None:
         for phase, named in re.findall(r"(?m)^\| `(\w+)` \|[^|]*\|([^|]*)\|", text)
         for name in re.findall(r"`([\w.]+)`", named)
     } == of_phases
-
-
-def test_attributes_have_the_names_of_the_conventions() -> None:
-    spans, _ = call(CHAT, {**CHAT_BODY, "max_tokens": 3}, FakeEngine(saying("ok")))
     named = {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
-    [root] = spans.roots
-    ours = {name for name in attributes(root) if name.startswith("gen_ai.")}
+    ours = {name for name in of_requests if name.startswith("gen_ai.")}
     assert ours - named == {"gen_ai.request.id", "gen_ai.latency.time_to_first_token"}, "vLLM's"

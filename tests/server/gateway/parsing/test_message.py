@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.gateway.parsing.call_formats import FORMATS
-from server.gateway.parsing.message import Message, MessageOptions
+from server.gateway.parsing.message import AnswerMessage, MessageOptions
 
 NAMES = ("get_weather", "add")
 HERMES_CALL = (
@@ -20,7 +20,7 @@ Shape = tuple[str, str, list[tuple[str, str]]]
 
 def read(pieces: list[str], options: MessageOptions) -> Shape:
     """Return reasoning, content and (name, arguments) of calls; parts and message must agree."""
-    message = Message(options)
+    message = AnswerMessage(options)
     parts = [
         part
         for idx, piece in enumerate(pieces)
@@ -36,136 +36,106 @@ def options_of(name: str, **others: bool) -> MessageOptions:
     return MessageOptions(calls=FORMATS[name], tool_names=NAMES, **others)
 
 
-CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
-    ("hermes", "plain text <b>", "plain text <b>", []),
-    ("hermes", HERMES_CALL, "", [("add", '{"a": 1, "b": "}\\"{<tool_call>"}')]),
-    (
-        "hermes",
-        "I look.\n\n" + HERMES_CALL + "\n" + '<tool_call>{"arguments": {}, "name": "get_weather"}',
-        "I look.",
-        [("add", '{"a": 1, "b": "}\\"{<tool_call>"}'), ("get_weather", "{}")],
-    ),
-    ("hermes", "<tool_call>oops</tool_call> end", "<tool_call>oops</tool_call> end", []),
-    ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
-    (
-        "hermes",
-        '<tool_call>{"name": "add", "id": [1, "]"], "arguments": "{\\"a\\": 1}"}</tool_call>',
-        "",
-        [("add", '{"a": 1}')],
-    ),
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
-    ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
-    ("hermes", "a < b <tool", "a < b <tool", []),
-    (
-        "mistral",
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": [1, 2]}}, '
-        '{"name": "add", "arguments": {}}]',
-        "",
-        [("add", '{"a": [1, 2]}'), ("add", "{}")],
-    ),
-    (
-        "mistral",
-        'Well. [TOOL_CALLS]add[ARGS]{"a": "["}[TOOL_CALLS]get_weather{"b": 2}',
-        "Well.",
-        [("add", '{"a": "["}'), ("get_weather", '{"b": 2}')],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "add"}\n<tool_call>{"name": "get_weather"}</tool_call> Done.',
-        "Done.",
-        [("add", "{}"), ("get_weather", "{}")],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "add", "name": "del", "parameters": null, '
-        '"arguments": {"b": 2}, "parameters": {"c": 3}}</tool_call>',
-        "",
-        [("add", '{"b": 2}')],
-    ),
-    ("hermes", '<tool_call>{"name": "add", ]', '<tool_call>{"name": "add", ]', []),
-    (
-        "mistral",
-        '[TOOL_CALLS] [{"name": "add"}]\n\nThanks. [TOOL_CALLS] [{"name": "get_weather"}] Done.',
-        "Thanks.Done.",
-        [("add", "{}"), ("get_weather", "{}")],
-    ),
-    (
-        "mistral",
-        '[TOOL_CALLS]add{"a": 1} Then I say {x}.',
-        "Then I say {x}.",
-        [("add", '{"a": 1}')],
-    ),
-    ("mistral", "[TOOL_CALLS]I say {x}", "[TOOL_CALLS]I say {x}", []),
-    ("mistral", "see [1] and [TOOL", "see [1] and [TOOL", []),
-    ("mistral", "[TOOL_CALLS]add", "[TOOL_CALLS]add", []),
-    (
-        "llama3_json",
-        '{"name": "add", "parameters": {"a": 1}}; {"name": "get_weather", "parameters": {}}',
-        "",
-        [("add", '{"a": 1}'), ("get_weather", "{}")],
-    ),
-    (
-        "llama3_json",
-        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}',
-        "",
-        [("add", '{"a": 1}')],
-    ),
-    ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
-    ("llama3_json", '{"a": [1]} or so', '{"a": [1]} or so', []),
-    ("llama3_json", "no, <|python", "no, <|python", []),
-    # Blanks before what looks like a call, and is none.
-    ("hermes", "a <tool_call> tag", "a <tool_call> tag", []),
-    ("hermes", "a\n\n<tool_call>\nno", "a\n\n<tool_call>\nno", []),
-    ("hermes", 'a <tool_call>{"x": 1}.', 'a <tool_call>{"x": 1}.', []),
-    ("hermes", " <tool_call> \n<tool_call> x", " <tool_call> \n<tool_call> x", []),
-    ("mistral", "a \n[TOOL_CALLS] is it", "a \n[TOOL_CALLS] is it", []),
-    ("mistral", 'a [TOOL_CALLS] [{"x": 1}', 'a [TOOL_CALLS]{"x": 1}', []),
-    ("mistral", 'a [TOOL_CALLS]{"x', 'a [TOOL_CALLS]{"x', []),
-    ("llama3_json", ' \n{"x": [1]} or so', ' \n{"x": [1]} or so', []),
-    ("llama3_json", ' <|python_tag|>{"x', ' <|python_tag|>{"x', []),
-    # One brace too many.
-    (
-        "hermes",
-        HERMES_CALL.replace("}\n</", "}}\n</"),
-        "",
-        [("add", '{"a": 1, "b": "}\\"{<tool_call>"}')],
-    ),
-    ("hermes", '<tool_call>{"name": "add"} }', "", [("add", "{}")]),
-    (
-        "mistral",
-        '[TOOL_CALLS]add{"a": 1}}[TOOL_CALLS]add{}} So.',
-        "So.",
-        [("add", '{"a": 1}'), ("add", "{}")],
-    ),
-    ("mistral", '[TOOL_CALLS] [{"name": "add"}}, {"name": "add"}]]', "", [("add", "{}")] * 2),
-    ("llama3_json", '{"name": "add"}}; {"name": "add"}}', "", [("add", "{}")] * 2),
-    ("llama3_json", ",", ",", []),
-    # Ids, as Mistral Small 3.2 writes them.
-    (
-        "mistral",
-        'So. [TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}',
-        "So.",
-        [("add", '{"a": 1}')],
-    ),
-    (
-        "mistral",
-        "[TOOL_CALLS]add[CALL_ID]1[ARGS] {}[TOOL_CALLS]add[CALL_ID]2{}",
-        "",
-        [("add", "{}")] * 2,
-    ),
-    ("mistral", "a [TOOL_CALLS]add[CALL_ID]1", "a [TOOL_CALLS]add[CALL_ID]1", []),
-]
+Calls = list[tuple[str, str]]
+HERMES_ADD = ("add", '{"a": 1, "b": "}\\"{<tool_call>"}')
+ADD, BARE, WEATHER = ("add", '{"a": 1}'), ("add", "{}"), ("get_weather", "{}")
+# Of each format: a text, and its content and calls.
+CASES: dict[str, list[tuple[str, str, Calls]]] = {
+    "hermes": [
+        (HERMES_CALL, "", [HERMES_ADD]),
+        (
+            f'I look.\n\n{HERMES_CALL}\n<tool_call>{{"arguments": {{}}, "name": "get_weather"}}',
+            *("I look.", [HERMES_ADD, WEATHER]),
+        ),
+        ('<tool_call>{"name": "add"}</tool_call>', "", [BARE]),
+        (
+            '<tool_call>{"name": "add", "id": [1, "]"], "arguments": "{\\"a\\": 1}"}</tool_call>',
+            *("", [ADD]),
+        ),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
+        (
+            '<tool_call>{"name": "add"}\n<tool_call>{"name": "get_weather"}</tool_call> Done.',
+            *("Done.", [BARE, WEATHER]),
+        ),
+        (
+            '<tool_call>{"name": "add", "name": "del", "parameters": null, '
+            '"arguments": {"a": 1}, "parameters": {"c": 3}}</tool_call>',
+            *("", [ADD]),
+        ),
+        # One brace too many.
+        (HERMES_CALL.replace("}\n</", "}}\n</"), "", [HERMES_ADD]),
+        ('<tool_call>{"name": "add"} }', "", [BARE]),
+    ],
+    "mistral": [
+        (
+            '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, '
+            '{"name": "add", "arguments": {}}]',
+            *("", [ADD, BARE]),
+        ),
+        (
+            'Well. [TOOL_CALLS]add[ARGS]{"a": "["}[TOOL_CALLS]get_weather{}',
+            *("Well.", [("add", '{"a": "["}'), WEATHER]),
+        ),
+        (
+            '[TOOL_CALLS] [{"name": "add"}]\n\nThanks. [TOOL_CALLS] [{"name": "get_weather"}] So.',
+            *("Thanks.So.", [BARE, WEATHER]),
+        ),
+        ('[TOOL_CALLS]add{"a": 1} Then I say {x}.', "Then I say {x}.", [ADD]),
+        ('a [TOOL_CALLS] [{"x": 1}', 'a [TOOL_CALLS]{"x": 1}', []),
+        # One brace too many.
+        ('[TOOL_CALLS]add{"a": 1}}[TOOL_CALLS]add{}} So.', "So.", [ADD, BARE]),
+        ('[TOOL_CALLS] [{"name": "add"}}, {"name": "add"}]]', "", [BARE, BARE]),
+        # Ids, as Mistral Small 3.2 writes them.
+        ('So. [TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}', "So.", [ADD]),
+        ("[TOOL_CALLS]add[CALL_ID]1[ARGS] {}[TOOL_CALLS]add[CALL_ID]2{}", "", [BARE, BARE]),
+    ],
+    "llama3_json": [
+        (
+            '{"name": "add", "parameters": {"a": 1}}; {"name": "get_weather", "parameters": {}}',
+            *("", [ADD, WEATHER]),
+        ),
+        ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [ADD]),
+        ('{"name": "add"}}; {"name": "add"}}', "", [BARE, BARE]),
+    ],
+}
+# Texts that have no call, and are the content as they are; some have blanks before what looks like
+# a call.
+TEXTS = {
+    "hermes": [
+        *("plain text <b>", "<tool_call>oops</tool_call> end", '<tool_call>{"na', "a < b <tool"),
+        *('<tool_call>{"name": "add", ]', "a <tool_call> tag", "a\n\n<tool_call>\nno"),
+        *('a <tool_call>{"x": 1}.', " <tool_call> \n<tool_call> x"),
+    ],
+    "mistral": [
+        *(
+            "[TOOL_CALLS]I say {x}",
+            "see [1] and [TOOL",
+            "[TOOL_CALLS]add",
+            "a \n[TOOL_CALLS] is it",
+        ),
+        *('a [TOOL_CALLS]{"x', "a [TOOL_CALLS]add[CALL_ID]1"),
+    ],
+    "llama3_json": [
+        *(
+            '{"name": "Bob", "age": 3}',
+            '{"a": [1]} or so',
+            "no, <|python",
+            ",",
+            ' <|python_tag|>{"x',
+        ),
+        ' \n{"x": [1]} or so',
+    ],
+}
 
 
-@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_calls_are_found_however_the_text_is_cut(
-    name: str, text: str, content: str, calls: list[tuple[str, str]]
-) -> None:
-    wanted = ("", content, calls)
-    assert read([text], options_of(name)) == wanted
-    assert read(list(text), options_of(name)) == wanted
-    for cut in range(1, len(text)):
-        assert read([text[:cut], text[cut:]], options_of(name)) == wanted
+@pytest.mark.parametrize("name", CASES)
+def test_calls_are_found_however_the_text_is_cut(name: str) -> None:
+    plain: list[tuple[str, str, Calls]] = [(text, text, []) for text in TEXTS[name]]
+    for text, content, calls in CASES[name] + plain:
+        wanted = ("", content, calls)
+        assert read(list(text), options_of(name)) == wanted
+        for cut in range(len(text)):
+            assert read([text[:cut], text[cut:]], options_of(name)) == wanted
 
 
 JSON = st.recursive(
@@ -260,7 +230,7 @@ def test_only_the_first_call_is_shown_if_one_was_asked_for() -> None:
 
 
 def test_reasoning_tokens_are_counted() -> None:
-    message = Message(MessageOptions(reasons=True, is_inside_reasoning=True))
+    message = AnswerMessage(MessageOptions(reasons=True, is_inside_reasoning=True))
     for token in ("so", " it", " is", "</think>", "Yes", "."):
         message.push(token, num_tokens=1)
     assert message.num_reasoning_tokens == 4
