@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,13 +23,10 @@ from topspin.expert_table import ExpertTable, contiguous_table, even_shares, uni
 
 
 def plan(
-    old: ExpertTable,
-    loads: list[list[float]],
-    *,
-    min_gain: float = 0.05,
-    required: list[int] | None = None,
+    old: ExpertTable, loads: list[list[float]], *, min_gain: float = 0.05, **settings: Any
 ) -> ExpertTable | None:
-    turns = plan_table(old, loads, min_gain=min_gain, required=required)
+    """Return the table that is planned, a layer a turn."""
+    turns = plan_table(old, loads, min_gain=min_gain, **settings)
     for _ in old.slots:
         next(turns)
     with pytest.raises(StopIteration) as stop:

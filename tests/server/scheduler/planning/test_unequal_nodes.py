@@ -59,8 +59,8 @@ def test_an_optional_node_comes_with_its_cache_and_makes_no_request_longer() -> 
     assert engine.schedule()
     assert set(engine.steps[-1].plans) == {0}
     engine.halt()
-    engine.nodes[1]._num_blocks = LARGE
     engine.policy.equip(1, LARGE, LARGE)
+    engine.renew(1)
     engine.resume([1])
     assert engine.schedule()
     assert set(engine.steps[-1].plans) == {0, 1}
