@@ -99,9 +99,9 @@ def measure(num_running: int, num_micro_batches: int, num_steps: int) -> dict[st
         assert step is not None
         result = answer(step)
         answered = time.perf_counter()
-        deliveries = policy.update(result, answered)
+        outbox = policy.update(result, answered)
         updated = time.perf_counter()
-        for message in [*step.plans.values(), *(message for _, message in deliveries)]:
+        for message in [*step.plans.values(), *(message for _, message in outbox)]:
             encode(message)
         encoded = time.perf_counter()
         if len(result.seq_ids) == 4 * num_running and not step.plans[0].new:

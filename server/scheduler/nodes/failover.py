@@ -16,7 +16,7 @@ from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.recovery import Recovery, Stage
 from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
-from server.scheduler.planning.outbox import Delivery
+from server.scheduler.planning.outbox import Outbox
 from server.scheduler.planning.policy import Policy
 from topspin.errors import NodeLost, TopspinError
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Refused, Stop, Welcome
@@ -34,7 +34,7 @@ class Gateways(Protocol):
     def set_state(self, state: StateName, detail: str = "") -> None:
         """Set the engine's state and tell it to all gateways."""
 
-    def deliver(self, deliveries: list[Delivery]) -> None:
+    def deliver(self, outbox: Outbox) -> None:
         """Send the ends of requests."""
 
 

@@ -42,7 +42,6 @@ from server.scheduler.planning.journal import Journal, Note, no_note
 from server.scheduler.planning.load_balancing import Candidate, choose_replica, token_budgets
 from server.scheduler.planning.outbox import (
     Arrivals,
-    Delivery,
     Outbox,
     accept,
     accept_prompt,
@@ -208,9 +207,9 @@ class Policy:
         self._arrivals.add(request)
         return None
 
-    def take_arrivals(self) -> list[Delivery]:
+    def take_arrivals(self) -> Outbox:
         """Return what gateways are to be told of the requests that add() has queued, once."""
-        return self._arrivals.deliveries(self.compilations.is_under_way)
+        return self._arrivals.take(self.compilations.is_under_way)
 
     def _present(self) -> list[int]:
         return [replica.index for replica in self._replicas if replica.is_present]
@@ -244,12 +243,12 @@ class Policy:
             self._journal.aborted(request)
         return len(requests)
 
-    def fail_all(self, error: EngineError) -> list[Delivery]:
+    def fail_all(self, error: EngineError) -> Outbox:
         """End every request with `error`; nothing of theirs is emitted afterwards."""
         outbox = Outbox()
         for request in list(self._requests.values()):
             self._fail(request, error, outbox)
-        return outbox.deliveries()
+        return outbox
 
     def _fail(self, request: Request, error: TopspinError, outbox: Outbox) -> None:
         self._end(request)
@@ -270,12 +269,12 @@ class Policy:
 
     # Grammars.
 
-    def compiled(self, message: GrammarReady, now: float) -> list[Delivery]:
+    def compiled(self, message: GrammarReady, now: float) -> Outbox:
         """Note that a node has compiled a grammar, or fail the requests that wait for it."""
         outbox = Outbox()
         if not message.error:
             self.compilations.answered(message.index, message.key)
-            return []
+            return outbox
         error: TopspinError = InvalidRequest(message.error, param="grammar")
         if message.may_retry:
             error = EngineUnavailable(message.error)
@@ -283,15 +282,15 @@ class Policy:
         else:
             self.compilations.refused(message.key, message.error, now=now)
         self._fail_waiting(message.key, error, outbox)
-        return outbox.deliveries()
+        return outbox
 
-    def displace_grammars(self) -> list[Delivery]:
+    def displace_grammars(self) -> Outbox:
         """Fail the requests whose grammars take longest to compile, where too many wait."""
         outbox = Outbox()
         while (key := self.compilations.displaced()) is not None:
             error = Overloaded("other grammars wait for this one, which compiles for long")
             self._fail_waiting(key, error, outbox)
-        return outbox.deliveries()
+        return outbox
 
     def _fail_waiting(self, key: str, error: TopspinError, outbox: Outbox) -> None:
         for request in list(self._requests.values()):
@@ -426,7 +425,7 @@ class Policy:
         """Return how many steps have been sent and not been answered by all their nodes."""
         return len(self._in_flight)
 
-    def halt(self) -> list[Delivery]:
+    def halt(self) -> Outbox:
         """Give up the steps in flight; plans no more until resume() of a new generation.
 
         Every running request returns to its place in the queue and keeps its emitted tokens;
@@ -448,7 +447,7 @@ class Policy:
                 if request.num_replays > MAX_REPLAYS:
                     error = NodeLost(f"{request.num_replays} attempts have failed")
                     self._fail(request, error, outbox)
-        return outbox.deliveries()
+        return outbox
 
     def lose(self, index: int) -> None:
         """Remove attention node `index`; halt() must come before."""
@@ -475,13 +474,13 @@ class Policy:
 
     # Results.
 
-    def update(self, result: StepResult, now: float) -> list[Delivery]:
-        """Record one node's result; returns the deliveries of the steps that it completes.
+    def update(self, result: StepResult, now: float) -> Outbox:
+        """Record one node's result; returns the messages of the steps that it completes.
 
         Raises ProtocolError if no such result was awaited; the state is then unchanged.
         """
         if result.generation < self._formation.generation:
-            return []  # it was on its way when its generation was given up
+            return Outbox()  # it was on its way when its generation was given up
         self._in_flight.accept(result)
         outbox = Outbox()
         for step in self._in_flight.finished(now):
@@ -499,7 +498,7 @@ class Policy:
             self._counters.observe_tokens(sum(load.num_tokens for load in step.loads.values()))
             for node, result in sorted(results.items()):
                 self._apply(self._replicas[node], step.parts[node], result, outbox, now)
-        return outbox.deliveries()
+        return outbox
 
     def _learn(self, step: RunningStep, timings: Mapping[int, StepTimings]) -> None:
         table = self._formation.recent_table(step.ticket.table_version)

@@ -15,7 +15,7 @@ import msgspec
 
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
-from server.scheduler.planning.outbox import Delivery
+from server.scheduler.planning.outbox import Outbox
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate, score
@@ -251,7 +251,7 @@ class Engine:
     def answer_late(self) -> None:
         """Deliver a result of an abandoned generation."""
         if self.late:
-            assert self.policy.update(self.late.pop(0), self.now) == []
+            assert not list(self.policy.update(self.late.pop(0), self.now))
 
     def add(self, message: AddRequest) -> RequestFailed | None:
         """Send a request; its client is in `clients` even if it was refused."""
@@ -308,9 +308,9 @@ class Engine:
         self.receive(self.policy.update(result, self.now))
         return True
 
-    def receive(self, deliveries: list[Delivery]) -> None:
+    def receive(self, outbox: Outbox) -> None:
         """Check and keep messages to gateways."""
-        for peer, message in deliveries:
+        for peer, message in outbox:
             assert peer == GATEWAY
             if isinstance(message, Outputs):
                 for output in message.outputs:
@@ -321,6 +321,7 @@ class Engine:
                     client.scores += output.prompt_logprobs
                     client.outputs.append(output)
             else:
+                assert isinstance(message, RequestFailed)
                 client = self.clients[message.request_id]
                 assert not client.ended
                 client.failure = message

@@ -49,8 +49,8 @@ class GrammarEngine(Engine):
     def ready(self, node: int, grammar: str = GRAMMAR, **answer: Any) -> list[RequestFailed]:
         """Let a node answer; returns the requests that fail by it."""
         message = GrammarReady(index=node, key=grammar_key(grammar), **answer)
-        deliveries = self.policy.compiled(message, self.now)
-        return [failed for _, failed in deliveries if isinstance(failed, RequestFailed)]
+        outbox = self.policy.compiled(message, self.now)
+        return [failed for _, failed in outbox if isinstance(failed, RequestFailed)]
 
     def asked(self) -> list[str]:
         """Return the grammars that nodes are asked to compile since the last call."""

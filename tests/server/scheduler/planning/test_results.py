@@ -65,7 +65,7 @@ def test_outputs_go_to_the_gateway_that_asked_with_what_it_asked_for(policy: Pol
     ],
 )
 def test_answers_that_fit_are_taken(policy: Policy, changes: dict[str, Any]) -> None:
-    assert policy.update(msgspec.structs.replace(FIRST, **changes), 0.0)
+    assert list(policy.update(msgspec.structs.replace(FIRST, **changes), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_an_answer_that_does_not_fit_is_refused_and_changes_nothing(
     with pytest.raises(ProtocolError, match=reason):
         policy.update(msgspec.structs.replace(FIRST, **changes), 0.0)
     policy.check_integrity()
-    assert len(policy.update(FIRST, 0.0)) == 2
+    assert len(list(policy.update(FIRST, 0.0))) == 2
     with pytest.raises(ProtocolError):
         policy.update(FIRST, 0.0)
 
@@ -126,4 +126,4 @@ def test_a_draft_that_was_not_planned_is_refused(
     with pytest.raises(ProtocolError, match=reason):
         policy.update(wrong, 0.0)
     policy.check_integrity()
-    assert policy.update(right, 0.0)
+    assert list(policy.update(right, 0.0))
