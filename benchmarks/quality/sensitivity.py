@@ -36,7 +36,7 @@ from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import open_model
 from deploy.quantisation.mixing import mean_bits, mixed
 from deploy.quantisation.progress import stages
-from deploy.quantisation.quality import Judged, Outputs, judge
+from deploy.quantisation.quality import Judged, ModelOutputs, judge
 from deploy.quantisation.rounding import METHODS, Rounding, quantised
 from deploy.quantisation.sensitivity import Single, find, parts_of, predicted, sampled
 from deploy.quantisation.specification import parse_bits
@@ -55,7 +55,7 @@ class Judge:
     def __init__(self, path: Path, calibration: Tensor, held_out: Tensor) -> None:
         self._path, self._calibration, self._held_out = path, calibration, held_out
         self._model = open_model(path)
-        self._plain = Outputs(last_hidden(self._model, held_out), self._model.lm_head)
+        self._plain = ModelOutputs(last_hidden(self._model, held_out), self._model.lm_head)
 
     @torch.inference_mode()
     def __call__(self, rules: Rules, rounding: Rounding) -> Judged:
@@ -73,7 +73,7 @@ class Judge:
             if is_compensated:
                 calibrated = layer_output(layer, other.config, calibrated)
             hidden = layer_output(layer, other.config, hidden)
-        found = {"": Outputs(hidden, other.lm_head)}
+        found = {"": ModelOutputs(hidden, other.lm_head)}
         return judge(self._model, self._plain, found, self._held_out)[""]
 
 

@@ -22,7 +22,7 @@ ROWS: Final = (
 """Who sends rows to whom, where they travel over the network."""
 
 
-class Connection(NamedTuple):
+class PodConnection(NamedTuple):
     """Which pods connect to which, by component; `port` None: any, as the kernel gives it."""
 
     senders: Sequence[str]
@@ -74,14 +74,14 @@ def _nodes(engine: Engine) -> Iterator[str]:
     yield from (role for role in ("attention", "stage", "expert", "draft") if role in roles)
 
 
-def _connections(nodes: Sequence[str]) -> Iterator[Connection]:
+def _connections(nodes: Sequence[str]) -> Iterator[PodConnection]:
     """Yield the connections of an engine whose pods have such nodes."""
-    yield Connection(["gateway", *nodes], "scheduler", CONTROL_PORT)
+    yield PodConnection(["gateway", *nodes], "scheduler", CONTROL_PORT)
     for sender, receiver in ROWS:
         if sender in nodes and receiver in nodes:
-            yield Connection([sender], receiver, None)
+            yield PodConnection([sender], receiver, None)
     if "draft" in nodes:
-        yield Connection(["nodes" if "nodes" in nodes else "attention"], "draft", DRAFT_PORT)
+        yield PodConnection(["nodes" if "nodes" in nodes else "attention"], "draft", DRAFT_PORT)
 
 
 def _policy(

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Final, NamedTuple
 
-from deploy.placement.devices import DeviceProfile, Link, Operation
+from deploy.placement.devices import DeviceProfile, LinkProfile, Operation
 from deploy.placement.shapes import Kernels, ModelShape, PrecisionOf
 from deploy.placement.tables import find_table, seconds_at
 from topspin.pipeline import HopTimes, layers_s
 from topspin.plan.precision import UNQUANTISED, Format
 
 __all__ = [
-    "Rows",
+    "BatchRows",
     "attention_layer_s",
     "barrier_s",
     "chain_s",
@@ -37,7 +37,7 @@ _EXPERT_LAUNCHES: Final = 3
 _HEAD_LAUNCHES: Final = 6
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """The rows of one micro-batch on one node, of one or both phases.
 
     `decode` sequences advance by a token, which attends to `context` keys on average; `prefill`
@@ -60,7 +60,7 @@ def attention_layer_s(
     model: ModelShape,
     layer: int,
     precision_of: PrecisionOf,
-    rows: Rows,
+    rows: BatchRows,
     *,
     threads: int,
 ) -> float:
@@ -81,7 +81,7 @@ def _half_s(
     model: ModelShape,
     layer: int,
     weight_format: Format,
-    rows: Rows,
+    rows: BatchRows,
     threads: int,
 ) -> float:
     key = model.attention_key()
@@ -109,7 +109,7 @@ def _roofline_half_s(
     model: ModelShape,
     layer: int,
     weight_format: Format,
-    rows: Rows,
+    rows: BatchRows,
     threads: int,
 ) -> float:
     weight_bytes = model.weight_bytes("attention", layer, weight_format, kernels=_kernels(device))
@@ -231,7 +231,7 @@ def _roofline_s(
     return launches * rates.launch_s + max(moved / rates.read_bytes_per_s, flops / per_s)
 
 
-def link_s(link: Link, num_bytes: float) -> float:
+def link_s(link: LinkProfile, num_bytes: float) -> float:
     """Return the seconds in which a message of `num_bytes` arrives, one way."""
     return link.alpha_s + num_bytes / link.bytes_per_s
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from deploy.placement.cost import unmeasured
-from deploy.placement.report import EngineReport, FrontPoint, PlanChange, Rejected, Report
+from deploy.placement.report import EngineReport, FrontPoint, PlanChange, PlanReport, Rejected
 from deploy.placement.search.drafts import Decision
 from deploy.placement.search.fleet import best_fleet
 from deploy.placement.search.layouts import (
@@ -25,8 +25,8 @@ from deploy.placement.search.layouts import (
 )
 from deploy.placement.search.rating import Rating, milliseconds
 from deploy.placement.search.search import (
+    FleetMember,
     Inputs,
-    Member,
     Result,
     copies_needed,
     fleet_hosts,
@@ -53,10 +53,10 @@ class Offer(NamedTuple):
     figures: FrontPoint
 
 
-def explain(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -> Report:
+def explain(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -> PlanReport:
     """Return the report of a search."""
     found = _Explainer(inputs, result)
-    return Report(
+    return PlanReport(
         objective=inputs.workload.objective,
         load_unit=found.load_unit,
         price_per_hour=result.price + sum(each.price for each in drafts),
@@ -139,7 +139,7 @@ class _Explainer:
             "kl": rating.formats.kl,
         }
 
-    def engine(self, member: Member) -> EngineReport:
+    def engine(self, member: FleetMember) -> EngineReport:
         """Return the figures and settings of an engine of the fleet."""
         rating, engine = member.rating, member.rating.engine
         assert engine is not None
@@ -422,7 +422,7 @@ def _with_links(inputs: Inputs, factor: float) -> Inputs:
     return dataclasses.replace(inputs, hosts=tuple(map(faster, inputs.hosts)))
 
 
-def _estimates(inputs: Inputs, members: Sequence[Member]) -> list[str]:
+def _estimates(inputs: Inputs, members: Sequence[FleetMember]) -> list[str]:
     """Return, by device, what no table of its profile answers for."""
     found: dict[str, set[str]] = {}
     for member in members:

@@ -22,9 +22,9 @@ from deploy.placement.search.layouts import (
     price_of,
 )
 from deploy.placement.search.rating import Rater, Rating
-from deploy.placement.search.steady import Shape as EngineShape
+from deploy.placement.search.steady import EngineShape as EngineShape
 from deploy.placement.search.steady import chunks_of, high_running
-from deploy.placement.search.steps import Engine, EngineSteps, Step
+from deploy.placement.search.steps import EngineSetup, EngineSteps, StepEstimate
 from topspin.plan.checks import check_model, check_plan
 from topspin.plan.expected import Expected, ExpectedStep
 from topspin.plan.kv_cache import KvCacheSpec
@@ -187,7 +187,7 @@ def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -
     return blocks * block * num_layers * rater.model.kv_layer_bytes(engine.kv_itemsize)
 
 
-def _held(engine: Engine, num_experts: int) -> list[int]:
+def _held(engine: EngineSetup, num_experts: int) -> list[int]:
     """Return the experts of each node."""
     held = [
         each
@@ -286,7 +286,7 @@ def expected_of(rater: Rater, rating: Rating, *, devices: EngineLayout | None = 
     )
 
 
-def _step(step: Step, context: float, num_layers: int, num_hops: int) -> ExpectedStep:
+def _step(step: StepEstimate, context: float, num_layers: int, num_hops: int) -> ExpectedStep:
     """Return a step's times with the mean of its layers, and of those whose rows travel."""
     m = step.micro_batches
     return ExpectedStep(

@@ -27,7 +27,7 @@ from torch import Tensor
 from deploy.quantisation.forward import embedded, layer_output
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import DecoderLayer, Model, matrices, open_model
-from deploy.quantisation.quality import Judged, Outputs, judge
+from deploy.quantisation.quality import Judged, ModelOutputs, judge
 from deploy.quantisation.rounding import Rounding, nearest, quantised
 from kernels.reference import rms_norm
 from models.description.config import ModelConfig
@@ -93,13 +93,13 @@ def find(
                     streams[single] = changed
         plain = output
         advance()
-    outputs = {single: Outputs(hidden, model.lm_head) for single, hidden in streams.items()}
+    outputs = {single: ModelOutputs(hidden, model.lm_head) for single, hidden in streams.items()}
     normed = rms_norm(plain, model.final_norm, eps=config.rms_norm_eps)
     for single, head in _heads(model, rounding, formats):
         logits = F.linear(normed, model.lm_head)
         indicators[single] = _relative_error(F.linear(normed, head), logits)
-        outputs[single] = Outputs(plain, head)
-    return Found(indicators, judge(model, Outputs(plain, model.lm_head), outputs, held_out))
+        outputs[single] = ModelOutputs(plain, head)
+    return Found(indicators, judge(model, ModelOutputs(plain, model.lm_head), outputs, held_out))
 
 
 def predicted(found: Found, known: Collection[tuple[int, Part]]) -> dict[Single, float]:

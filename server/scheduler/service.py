@@ -33,8 +33,8 @@ from server.scheduler.nodes.faults import FailStop, Faults
 from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.side import NodeSide
-from server.scheduler.planning.journal import Note, no_note
-from server.scheduler.planning.plans import Step
+from server.scheduler.planning.journal import JournalNote, no_note
+from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
 from server.scheduler.traces import Tracer
 from topspin import __version__, errors
@@ -115,7 +115,7 @@ class Service:
         clock: Callable[[], float],
         logger: logging.Logger,
         report_dead: Callable[[int], None] = lambda pid: None,
-        note: Note = no_note,
+        note: JournalNote = no_note,
         on_turn: Callable[[bool], None] = lambda is_ready: None,
     ) -> None:
         """`report_dead` gets the process id of each lost node without which the engine goes on.
@@ -252,7 +252,7 @@ class Service:
                 self._nodes.tell_all(PrepareTable(table=table))
         return True
 
-    def _send(self, step: Step) -> None:
+    def _send(self, step: StepMessages) -> None:
         deaf = self._nodes.send_step(step, self._faults.takes_part)
         if deaf is not None:
             self._faults.lose(deaf, NodeLost(f"{deaf} cannot be sent its part of a step"))

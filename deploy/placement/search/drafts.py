@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from deploy.placement.cost import Rows
+from deploy.placement.cost import BatchRows
 from deploy.placement.formats import stored
 from deploy.placement.memory import process_bytes
 from deploy.placement.search.layouts import DeviceSlot, EngineLayout, most_copies, price_of
-from deploy.placement.search.nodes import USABLE, Nodes
+from deploy.placement.search.nodes import USABLE, NodeContents
 from deploy.placement.search.rating import Rater
-from deploy.placement.search.search import Inputs, Member, Result
+from deploy.placement.search.search import FleetMember, Inputs, Result
 from deploy.placement.search.steady import high_running
 from deploy.placement.search.steps import Clock, EngineSteps, node_shares
 from deploy.placement.shapes import ModelShape
@@ -52,7 +52,7 @@ class Maker(NamedTuple):
         return f"by a draft node on {self.slot.device.name}"
 
 
-class Choice(NamedTuple):
+class DraftChoice(NamedTuple):
     """Drafts of `num_tokens`: what a step gives per sequence, and how long it takes."""
 
     num_tokens: int
@@ -74,7 +74,7 @@ class Decision:
     """
 
     text: str
-    choice: Choice | None = None
+    choice: DraftChoice | None = None
     speculation: Speculation | None = None
     price: float = 0.0
 
@@ -92,15 +92,15 @@ def decide(inputs: Inputs, result: Result) -> tuple[Decision, ...]:
     rater = inputs.rater()
     is_alone = len(result.members) == 1
     return tuple(
-        Drafting(rater, member, asked, model).decision(may_add=is_alone)
+        EngineDrafts(rater, member, asked, model).decision(may_add=is_alone)
         for member in result.members
     )
 
 
-class Drafting:
+class EngineDrafts:
     """The drafts of one engine of a fleet."""
 
-    def __init__(self, rater: Rater, member: Member, asked: Drafts, model: ModelShape) -> None:
+    def __init__(self, rater: Rater, member: FleetMember, asked: Drafts, model: ModelShape) -> None:
         rating = member.rating
         assert rating.engine is not None
         assert rating.point is not None
@@ -111,7 +111,7 @@ class Drafting:
         self._model = model
         self._formats = stored(model)
         self._clock = Clock(model, rater.workload)
-        self._nodes = Nodes(self._clock, rater.max_model_len)
+        self._nodes = NodeContents(self._clock, rater.max_model_len)
         # A step is one of one sequence at least.
         self.sequences = max(1.0, self._point.running)
         per_node = self.sequences / self._engine.layout.num_attention
@@ -158,26 +158,26 @@ class Drafting:
             price_of(best.maker.layout, self._copies) - price_of(layout, self._copies),
         )
 
-    def choice(self, num_tokens: int, maker: Maker) -> Choice:
+    def choice(self, num_tokens: int, maker: Maker) -> DraftChoice:
         """Return drafts of `num_tokens` with their times."""
         verify_s = self._steps.step_s((num_tokens + 1) * self.sequences, None)
         tokens = expected_tokens(self._asked.acceptance, num_tokens)
         if maker.slot is not None:
             draft_s = num_tokens * self._pass_s(maker.slot, self.sequences)
-            return Choice(num_tokens, maker, tokens, max(verify_s, draft_s))
+            return DraftChoice(num_tokens, maker, tokens, max(verify_s, draft_s))
         engine = self._engine
         slowest_s = max(
             self._pass_s(slot, self.sequences * weight)
             for (slot, _), weight in zip(engine.layout.attention, engine.weights, strict=True)
         )
-        return Choice(num_tokens, maker, tokens, verify_s + num_tokens * slowest_s)
+        return DraftChoice(num_tokens, maker, tokens, verify_s + num_tokens * slowest_s)
 
     def _pass_s(self, slot: DeviceSlot, rows: float) -> float:
         """Return the time of a pass of the whole draft model on one device."""
         model, clock = self._model, self._clock
         total_s = clock.fixed_s(slot, self._formats.head, rows)
         for cls in self._formats.classes:
-            layer_s = clock.attention_s(slot, cls, Rows(rows, clock.context))
+            layer_s = clock.attention_s(slot, cls, BatchRows(rows, clock.context))
             if model.layers[cls.layer].is_moe:
                 every = node_shares(
                     model.num_experts, model.top_k, (model.num_experts,), clock.skew

@@ -15,9 +15,9 @@ from typing import Literal
 
 from deploy.placement.formats import Formats
 from deploy.placement.search.layouts import EngineLayout, most_copies
-from deploy.placement.search.nodes import MAX_SEQUENCES, Binding, Nodes
-from deploy.placement.search.steady import Point, Shape, high_running, point
-from deploy.placement.search.steps import Clock, Engine, EngineSteps
+from deploy.placement.search.nodes import MAX_SEQUENCES, Binding, NodeContents
+from deploy.placement.search.steady import EngineShape, Point, high_running, point
+from deploy.placement.search.steps import Clock, EngineSetup, EngineSteps
 from deploy.placement.shapes import ModelShape
 from deploy.placement.workload import Z95, Workload, answer_s, asked_load
 from topspin.plan.settings import MAX_MICRO_BATCHES
@@ -50,7 +50,7 @@ class Rating:
     layout: EngineLayout
     formats: Formats
     binding: Binding
-    engine: Engine | None = None
+    engine: EngineSetup | None = None
     point: Point | None = None
     max_num_seqs: int = 0
     room: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class Rater:
         self.workload = workload
         self.clock = Clock(model, workload)
         self.max_model_len = max_model_len(workload, context_length)
-        self.nodes = Nodes(self.clock, self.max_model_len, workload.users or math.inf)
+        self.nodes = NodeContents(self.clock, self.max_model_len, workload.users or math.inf)
         self._steps: dict[tuple[object, ...], EngineSteps] = {}
 
     def rate(self, layout: EngineLayout, formats: Formats) -> Rating:
@@ -115,7 +115,7 @@ class Rater:
         )
         return 0.0 if reaches else rating.beyond
 
-    def steps_of(self, engine: Engine) -> EngineSteps:
+    def steps_of(self, engine: EngineSetup) -> EngineSteps:
         """Return the engine's steps, which settings of the layout last rated have in common."""
         key = (engine.held, engine.weights, engine.num_local, engine.ends)
         known = self._steps.get(key)
@@ -149,7 +149,7 @@ class Rater:
         for itemsize in (None, 1) if self._may_have_fp8(layout) else (None,):
             for tokens in budgets:
                 engines = [
-                    Engine(layout, formats, held, weights, 1, tokens, itemsize, 0, ends)
+                    EngineSetup(layout, formats, held, weights, 1, tokens, itemsize, 0, ends)
                     for ends in cuts
                 ]
                 rooms = [self.nodes.room(engine) for engine in engines]
@@ -168,8 +168,8 @@ class Rater:
                             yield rating
 
     def _with_local(
-        self, plain: Engine, room: tuple[int, ...] | Binding
-    ) -> Iterator[tuple[Engine, tuple[int, ...]]]:
+        self, plain: EngineSetup, room: tuple[int, ...] | Binding
+    ) -> Iterator[tuple[EngineSetup, tuple[int, ...]]]:
         """Yield an engine without local layers, and with all that fit, and the room for keys."""
         if isinstance(room, Binding):
             return
@@ -209,12 +209,12 @@ class Rater:
         assert at is not None
         return (1.0, -answer_s(self.workload, at.ttft_s, at.tpot_s), -rating.formats.kl)
 
-    def at_most(self, engine: Engine, room: tuple[int, ...], *, start: int = 0) -> Rating:
+    def at_most(self, engine: EngineSetup, room: tuple[int, ...], *, start: int = 0) -> Rating:
         """Return the engine at the largest load of the grid at which everything holds.
 
         The grid is searched from its index `start`, in steps that grow, then by bisection.
         """
-        trial = Trial(self, engine, room)
+        trial = LoadTrial(self, engine, room)
         grid = running_grid()
         low, high = -1, len(grid)
         found: Point | None = None
@@ -240,7 +240,7 @@ class Rater:
         """
         if rating.point is None or rating.engine is None:
             return rating
-        trial = Trial(self, rating.engine, rating.room)
+        trial = LoadTrial(self, rating.engine, rating.room)
         low, high, found = rating.point.running, rating.beyond, rating.point
         if least > low:
             tried = trial.point(least)
@@ -256,7 +256,7 @@ class Rater:
                 high = middle
         return self._rating(trial, found, high)
 
-    def _rating(self, trial: Trial, found: Point | None, beyond: float) -> Rating:
+    def _rating(self, trial: LoadTrial, found: Point | None, beyond: float) -> Rating:
         engine = trial.engine
         binding = trial.binding(beyond)
         if found is None:
@@ -287,21 +287,21 @@ class Rater:
                 break
         return dataclasses.replace(rating, point=found, most_load=most)
 
-    def point(self, engine: Engine, steps: EngineSteps, running: float) -> Point | None:
+    def point(self, engine: EngineSetup, steps: EngineSteps, running: float) -> Point | None:
         """Return the engine's state with so many running sequences."""
-        shape = Shape(engine.layout.num_attention, engine.batched_tokens)
+        shape = EngineShape(engine.layout.num_attention, engine.batched_tokens)
         return point(steps, self.workload, shape, running)
 
-    def max_num_seqs(self, engine: Engine, found: Point) -> int:
+    def max_num_seqs(self, engine: EngineSetup, found: Point) -> int:
         """Return max_num_seqs: what the node with the largest share needs at the p95."""
         need = high_running(self.workload, found) * max(engine.weights)
         return max(1, min(MAX_SEQUENCES, engine.batched_tokens, -int(-need // 1)))
 
 
-class Trial:
+class LoadTrial:
     """Tries one engine at loads, and says what does not hold there."""
 
-    def __init__(self, rater: Rater, engine: Engine, room: tuple[int, ...]) -> None:
+    def __init__(self, rater: Rater, engine: EngineSetup, room: tuple[int, ...]) -> None:
         self._rater = rater
         self._workload = rater.workload
         self.engine = engine

@@ -38,8 +38,8 @@ from server.scheduler.planning.in_flight import (
     fed,
 )
 from server.scheduler.planning.intake import Intake
-from server.scheduler.planning.journal import Journal, Note, no_note
-from server.scheduler.planning.load_balancing import Candidate, choose_replica, token_budgets
+from server.scheduler.planning.journal import Journal, JournalNote, no_note
+from server.scheduler.planning.load_balancing import ReplicaCandidate, choose_replica, token_budgets
 from server.scheduler.planning.outbox import (
     Arrivals,
     Outbox,
@@ -48,7 +48,7 @@ from server.scheduler.planning.outbox import (
     failure,
     new_scores,
 )
-from server.scheduler.planning.plans import Step, StepBuilder
+from server.scheduler.planning.plans import StepBuilder, StepMessages
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.waiting import WaitingQueue
@@ -106,7 +106,7 @@ class Policy:
         num_layers: int = DEFAULT_NUM_LAYERS,
         draft_tokens: DraftTokens | None = None,
         controller: Controller | None = None,
-        note: Note = no_note,
+        note: JournalNote = no_note,
         local_layers: LocalLayers | None = None,
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each; 0: it is absent.
@@ -306,7 +306,7 @@ class Policy:
 
     # Planning.
 
-    def schedule(self, now: float) -> Step | None:
+    def schedule(self, now: float) -> StepMessages | None:
         """Return the next step; None if there is no work, two steps are in flight, or halted."""
         if self._in_flight.is_full or self._is_halted:
             return None
@@ -389,7 +389,7 @@ class Policy:
                 hits[replica.index] = blocks
                 num_hit_tokens = len(blocks) * self._block_size
                 candidates.append(
-                    Candidate(
+                    ReplicaCandidate(
                         replica.index,
                         num_hit_tokens,
                         replica.num_pending_tokens,

@@ -16,7 +16,7 @@ import msgspec
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.outbox import Outbox
-from server.scheduler.planning.plans import Step
+from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate, score
 from topspin.expert_table import ExpertTable, uniform_table
@@ -125,7 +125,7 @@ def make_request(
     )
 
 
-def num_tokens_of(step: Step, node: int = 0) -> list[int]:
+def num_tokens_of(step: StepMessages, node: int = 0) -> list[int]:
     """Return the slices' sizes of a plan with one micro-batch."""
     (micro_batch,) = step.plans[node].micro_batches
     return list(unpack_ints(micro_batch.num_tokens))
@@ -179,7 +179,7 @@ class Engine:
         self._tenants: dict[int, str] = {}
         self._node_acts = {"fails": fails, "offers": offers, "accepts": accepts}
         self._step_s = step_s
-        self.steps: list[Step] = []
+        self.steps: list[StepMessages] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -286,7 +286,7 @@ class Engine:
             self._touched[index].append(tables)
         return True
 
-    def _check_reuse(self, index: int, step: Step) -> None:
+    def _check_reuse(self, index: int, step: StepMessages) -> None:
         """Check that no block that a running step uses for a sequence is given to another one."""
         for micro_batch in step.plans[index].micro_batches:
             ids = list(unpack_ints(micro_batch.block_ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.scheduler.nodes.roster import Member
-from server.scheduler.nodes.watermark import MAX_GAP_S, Verdict, Watermark
+from server.scheduler.nodes.watermark import MAX_GAP_S, ProgressVerdict, Watermark
 from server.scheduler.planning.in_flight import StepUnderWay
 from topspin.messages import Progress, ProgressState
 
@@ -30,7 +30,7 @@ class WatchedEngine:
         message = Progress(step=step, generation=1, role=role, index=index, state=state)
         self.watermark.heard(message, self.now)
 
-    def run(self, duration_s: float, **states: ProgressState) -> Verdict | None:
+    def run(self, duration_s: float, **states: ProgressState) -> ProgressVerdict | None:
         """Let time pass with the same reports at every tick; return the first verdict."""
         for _ in range(round(duration_s / TICK_S)):
             self.now += TICK_S

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 
 from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.planning.load_balancing import Candidate, choose_replica, token_budgets
+from server.scheduler.planning.load_balancing import ReplicaCandidate, choose_replica, token_budgets
 from tests.server.scheduler.engine import make_config
 
 
-def node(idx: int, hit: int, pending: int, running: int, *, slowness: float = 1.0) -> Candidate:
+def node(
+    idx: int, hit: int, pending: int, running: int, *, slowness: float = 1.0
+) -> ReplicaCandidate:
     """Return a node whose attention takes `slowness` times as long as the default."""
     default = CostModel()
     cost = CostModel(
         attention_token_s=slowness * default.attention_token_s,
         attention_pair_s=slowness * default.attention_pair_s,
     )
-    return Candidate(idx, hit, pending, running, cost)
+    return ReplicaCandidate(idx, hit, pending, running, cost)
 
 
 SLOW = node(1, 0, 0, 0, slowness=4.0)
@@ -36,7 +38,9 @@ SLOW = node(1, 0, 0, 0, slowness=4.0)
         (node(0, 0, 500, 0), SLOW, 1),
     ],
 )
-def test_a_request_of_100_tokens_goes_to(first: Candidate, second: Candidate, chosen: int) -> None:
+def test_a_request_of_100_tokens_goes_to(
+    first: ReplicaCandidate, second: ReplicaCandidate, chosen: int
+) -> None:
     assert choose_replica([first, second], num_tokens=100).replica_idx == chosen
 
 
