@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from deploy.kubernetes.objects import COMPONENT, INSTANCE, Object, labels, named, own, selector
+from deploy.kubernetes.specs import spec
 from deploy.services.engine import CONTROL_PORT, DRAFT_PORT, Engine
 
 ROWS: Final = (
@@ -31,14 +32,9 @@ class PodConnection(NamedTuple):
 
 
 def hosts_service(engine: Engine) -> Object:
-    """Return the names of the pods; nodes must find each other before they are ready."""
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {INSTANCE: engine.name},
-        "ports": [{"name": "control", "port": CONTROL_PORT}],
-    }
-    return named("Service", engine.name, labels(engine, "hosts"), spec)
+    """Return the names of the pods."""
+    hosts = spec("hosts", engine, control_port=CONTROL_PORT)
+    return named("Service", engine.name, labels(engine, "hosts"), hosts)
 
 
 def network_policies(engine: Engine) -> list[Object]:
@@ -87,13 +83,13 @@ def _connections(nodes: Sequence[str]) -> Iterator[PodConnection]:
 def _policy(
     engine: Engine, component: str, *, ingress: Sequence[Object], egress: Sequence[Object]
 ) -> Object:
-    spec = {
+    policy = {
         "podSelector": {"matchLabels": selector(engine, component)},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": list(ingress),
         "egress": [*egress, _TO_DNS],
     }
-    return own(engine, "NetworkPolicy", component, component, spec)
+    return own(engine, "NetworkPolicy", component, component, policy)
 
 
 def _rule(direction: str, engine: Engine, components: Sequence[str], port: int | None) -> Object:
