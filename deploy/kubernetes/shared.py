@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.kubernetes.objects import Object, common, named, shared
-from deploy.kubernetes.pods import KIND, USER_CONTEXT, container, environment
+from deploy.kubernetes.pods import KIND, container, environment
 from deploy.kubernetes.specs import spec
 from deploy.services.engine import HTTP_PORT, Engine
-from deploy.services.processes import CACHE, ENVIRONMENT, PATHS, pull_arguments
+from deploy.services.processes import CACHE, ENVIRONMENT, PATHS, USER, pull_arguments
 
 METRICS_KEY: Final = "metrics-key"
 """The entry of the API keys' Secret with the key that the monitor shows."""
@@ -45,23 +45,11 @@ def _pull(engine: Engine) -> Object:
         )
         for number, name in enumerate(engine.pulled)
     ]
-    claim = {"claimName": f"{engine.asked.name}-models"}
-    job = {
-        "backoffLimit": 4,
-        "template": {
-            "metadata": {"labels": common(engine) | {KIND: "job"}},
-            "spec": {
-                "restartPolicy": "OnFailure",
-                "automountServiceAccountToken": False,
-                "securityContext": USER_CONTEXT,
-                "containers": containers,
-                "volumes": [
-                    {"name": "models", "persistentVolumeClaim": claim},
-                    {"name": "scratch", "emptyDir": {}},
-                ],
-            },
-        },
+    template = {
+        "metadata": {"labels": common(engine) | {KIND: "job"}},
+        "spec": spec("job-pod", engine, user=USER) | {"containers": containers},
     }
+    job = {"backoffLimit": 4, "template": template}
     return named("Job", f"{engine.name}-pull", common(engine), job)
 
 
