@@ -32,12 +32,13 @@ from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import ModelShape
 from deploy.quantisation import text
 from deploy.quantisation.forward import embedded, last_hidden, layer_output
+from deploy.quantisation.grids import METHODS, Rounding
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import open_model
 from deploy.quantisation.mixing import mean_bits, mixed
 from deploy.quantisation.progress import stages
 from deploy.quantisation.quality import Judged, ModelOutputs, judge
-from deploy.quantisation.rounding import METHODS, Rounding, quantised
+from deploy.quantisation.rounding import quantised
 from deploy.quantisation.sensitivity import Single, find, parts_of, predicted, sampled
 from deploy.quantisation.specification import parse_bits
 from deploy.quantisation.writing import scale_dtype

@@ -25,10 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deploy.quantisation.forward import embedded, layer_output
+from deploy.quantisation.grids import Rounding, rounded
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import DecoderLayer, Model, matrices, open_model
 from deploy.quantisation.quality import Judged, ModelOutputs, judge
-from deploy.quantisation.rounding import Rounding, nearest, quantised
+from deploy.quantisation.rounding import quantised
 from kernels.reference import rms_norm
 from models.description.config import ModelConfig
 from topspin.plan.precision import LM_HEAD_FORMATS, Format, Part, PrecisionRule
@@ -177,5 +178,5 @@ def _heads(
     """Yield the LM head in each format that it can have, as numbers."""
     for weight_format in formats:
         if weight_format in LM_HEAD_FORMATS:
-            coded = nearest(model.lm_head, weight_format, rounding)
+            coded = rounded(model.lm_head, weight_format, rounding)
             yield Single(None, "lm_head", weight_format), coded.numbers()

@@ -101,12 +101,9 @@ class EngineDrafts:
     """The drafts of one engine of a fleet."""
 
     def __init__(self, rater: Rater, member: FleetMember, asked: Drafts, model: ModelShape) -> None:
-        rating = member.rating
-        assert rating.engine is not None
-        assert rating.point is not None
         self._rater = rater
-        self._rating, self._copies = rating, member.copies
-        self._engine, self._point = rating.engine, rating.point
+        self._rating, self._copies = member.rating, member.copies
+        self._engine, self._point = member.rating.settled
         self._asked = asked
         self._model = model
         self._formats = stored(model)

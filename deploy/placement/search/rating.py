@@ -57,6 +57,13 @@ class Rating:
     beyond: float = 0.0
     most_load: float = 0.0
 
+    @property
+    def settled(self) -> tuple[EngineSetup, Point]:
+        """Return the settings and the state of an engine that works."""
+        assert self.engine is not None
+        assert self.point is not None
+        return self.engine, self.point
+
     def load(self, workload: Workload) -> float:
         """Return what it carries in the workload's terms: requests per second, or users."""
         if self.point is None:
@@ -102,14 +109,12 @@ class Rater:
 
     def _needed(self, rating: Rating, load: float) -> float:
         """Return a number of sequences below which a rating of the grid cannot carry `load`."""
-        assert rating.point is not None
+        engine, found = rating.settled
         if self.workload.arrival_rate is not None:
             # Twice the load takes at least twice the sequences.
-            return rating.point.running * load / rating.load(self.workload)
+            return found.running * load / rating.load(self.workload)
         # Users whose prompts wait are no sequences that run: near saturation there are many.
-        assert rating.engine is not None
-        steps = self.steps_of(rating.engine)
-        beyond = self.point(rating.engine, steps, rating.beyond)
+        beyond = self.point(engine, self.steps_of(engine), rating.beyond)
         reaches = (
             beyond is None or dataclasses.replace(rating, point=beyond).load(self.workload) > load
         )
@@ -205,8 +210,7 @@ class Rater:
         share = asked_load(self.workload) / max(1, copies)
         if share > load:
             return (0.0, load, -rating.formats.kl)
-        at = self.at_load(rating, share).point
-        assert at is not None
+        _, at = self.at_load(rating, share).settled
         return (1.0, -answer_s(self.workload, at.ttft_s, at.tpot_s), -rating.formats.kl)
 
     def at_most(self, engine: EngineSetup, room: tuple[int, ...], *, start: int = 0) -> Rating:
@@ -268,17 +272,15 @@ class Rater:
 
     def at_load(self, rating: Rating, load: float) -> Rating:
         """Return a rated engine at a smaller load (deploy.placement.search.rating.load_of)."""
-        assert rating.engine is not None
-        assert rating.point is not None
+        engine, found = rating.settled
         most = rating.load(self.workload)
         if load >= most:
             return dataclasses.replace(rating, most_load=most)
-        steps = self.steps_of(rating.engine)
-        low, high = 0.0, rating.point.running
-        found = rating.point
+        steps = self.steps_of(engine)
+        low, high = 0.0, found.running
         for _ in range(40):
             middle = (low + high) / 2
-            tried = self.point(rating.engine, steps, middle)
+            tried = self.point(engine, steps, middle)
             if tried is None or load_of(tried, self.workload) > load:
                 high = middle
             else:

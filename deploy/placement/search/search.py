@@ -165,8 +165,7 @@ def _answer_s(rater: Rater, ratings: Sequence[Rating], fleet: Fleet) -> float:
     """Return the time of an answer of the slowest engine of a fleet."""
     slowest_s = 0.0
     for member in _members(rater, ratings, fleet):
-        found = member.rating.point
-        assert found is not None
+        _, found = member.rating.settled
         slowest_s = max(slowest_s, answer_s(rater.workload, found.ttft_s, found.tpot_s))
     return slowest_s
 
