@@ -169,18 +169,28 @@ def test_requests_are_refused_until_the_engine_is_ready() -> None:
 # Gateways.
 
 
-def test_a_gateway_hears_that_its_request_is_queued_before_any_output() -> None:
+def test_a_grammar_is_compiled_and_its_request_told_to_be_queued_before_any_output() -> None:
     world = World()
     world.start()
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
-    constrained = make_request("g", [1], eos_token_ids=(5,), grammar="start: /a+/", seed=1)
-    world.say("gateway", constrained)
+    grammars = {"g": "start: /a+/", "refused": "start: /b+/"}
+    for seed, (request_id, grammar) in enumerate(grammars.items()):
+        constrained = make_request(
+            request_id, [1], eos_token_ids=(5,), grammar=grammar, seed=1 + seed
+        )
+        world.say("gateway", constrained)
     world.answer(2)
     for index in range(2):
-        key = grammar_key("start: /a+/")
-        world.say(f"attention {index}", GrammarReady(index=index, key=key))
+        ready = GrammarReady(index=index, key=grammar_key(grammars["g"]))
+        world.say(f"attention {index}", ready)
+    key = grammar_key(grammars["refused"])
+    world.say("attention 1", GrammarReady(index=1, key=key, error="too large"))
     world.answer(6)
     assert world.service.run() == 0
+    failed = world.failure("refused")
+    assert (failed.status, failed.message) == (400, "too large")
+    asked = [peer for peer, m in world.channel.sent if isinstance(m, CompileGrammar)]
+    assert asked == [b"attention 0", b"attention 1"] * 2
     told = [m for p, m in world.channel.sent if p == GATEWAY and not isinstance(m, EngineState)]
     first = {each: told.index(RequestQueued(request_ids=(each,))) for each in ("r", "g")}
     for place, message in enumerate(told):
@@ -310,35 +320,3 @@ def test_what_the_policy_warns_of_is_logged_once(
     assert [each.message for each in caplog.records if "slow" in each.message] == [
         "scheduler: drafts are slow"
     ]
-
-
-def test_a_grammar_is_compiled_by_the_attention_nodes_before_its_request_starts() -> None:
-    world = World()
-    world.start()
-    grammar = "start: /a+/"
-    request = make_request("r", [1, 2, 3], max_tokens=2, eos_token_ids=(1,), grammar=grammar)
-    world.say("gateway", request)
-    key = grammar_key(grammar)
-    world.say("attention 1", GrammarReady(index=1, key=key))
-    world.poll()
-    plans_before: list[int] = []
-    world.channel.script.append(
-        lambda: plans_before.append(len(world.channel.to(b"attention 0", StepPlan)))
-    )
-    world.say("attention 0", GrammarReady(index=0, key=key))
-    world.answer(3)
-    refused = msgspec.structs.replace(
-        request,
-        request_id="refused",
-        sampling=msgspec.structs.replace(request.sampling, grammar="start: /b+/"),
-    )
-    world.say("gateway", refused)
-    key = grammar_key("start: /b+/")
-    world.say("attention 1", GrammarReady(index=1, key=key, error="too large"))
-    world.say("attention 0", GrammarReady(index=1, key=key))
-    assert world.service.run() == 1, "attention 0 speaks for another"
-    assert plans_before == [0]
-    sent = [peer for peer, m in world.channel.sent if isinstance(m, CompileGrammar)]
-    assert sent == [b"attention 0", b"attention 1"] * 2
-    assert world.outputs()[-1].finish_reason == "length"
-    assert (world.failure("refused").status, world.failure("refused").message) == (400, "too large")
