@@ -35,7 +35,7 @@ from deploy.placement.cost import (
 )
 from deploy.placement.devices import DeviceProfile, Rates
 from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes, process_bytes
-from deploy.placement.routing import touched_experts
+from deploy.placement.routing import choice_probabilities, touched
 from deploy.placement.shapes import ModelShape, precision_by
 from deploy.placement.tables import rally_factors
 from deploy.profiling.command import DEFAULT_MODEL, RALLY_ROWS, process_memory
@@ -205,7 +205,7 @@ def predicted_step_s(
         *(device, shape, layer, UNQUANTISED),
         rows=rows,
         pairs=rows * shape.top_k,
-        touched=touched_experts(shape.num_experts, shape.num_experts, shape.top_k, rows),
+        touched=touched(choice_probabilities(shape.num_experts, shape.top_k), rows),
         threads=threads,
     )
     t_c = link_s(device.links[0], message_bytes(sample, shape))

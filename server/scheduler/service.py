@@ -47,7 +47,6 @@ from topspin.errors import (
     TopspinError,
     VersionMismatch,
 )
-from topspin.expert_table import ExpertTable
 from topspin.messages import (
     AddRequest,
     AnyMessage,
@@ -176,10 +175,6 @@ class Service:
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end the engine in order; safe in a signal handler."""
         self._stop_reason = reason
-
-    def request_balance(self, table: ExpertTable | None = None) -> None:
-        """Ask the loop to plan a better expert table, or to change to `table`."""
-        self.balancer.ask(table)
 
     @property
     def num_steps_in_flight(self) -> int | None:

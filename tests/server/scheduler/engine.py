@@ -209,11 +209,9 @@ class Engine:
 
     def _new_node(self, index: int) -> FakeNode:
         return FakeNode(
-            index=index,
+            self.config.attention[index],
             num_blocks=self.policy._replicas[index].pool.num_blocks,
             block_size=self.config.kv_cache.block_size,
-            max_num_seqs=self.config.attention[index].max_num_seqs,
-            max_num_batched_tokens=self.config.attention[index].max_num_batched_tokens,
             tenant_of=lambda seed: self._tenants[seed],
             **self._node_acts,
         )

@@ -27,6 +27,7 @@ from topspin.messages import (
     pack_ints,
     unpack_ints,
 )
+from topspin.plan.spec import AttentionNode
 
 VOCAB_SIZE = 50
 TIMINGS = StepTimings(total_s=0.0, attention_s=0.0, wait_s=0.0, sample_s=0.0)
@@ -106,25 +107,21 @@ class FakeNode:
 
     def __init__(
         self,
+        node: AttentionNode,
         *,
-        index: int,
         num_blocks: int,
         block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         tenant_of: Callable[[int], str] = lambda seed: "",
         fails: Callable[[int], bool] = lambda seq_id: False,
         offers: Callable[[int], int] = lambda at_most: at_most,
         accepts: Callable[[int], int] = lambda at_most: 0,
     ) -> None:
-        self.index = index
+        self.index = node.index
         self.sequences: dict[int, NodeSequence] = {}
-        self.max_rows_seen = 0
         self._cache = [[NOTHING] * block_size for _ in range(num_blocks)]
+        self._node = node
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._tenant_of = tenant_of
         self._fails = fails
         self._offers = offers
@@ -152,7 +149,7 @@ class FakeNode:
             del self.sequences[seq_id]
         for new in plan.new:
             self._admit(new)
-        assert len(self.sequences) <= self._max_num_seqs
+        assert len(self.sequences) <= self._node.max_num_seqs
         assert len(plan.micro_batches) == ticket.num_micro_batches == len(ticket.row_buckets)
         sampled: dict[int, list[int]] = {}
         self._scores = {}
@@ -168,7 +165,7 @@ class FakeNode:
             seen += self._run(micro_batch, sampled, errors)
         assert len(set(seen)) == len(seen), "a sequence is in two slices"
         assert seen, "a participant has something to do"
-        assert num_rows <= self._max_num_batched_tokens
+        assert num_rows <= self._node.max_num_batched_tokens
         return StepResult(
             step=ticket.step,
             generation=ticket.generation,

@@ -249,7 +249,7 @@ class SwappingWorld(World):
 
     def swap(self) -> None:
         """Script the request for the table."""
-        self.channel.script.append(lambda: self.service.request_balance(self.swapped))
+        self.channel.script.append(lambda: self.service.balancer.ask(self.swapped))
         self.answer(2)
 
     def prepared(self, role: Role, index: int, refusal: str = "") -> None:
