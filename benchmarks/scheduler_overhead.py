@@ -16,7 +16,7 @@ from benchmarks.experiment import Experiment, Result, Table, say, table
 from server.scheduler.command import relax_garbage_collection
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
-from server.scheduler.planning.plans import Step
+from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
 from topspin.expert_table import uniform_table
 from topspin.messages import (
@@ -67,7 +67,7 @@ def make_policy(num_running: int, num_micro_batches: int, num_steps: int) -> Pol
     return policy
 
 
-def answer(step: Step) -> StepResult:
+def answer(step: StepMessages) -> StepResult:
     """Return the result of node 0: a token (never a stop) for every sampled slice."""
     plan = step.plans[0]
     seq_ids = [
@@ -99,9 +99,9 @@ def measure(num_running: int, num_micro_batches: int, num_steps: int) -> dict[st
         assert step is not None
         result = answer(step)
         answered = time.perf_counter()
-        deliveries = policy.update(result, answered)
+        outbox = policy.update(result, answered)
         updated = time.perf_counter()
-        for message in [*step.plans.values(), *(message for _, message in deliveries)]:
+        for message in [*step.plans.values(), *(message for _, message in outbox)]:
             encode(message)
         encoded = time.perf_counter()
         if len(result.seq_ids) == 4 * num_running and not step.plans[0].new:

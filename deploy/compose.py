@@ -114,8 +114,7 @@ def _service(engine: Engine, process: Process) -> Object:
         "timeout": "5s",
         "start_period": "10m",
     }
-    if process.ends_in_s:
-        service["stop_grace_period"] = f"{round(process.ends_in_s) + GRACE_S}s"
+    service["stop_grace_period"] = f"{round(process.ends_in_s) + GRACE_S}s"
     return service
 
 

@@ -18,7 +18,7 @@ from deploy.kubernetes.files import kubernetes_files
 from deploy.kubernetes.objects import pod_host
 from deploy.observability.command import add_alerts, add_dashboard
 from deploy.placement.shapes import ModelShape
-from deploy.services.engine import Asked, Engine, engine_of
+from deploy.services.engine import DeployOptions, Engine, engine_of
 from deploy.services.memory import memory_of
 from models.description.config import load_model_config
 from models.sources.hub import DEFAULT_MODEL, made_model_path
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_render(parser: argparse.ArgumentParser) -> None:
-    defaults = Asked(image=f"topspin:{__version__}")
+    defaults = DeployOptions(image=f"topspin:{__version__}")
     parser.add_argument("--plan", required=True, metavar="FILE", help="the engine plan, as YAML")
     parser.add_argument(
         "-o", "--output", required=True, type=Path, metavar="DIR", help="folder to write"
@@ -92,7 +92,7 @@ def render(parsed: argparse.Namespace) -> int:
     if parsed.format == "compose":
         _check_compose(parsed)
     plan = read_plan(parsed.plan)
-    asked = Asked(
+    asked = DeployOptions(
         name=parsed.name,
         image=parsed.image,
         gateways=parsed.gateways,
@@ -115,7 +115,7 @@ def render(parsed: argparse.Namespace) -> int:
 def _check_compose(parsed: argparse.Namespace) -> None:
     """Raise ConfigError for a setting that a Compose file has no place for."""
     for name in ("gateways", "prometheus", "rdma_resource"):
-        if getattr(parsed, name) != getattr(Asked(image=parsed.image), name):
+        if getattr(parsed, name) != getattr(DeployOptions(image=parsed.image), name):
             raise ConfigError(
                 f"--{name.replace('_', '-')}: has no effect with --format compose, which has one "
                 "gateway and no cluster; leave it out"
@@ -123,7 +123,7 @@ def _check_compose(parsed: argparse.Namespace) -> None:
 
 
 def rendered(
-    plan: EnginePlan, asked: Asked, shape: ModelShape | None, *, form: Format
+    plan: EnginePlan, asked: DeployOptions, shape: ModelShape | None, *, form: Format
 ) -> tuple[Engine, Mapping[str, str]]:
     """Return an engine's services, and their files by path. Raises ConfigError."""
     host_of = service_host if form == "compose" else pod_host

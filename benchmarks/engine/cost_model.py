@@ -26,7 +26,7 @@ import torch
 from benchmarks.experiment import Experiment, Result, Table, table
 from benchmarks.servers.topspin import TopspinServer
 from deploy.placement.cost import (
-    Rows,
+    BatchRows,
     attention_layer_s,
     experts_layer_s,
     link_s,
@@ -35,7 +35,7 @@ from deploy.placement.cost import (
 )
 from deploy.placement.devices import DeviceProfile, Rates
 from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes, process_bytes
-from deploy.placement.routing import touched_experts
+from deploy.placement.routing import choice_probabilities, touched
 from deploy.placement.shapes import ModelShape, precision_by
 from deploy.placement.tables import rally_factors
 from deploy.profiling.command import DEFAULT_MODEL, RALLY_ROWS, process_memory
@@ -139,7 +139,7 @@ def compare_sides(
             continue
         assert kind in kinds
         if kind == "attention":
-            asked = Rows(decode=first, context=max(1, second // first))
+            asked = BatchRows(decode=first, context=max(1, second // first))
             predicted = attention_layer_s(device, shape, layer, plain, asked, threads=threads)
         elif kind == "experts":
             predicted = experts_layer_s(
@@ -199,13 +199,13 @@ def predicted_step_s(
     m, threads = sample.load.micro_batches, threads_of(device, shares_cores)
     rows, layer = sample.load.rows / m, shape.moe_layers[0]
     factors = rally_factors(device, shares_cores=shares_cores, micro_batches=m, rows=rows)
-    asked = Rows(decode=rows, context=sample.load.context)
+    asked = BatchRows(decode=rows, context=sample.load.context)
     t_a = attention_layer_s(device, shape, layer, precision_by(()), asked, threads=threads)
     t_e = experts_layer_s(
         *(device, shape, layer, UNQUANTISED),
         rows=rows,
         pairs=rows * shape.top_k,
-        touched=touched_experts(shape.num_experts, shape.num_experts, shape.top_k, rows),
+        touched=touched(choice_probabilities(shape.num_experts, shape.top_k), rows),
         threads=threads,
     )
     t_c = link_s(device.links[0], message_bytes(sample, shape))

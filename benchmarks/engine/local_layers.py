@@ -30,7 +30,7 @@ from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
 from deploy.placement.devices import DeviceProfile, load_profile
 from deploy.placement.formats import stored
 from deploy.placement.search.layouts import Device, Host, layouts_of
-from deploy.placement.search.steps import Clock, Engine, EngineSteps
+from deploy.placement.search.steps import Clock, EngineSetup, EngineSteps
 from deploy.placement.shapes import ModelShape
 from deploy.placement.workload import Lengths, Workload
 from models.description.config import load_model_config
@@ -67,7 +67,7 @@ def predicted_s(
     spec = HostGroup(name="here", devices=(DeviceGroup(device=profile.name),), links=(link,))
     cpu = Device(0, profile, 1, int(profile.memory_bytes), 0.0, profile.cores, 1.0)
     layouts = layouts_of(Host(spec, (cpu,)), num_experts=model.num_experts).layouts
-    engine = Engine(
+    engine = EngineSetup(
         next(each for each in layouts if each.kind == "turns"),
         stored(model),
         held=(model.num_experts,),

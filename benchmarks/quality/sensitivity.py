@@ -32,12 +32,13 @@ from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import ModelShape
 from deploy.quantisation import text
 from deploy.quantisation.forward import embedded, last_hidden, layer_output
+from deploy.quantisation.grids import METHODS, Rounding
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import open_model
 from deploy.quantisation.mixing import mean_bits, mixed
 from deploy.quantisation.progress import stages
-from deploy.quantisation.quality import Judged, Outputs, judge
-from deploy.quantisation.rounding import METHODS, Rounding, quantised
+from deploy.quantisation.quality import Judged, ModelOutputs, judge
+from deploy.quantisation.rounding import quantised
 from deploy.quantisation.sensitivity import Single, find, parts_of, predicted, sampled
 from deploy.quantisation.specification import parse_bits
 from deploy.quantisation.writing import scale_dtype
@@ -55,7 +56,7 @@ class Judge:
     def __init__(self, path: Path, calibration: Tensor, held_out: Tensor) -> None:
         self._path, self._calibration, self._held_out = path, calibration, held_out
         self._model = open_model(path)
-        self._plain = Outputs(last_hidden(self._model, held_out), self._model.lm_head)
+        self._plain = ModelOutputs(last_hidden(self._model, held_out), self._model.lm_head)
 
     @torch.inference_mode()
     def __call__(self, rules: Rules, rounding: Rounding) -> Judged:
@@ -73,7 +74,7 @@ class Judge:
             if is_compensated:
                 calibrated = layer_output(layer, other.config, calibrated)
             hidden = layer_output(layer, other.config, hidden)
-        found = {"": Outputs(hidden, other.lm_head)}
+        found = {"": ModelOutputs(hidden, other.lm_head)}
         return judge(self._model, self._plain, found, self._held_out)[""]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from deploy.kubernetes.objects import COMPONENT, INSTANCE, Object, labels, named, own, selector
+from deploy.kubernetes.specs import spec
 from deploy.services.engine import CONTROL_PORT, DRAFT_PORT, Engine
 
 ROWS: Final = (
@@ -22,7 +23,7 @@ ROWS: Final = (
 """Who sends rows to whom, where they travel over the network."""
 
 
-class Connection(NamedTuple):
+class PodConnection(NamedTuple):
     """Which pods connect to which, by component; `port` None: any, as the kernel gives it."""
 
     senders: Sequence[str]
@@ -31,14 +32,9 @@ class Connection(NamedTuple):
 
 
 def hosts_service(engine: Engine) -> Object:
-    """Return the names of the pods; nodes must find each other before they are ready."""
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {INSTANCE: engine.name},
-        "ports": [{"name": "control", "port": CONTROL_PORT}],
-    }
-    return named("Service", engine.name, labels(engine, "hosts"), spec)
+    """Return the names of the pods."""
+    hosts = spec("hosts", engine, control_port=CONTROL_PORT)
+    return named("Service", engine.name, labels(engine, "hosts"), hosts)
 
 
 def network_policies(engine: Engine) -> list[Object]:
@@ -74,26 +70,26 @@ def _nodes(engine: Engine) -> Iterator[str]:
     yield from (role for role in ("attention", "stage", "expert", "draft") if role in roles)
 
 
-def _connections(nodes: Sequence[str]) -> Iterator[Connection]:
+def _connections(nodes: Sequence[str]) -> Iterator[PodConnection]:
     """Yield the connections of an engine whose pods have such nodes."""
-    yield Connection(["gateway", *nodes], "scheduler", CONTROL_PORT)
+    yield PodConnection(["gateway", *nodes], "scheduler", CONTROL_PORT)
     for sender, receiver in ROWS:
         if sender in nodes and receiver in nodes:
-            yield Connection([sender], receiver, None)
+            yield PodConnection([sender], receiver, None)
     if "draft" in nodes:
-        yield Connection(["nodes" if "nodes" in nodes else "attention"], "draft", DRAFT_PORT)
+        yield PodConnection(["nodes" if "nodes" in nodes else "attention"], "draft", DRAFT_PORT)
 
 
 def _policy(
     engine: Engine, component: str, *, ingress: Sequence[Object], egress: Sequence[Object]
 ) -> Object:
-    spec = {
+    policy = {
         "podSelector": {"matchLabels": selector(engine, component)},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": list(ingress),
         "egress": [*egress, _TO_DNS],
     }
-    return own(engine, "NetworkPolicy", component, component, spec)
+    return own(engine, "NetworkPolicy", component, component, policy)
 
 
 def _rule(direction: str, engine: Engine, components: Sequence[str], port: int | None) -> Object:

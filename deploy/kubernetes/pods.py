@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from deploy.kubernetes.needs import Needs, mebibytes, needs_of, resources
-from deploy.kubernetes.objects import Object, labels, selector
+from deploy.kubernetes.objects import Object, labels
+from deploy.kubernetes.specs import spec
 from deploy.services.engine import Engine
 from deploy.services.processes import (
     CACHE,
@@ -29,8 +30,6 @@ DRAIN_S: Final = 10
 """Between the signal to drain and that to end, proxies learn that a gateway is gone."""
 SHARED_MEMORY: Final = "1Gi"
 """Of libraries (UCX, CUDA); rows between nodes are in memory that has no file system."""
-UNREACHABLE_S: Final = 30
-"""After so long on a host that has gone a pod is given up, instead of after Kubernetes' 300 s."""
 
 KIND: Final = "topspin/kind"
 """server: answers requests; node; scheduler; job."""
@@ -86,7 +85,10 @@ def _container_of(engine: Engine, process: Process, needs: Needs) -> Object:
         asked=resources(engine, needs),
         mounts=[*mounts, *_SCRATCH],
     )
-    found |= _http_probes() if process.progress is None else _exec_probes(engine, process.progress)
+    if process.progress is None:
+        found |= spec("gateway-probes", engine, drain_s=DRAIN_S)
+    else:
+        found |= _exec_probes(engine, process.progress)
     if process.port is not None:
         found["ports"] = [{"name": process.port.name, "containerPort": process.port.number}]
     return found
@@ -112,52 +114,23 @@ def pod(
 ) -> Object:
     """Return the template of a pod with a container for each process.
 
-    Each asks for what it needs, or for `needs`. Pods of a role keep to different hosts where they
-    can.
+    Each asks for what it needs, or for `needs`.
     """
-    spread = {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": selector(engine, component)},
-    }
     drains_s = max(DRAIN_S * (each.progress is None) for each in processes)
     grace_s = max(each.ends_in_s for each in processes) + drains_s + GRACE_S
+    common = spec("pod", engine, component=component, user=USER, grace_s=round(grace_s))
+    containers = [
+        _container_of(engine, each, needs or needs_of(engine, each)) for each in processes
+    ]
     return {
         "metadata": {"labels": labels(engine, component) | {KIND: kind} | (more_labels or {})},
         "spec": {
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "securityContext": USER_CONTEXT,
-            "terminationGracePeriodSeconds": round(grace_s),
-            "tolerations": list(_TOLERATIONS),
-            "topologySpreadConstraints": [spread],
-            "containers": [
-                _container_of(engine, each, needs or needs_of(engine, each)) for each in processes
-            ],
+            **common,
+            "containers": containers,
             "volumes": [*_volumes(engine, processes), *_SCRATCH_VOLUMES],
         },
     }
 
-
-USER_CONTEXT: Final = {
-    "runAsNonRoot": True,
-    "runAsUser": USER,
-    "runAsGroup": USER,
-    "fsGroup": USER,
-    "fsGroupChangePolicy": "OnRootMismatch",
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
-
-_TOLERATIONS: Final = tuple(
-    {
-        "key": f"node.kubernetes.io/{trouble}",
-        "operator": "Exists",
-        "effect": "NoExecute",
-        "tolerationSeconds": UNREACHABLE_S,
-    }
-    for trouble in ("not-ready", "unreachable")
-)
 
 _SCRATCH: Final = (
     {"name": "cache", "mountPath": CACHE},
@@ -212,20 +185,6 @@ def _exec_probes(engine: Engine, file: str) -> Object:
         "startupProbe": ask(ready=False) | _every(5, failures=120),
         "livenessProbe": ask(ready=False) | _every(10, failures=3),
         "readinessProbe": ask(ready=True) | _every(5, failures=1),
-    }
-
-
-def _http_probes() -> Object:
-    """Return the probes of a gateway: one that waits for its engine is alive, but not ready."""
-
-    def ask(path: str) -> Object:
-        return {"httpGet": {"path": path, "port": "http"}}
-
-    return {
-        "startupProbe": ask("/live") | _every(2, failures=300),
-        "livenessProbe": ask("/live") | _every(10, failures=6),
-        "readinessProbe": ask("/health") | _every(5, failures=2),
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(DRAIN_S)]}}},
     }
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from deploy.placement.devices import LITERATURE, DeviceProfile, Link, load_profile
-from deploy.placement.documents import Fields, read_document
+from deploy.placement.devices import LITERATURE, DeviceProfile, LinkProfile, load_profile
+from deploy.placement.documents import DocumentFields, read_document
 from topspin.errors import ConfigError
 from topspin.units import parse_size
 
@@ -22,7 +22,7 @@ Amount = Annotated[float, Meta(ge=0, le=1e9)]
 LinkTransport = Literal["shm", "cuda_ipc", "tcp", "nixl"]
 
 
-class DeviceGroup(Fields, frozen=True, kw_only=True):
+class DeviceGroup(DocumentFields, frozen=True, kw_only=True):
     """Like devices of a host.
 
     `device` names a profile: a DEVICE.json, from the cluster file's directory, or a device of the
@@ -46,7 +46,7 @@ class DeviceGroup(Fields, frozen=True, kw_only=True):
                 raise ConfigError(f"memory: {error}") from error
 
 
-class HostLink(Fields, frozen=True, kw_only=True):
+class HostLink(DocumentFields, frozen=True, kw_only=True):
     """What carries rows between two nodes: one way, `alpha_us` plus the bytes at `gbps` (bits)."""
 
     transport: LinkTransport
@@ -54,14 +54,14 @@ class HostLink(Fields, frozen=True, kw_only=True):
     gbps: Annotated[float, Meta(gt=0, le=1e6)]
 
     @property
-    def link(self) -> Link:
+    def link(self) -> LinkProfile:
         """Return it for the cost model."""
-        return Link(
+        return LinkProfile(
             name=self.transport, alpha_s=self.alpha_us * 1e-6, bytes_per_s=self.gbps * 1e9 / 8
         )
 
 
-class HostGroup(Fields, frozen=True, kw_only=True):
+class HostGroup(DocumentFields, frozen=True, kw_only=True):
     """`count` like hosts. `price_per_hour` is that of a host, on top of its devices'.
 
     `links` join the nodes of one host: the first that can join two devices is used
@@ -75,7 +75,7 @@ class HostGroup(Fields, frozen=True, kw_only=True):
     price_per_hour: Amount = 0.0
 
 
-class Cluster(Fields, frozen=True, kw_only=True):
+class Cluster(DocumentFields, frozen=True, kw_only=True):
     """All hosts, and the link between hosts (None: they are not joined)."""
 
     hosts: Annotated[tuple[HostGroup, ...], Meta(min_length=1, max_length=64)]

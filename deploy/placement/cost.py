@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Final, NamedTuple
 
-from deploy.placement.devices import DeviceProfile, Link, Operation
+from deploy.placement.devices import DeviceProfile, LinkProfile, Operation, Table
 from deploy.placement.shapes import Kernels, ModelShape, PrecisionOf
 from deploy.placement.tables import find_table, seconds_at
 from topspin.pipeline import HopTimes, layers_s
-from topspin.plan.precision import UNQUANTISED, Format
+from topspin.plan.precision import UNQUANTISED, Format, Part
 
 __all__ = [
-    "Rows",
+    "BatchRows",
     "attention_layer_s",
     "barrier_s",
     "chain_s",
@@ -37,7 +37,7 @@ _EXPERT_LAUNCHES: Final = 3
 _HEAD_LAUNCHES: Final = 6
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """The rows of one micro-batch on one node, of one or both phases.
 
     `decode` sequences advance by a token, which attends to `context` keys on average; `prefill`
@@ -55,12 +55,36 @@ class Rows(NamedTuple):
         return self.decode + self.prefill
 
 
+class _Work(NamedTuple):
+    """A kind of work on so many threads of a device, with weights in one format."""
+
+    device: DeviceProfile
+    model: ModelShape
+    weight_format: Format
+    threads: int
+
+    def table(self, operation: Operation, shape: tuple[int, ...]) -> Table | None:
+        """Return the measured table, if there is one."""
+        return find_table(self.device, operation, shape, self.weight_format, self.threads)
+
+    def weight_bytes(self, part: Part, layer: int | None) -> int:
+        """Return the packed bytes of a part; of the experts, one's."""
+        kernels: Kernels = "cpu" if self.device.kind == "cpu" else "triton"
+        return self.model.weight_bytes(part, layer, self.weight_format, kernels=kernels)
+
+    def roofline_s(self, *, moved: float, flops: float, launches: int = 0) -> float:
+        """Return the seconds to move so many bytes or to compute so much, whichever is longer."""
+        rates = self.device.rates_of(self.threads)
+        per_s = rates.flops.get(self.weight_format, rates.flops[UNQUANTISED])
+        return launches * rates.launch_s + max(moved / rates.read_bytes_per_s, flops / per_s)
+
+
 def attention_layer_s(
     device: DeviceProfile,
     model: ModelShape,
     layer: int,
     precision_of: PrecisionOf,
-    rows: Rows,
+    rows: BatchRows,
     *,
     threads: int,
 ) -> float:
@@ -68,35 +92,26 @@ def attention_layer_s(
 
     That is the attention half with its norms and router, and the dense MLP or shared expert.
     """
-    weight_format = precision_of("attention", layer)
     if not rows.total:
         return 0.0
-    return _half_s(device, model, layer, weight_format, rows, threads) + _mlp_s(
-        device, model, layer, precision_of("mlp", layer), rows.total, threads
-    )
+    half = _Work(device, model, precision_of("attention", layer), threads)
+    mlp = _Work(device, model, precision_of("mlp", layer), threads)
+    return _half_s(half, layer, rows) + _mlp_s(mlp, layer, rows.total)
 
 
-def _half_s(
-    device: DeviceProfile,
-    model: ModelShape,
-    layer: int,
-    weight_format: Format,
-    rows: Rows,
-    threads: int,
-) -> float:
-    key = model.attention_key()
-    decode = find_table(device, "attention", key, weight_format, threads)
-    prefill = find_table(device, "prefill", key, weight_format, threads)
-    seen, start = model.seen_keys(layer, rows.context), model.seen_keys(layer, rows.start)
+def _half_s(work: _Work, layer: int, rows: BatchRows) -> float:
+    model, key = work.model, work.model.attention_key()
+    decode, prefill = work.table("attention", key), work.table("prefill", key)
     if (rows.decode and decode is None) or (rows.prefill and prefill is None):
-        return _roofline_half_s(device, model, layer, weight_format, rows, threads)
+        return _roofline_half_s(work, layer, rows)
     total_s = 0.0
     if rows.decode:
         assert decode is not None
+        seen = model.seen_keys(layer, rows.context)
         total_s += seconds_at(decode, (rows.decode, rows.decode * seen))
     if rows.prefill:
         assert prefill is not None
-        total_s += seconds_at(prefill, (rows.prefill, start))
+        total_s += seconds_at(prefill, (rows.prefill, model.seen_keys(layer, rows.start)))
     if rows.decode and rows.prefill:
         # One pass over the weights serves both.
         assert decode is not None
@@ -104,57 +119,34 @@ def _half_s(
     return total_s
 
 
-def _roofline_half_s(
-    device: DeviceProfile,
-    model: ModelShape,
-    layer: int,
-    weight_format: Format,
-    rows: Rows,
-    threads: int,
-) -> float:
-    weight_bytes = model.weight_bytes("attention", layer, weight_format, kernels=_kernels(device))
+def _roofline_half_s(work: _Work, layer: int, rows: BatchRows) -> float:
+    model = work.model
     numbers = model.numbers("attention", layer) + model.num_experts * model.hidden_size
-    products_s = _roofline_s(
-        device,
-        threads,
-        weight_format,
-        moved=weight_bytes + model.other_bytes(layer),
+    products_s = work.roofline_s(
+        moved=work.weight_bytes("attention", layer) + model.other_bytes(layer),
         flops=2 * rows.total * numbers,
+        launches=_ATTENTION_LAUNCHES,
     )
     seen = rows.decode * model.seen_keys(layer, rows.context)
     end = rows.start + rows.prefill
     read = seen + (model.seen_keys(layer, end) if rows.prefill else 0.0)
     scored = seen + rows.prefill * model.seen_keys(layer, rows.start + rows.prefill / 2)
-    keys_s = _roofline_s(
-        device,
-        threads,
-        UNQUANTISED,
-        moved=read * model.kv_layer_bytes(),
-        flops=4 * scored * model.q_size,
+    keys = work._replace(weight_format=UNQUANTISED)
+    return products_s + keys.roofline_s(
+        moved=read * model.kv_layer_bytes(), flops=4 * scored * model.q_size
     )
-    return _ATTENTION_LAUNCHES * device.rates_of(threads).launch_s + products_s + keys_s
 
 
-def _mlp_s(
-    device: DeviceProfile,
-    model: ModelShape,
-    layer: int,
-    weight_format: Format,
-    rows: float,
-    threads: int,
-) -> float:
+def _mlp_s(work: _Work, layer: int, rows: float) -> float:
+    model = work.model
     if not model.mlp_width(layer):
         return 0.0
-    table = find_table(device, "mlp", model.mlp_key(layer), weight_format, threads)
+    table = work.table("mlp", model.mlp_key(layer))
     if table is not None:
         return seconds_at(table, (rows,))
-    return _roofline_s(
-        device,
-        threads,
-        weight_format,
-        moved=model.weight_bytes("mlp", layer, weight_format, kernels=_kernels(device)),
-        flops=2 * rows * model.numbers("mlp", layer),
-        launches=_MLP_LAUNCHES,
+    flops = 2 * rows * model.numbers("mlp", layer)
+    return work.roofline_s(
+        moved=work.weight_bytes("mlp", layer), flops=flops, launches=_MLP_LAUNCHES
     )
 
 
@@ -175,63 +167,38 @@ def experts_layer_s(
     """
     if pairs <= 0.0 or touched <= 0.0:
         return 0.0
-    table = find_table(device, "experts", model.experts_key(), weight_format, threads)
+    work = _Work(device, model, weight_format, threads)
+    table = work.table("experts", model.experts_key())
     if table is not None:
         return seconds_at(table, (touched, pairs / touched))
-    each = model.weight_bytes("experts", layer, weight_format, kernels=_kernels(device))
-    return _roofline_s(
-        device,
-        threads,
-        weight_format,
-        moved=touched * each + 2 * rows * model.hidden_size * model.itemsize,
+    weights = touched * work.weight_bytes("experts", layer)
+    return work.roofline_s(
+        moved=weights + 2 * rows * model.hidden_size * model.itemsize,
         flops=2 * pairs * model.numbers("experts", layer),
         launches=_EXPERT_LAUNCHES,
     )
 
 
 def step_fixed_s(
-    device: DeviceProfile,
-    model: ModelShape,
-    head_format: Format,
-    rows: float,
-    *,
-    threads: int,
+    device: DeviceProfile, model: ModelShape, head_format: Format, rows: float, *, threads: int
 ) -> float:
     """Return the seconds of a step outside its layers, where `rows` tokens are sampled.
 
     These are its plan's indices, embeddings, final norm, LM head and sampling.
     """
-    table = find_table(device, "head", model.head_key(), head_format, threads)
+    work = _Work(device, model, head_format, threads)
+    table = work.table("head", model.head_key())
     if table is not None:
         return seconds_at(table, (rows,))
-    head_bytes = model.weight_bytes("lm_head", None, head_format, kernels=_kernels(device))
-    return _roofline_s(
-        device,
-        threads,
-        head_format,
+    return work.roofline_s(
         # Logits are fp32: written, and read to sample.
-        moved=head_bytes + 2 * rows * model.vocab_size * 4,
+        moved=work.weight_bytes("lm_head", None) + 2 * rows * model.vocab_size * 4,
         flops=2 * rows * model.numbers("lm_head"),
         launches=_HEAD_LAUNCHES,
     )
 
 
-def _roofline_s(
-    device: DeviceProfile,
-    threads: int,
-    weight_format: Format,
-    *,
-    moved: float,
-    flops: float,
-    launches: int = 0,
-) -> float:
-    """Return the seconds to move so many bytes or to compute so much, whichever is longer."""
-    rates = device.rates_of(threads)
-    per_s = rates.flops.get(weight_format, rates.flops[UNQUANTISED])
-    return launches * rates.launch_s + max(moved / rates.read_bytes_per_s, flops / per_s)
-
-
-def link_s(link: Link, num_bytes: float) -> float:
+def link_s(link: LinkProfile, num_bytes: float) -> float:
     """Return the seconds in which a message of `num_bytes` arrives, one way."""
     return link.alpha_s + num_bytes / link.bytes_per_s
 
@@ -331,7 +298,3 @@ def unmeasured(
         elif table.threads != threads:
             found.append(f"{operation} in {weight_format} with {threads} threads")
     return found
-
-
-def _kernels(device: DeviceProfile) -> Kernels:
-    return "cpu" if device.kind == "cpu" else "triton"

@@ -41,7 +41,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A part of the file: fields that are not known are refused."""
 
 
-class Link(_Part, frozen=True, kw_only=True):
+class LinkProfile(_Part, frozen=True, kw_only=True):
     """A way to move rows: a message of n bytes takes alpha_s + n / bytes_per_s, one way.
 
     `name` is a transport ("shm", "tcp", "cuda_ipc", "nixl") or a class of links ("nvlink4").
@@ -126,7 +126,7 @@ class DeviceProfile(_Part, frozen=True, kw_only=True):
     rates: tuple[Rates, ...]
     tables: tuple[Table, ...] = ()
     rallies: tuple[Rally, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkProfile, ...] = ()
     process: ProcessMemory = ProcessMemory(attention=0.0, expert=0.0)
 
     def rates_of(self, threads: int) -> Rates:

@@ -19,7 +19,7 @@ from topspin.plan.strict_yaml import StrictLoader
 Document = TypeVar("Document", bound=msgspec.Struct)
 
 
-class Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DocumentFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A mapping of a document; its `__post_init__` raises ConfigError for what cannot be."""
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from deploy.placement.cost import unmeasured
-from deploy.placement.report import EngineReport, FrontPoint, PlanChange, Rejected, Report
+from deploy.placement.report import EngineReport, FrontPoint, PlanChange, PlanReport, Rejected
 from deploy.placement.search.drafts import Decision
 from deploy.placement.search.fleet import best_fleet
 from deploy.placement.search.layouts import (
@@ -25,8 +25,8 @@ from deploy.placement.search.layouts import (
 )
 from deploy.placement.search.rating import Rating, milliseconds
 from deploy.placement.search.search import (
+    FleetMember,
     Inputs,
-    Member,
     Result,
     copies_needed,
     fleet_hosts,
@@ -53,10 +53,10 @@ class Offer(NamedTuple):
     figures: FrontPoint
 
 
-def explain(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -> Report:
+def explain(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -> PlanReport:
     """Return the report of a search."""
     found = _Explainer(inputs, result)
-    return Report(
+    return PlanReport(
         objective=inputs.workload.objective,
         load_unit=found.load_unit,
         price_per_hour=result.price + sum(each.price for each in drafts),
@@ -121,28 +121,27 @@ class _Explainer:
                 continue
             num_others += kind in seen
             seen.add(kind)
-            assert rating.point is not None
+            _, most = rating.settled
             figures = self._figures(self.rater.at_load(rating, self.asked / copies), copies)
-            figures["tokens_per_s"] = copies * rating.point.rate * self.workload.output.average
+            figures["tokens_per_s"] = copies * most.rate * self.workload.output.average
             yield Offer(rating, msgspec.convert(figures | {"price_per_hour": price}, FrontPoint))
 
     def _figures(self, rating: Rating, copies: int) -> dict[str, object]:
         """Return the fields of EngineFigures."""
-        assert rating.point is not None
+        _, found = rating.settled
         return {
             "engine": str(rating.layout),
             "copies": copies,
             "precision": str(rating.formats),
-            "ttft_s": rating.point.ttft_s,
-            "tpot_s": rating.point.tpot_s,
-            "tokens_per_s": rating.point.rate * self.workload.output.average,
+            "ttft_s": found.ttft_s,
+            "tpot_s": found.tpot_s,
+            "tokens_per_s": found.rate * self.workload.output.average,
             "kl": rating.formats.kl,
         }
 
-    def engine(self, member: Member) -> EngineReport:
+    def engine(self, member: FleetMember) -> EngineReport:
         """Return the figures and settings of an engine of the fleet."""
-        rating, engine = member.rating, member.rating.engine
-        assert engine is not None
+        rating, (engine, _) = member.rating, member.rating.settled
         fields = self._figures(rating, member.copies) | {
             "micro_batches": engine.micro_batches,
             "max_num_seqs": rating.max_num_seqs,
@@ -185,9 +184,9 @@ class _Explainer:
         """Return in what an offer is worse than the fleet."""
         rating, figures = offer.rating, offer.figures
         if self.workload.objective == "min_latency":
-            best = self.result.members[0].rating.point if self.result.members else None
-            if best is None:
+            if not self.result.members:
                 return rating.binding.text
+            _, best = self.result.members[0].rating.settled
             own_s = answer_s(self.workload, figures.ttft_s, figures.tpot_s)
             best_s = answer_s(self.workload, best.ttft_s, best.tpot_s)
             return (
@@ -340,9 +339,7 @@ class _Explainer:
         if objective == "max_throughput" and after.load > 1.05 * before.load:
             loads = f"{after.load:.4g} {self.load_unit} instead of {before.load:.4g}"
             return f"{loads}, with {layout}"
-        old, new = before.members[0].rating.point, after.members[0].rating.point
-        assert old is not None
-        assert new is not None
+        (_, old), (_, new) = (each.members[0].rating.settled for each in (before, after))
         if objective == "min_latency" and new.tpot_s < 0.95 * old.tpot_s:
             return f"TPOT {milliseconds(new.tpot_s)} instead of {milliseconds(old.tpot_s)}"
         return ""
@@ -422,12 +419,11 @@ def _with_links(inputs: Inputs, factor: float) -> Inputs:
     return dataclasses.replace(inputs, hosts=tuple(map(faster, inputs.hosts)))
 
 
-def _estimates(inputs: Inputs, members: Sequence[Member]) -> list[str]:
+def _estimates(inputs: Inputs, members: Sequence[FleetMember]) -> list[str]:
     """Return, by device, what no table of its profile answers for."""
     found: dict[str, set[str]] = {}
     for member in members:
-        engine = member.rating.engine
-        assert engine is not None
+        engine, _ = member.rating.settled
         slots = [("attention", slot) for slot, _ in engine.layout.attention]
         slots += [("stage", slot) for slot in engine.layout.stages]
         slots += [("expert", slot) for slot, _ in engine.layout.experts]

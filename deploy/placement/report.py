@@ -69,7 +69,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """All that a search says. `load` is asked for, `most_load` the fleet's.
 
     `load_unit`: requests/s or users. `estimates`: per device of the plan the times that its profile
@@ -93,7 +93,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str
     drafts: tuple[str, ...]
 
-    def with_files(self, files: Sequence[str]) -> Report:
+    def with_files(self, files: Sequence[str]) -> PlanReport:
         """Return the report with the plans' files, one per engine."""
         engines = tuple(
             msgspec.structs.replace(engine, file=file)
@@ -106,7 +106,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
-def print_report(report: Report, console: Console | None = None) -> None:
+def print_report(report: PlanReport, console: Console | None = None) -> None:
     """Print the report: its tables, and a line for each answer."""
     out = Console(highlight=False) if console is None else console
     if report.engines:
@@ -140,7 +140,7 @@ def _shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: PlanReport, path: Path) -> None:
     """Write a picture of the front: price and TPOT, with tokens per second as size.
 
     Raises ConfigError without matplotlib.

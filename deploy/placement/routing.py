@@ -11,18 +11,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 
-def touched_experts(
-    held: float, num_experts: int, top_k: int, rows: float, skew: float = 0.0
-) -> float:
-    """Return how many different experts of a node `rows` tokens choose, on average.
-
-    The node holds `held` of the experts, of all degrees of popularity; `skew` is the exponent of
-    Zipf's law for how often experts are chosen (0: alike).
-    """
-    chosen = choice_probabilities(num_experts, top_k, skew)
-    return held / num_experts * touched(chosen, rows)
-
-
 def touched(probabilities: Sequence[float], rows: float) -> float:
     """Return the expected number of different experts that `rows` tokens choose.
 

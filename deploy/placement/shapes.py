@@ -28,7 +28,7 @@ _GPU_INPUTS: Final = 128
 _QK_NORMS: Final = ("none", "head", "full")
 
 
-class Matrix(NamedTuple):
+class MatrixShape(NamedTuple):
     """A weight [num_out, num_in]. `halves` is 2 for a gate above an up projection."""
 
     num_out: int
@@ -42,7 +42,7 @@ class Matrix(NamedTuple):
 
 
 def matrix_bytes(
-    matrix: Matrix,
+    matrix: MatrixShape,
     weight_format: Format,
     *,
     itemsize: int,
@@ -84,7 +84,7 @@ def precision_by(rules: Rules) -> PrecisionOf:
     return found
 
 
-class Window(NamedTuple):
+class LayerKind(NamedTuple):
     """What makes the attention of one layer differ from another's."""
 
     sliding_window: int | None
@@ -115,7 +115,7 @@ class ModelShape:
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
-    layers: tuple[Window, ...]
+    layers: tuple[LayerKind, ...]
     itemsize: int = 2
 
     @classmethod
@@ -138,7 +138,7 @@ class ModelShape:
             has_qkv_bias=config.qkv_bias,
             has_o_bias=config.o_bias,
             has_mlp_bias=config.mlp_bias,
-            layers=tuple(Window(each.sliding_window, each.is_moe) for each in config.layers),
+            layers=tuple(LayerKind(each.sliding_window, each.is_moe) for each in config.layers),
             itemsize=DTYPE_BYTES[dtype],
         )
 
@@ -171,22 +171,25 @@ class ModelShape:
         window = self.layers[layer].sliding_window
         return context if window is None else min(context, float(window))
 
-    def matrices(self, part: Part, layer: int | None = None) -> tuple[Matrix, ...]:
+    def matrices(self, part: Part, layer: int | None = None) -> tuple[MatrixShape, ...]:
         """Return a part's matrices that may be quantised; of part "experts" one expert's.
 
         `layer` is None for the LM head. Empty where the layer does not have the part.
         """
         hidden = self.hidden_size
         if part == "lm_head":
-            return (Matrix(self.vocab_size, hidden),)
+            return (MatrixShape(self.vocab_size, hidden),)
         assert layer is not None
         if part == "attention":
-            return (Matrix(self.q_size + 2 * self.kv_size, hidden), Matrix(hidden, self.q_size))
+            return (
+                MatrixShape(self.q_size + 2 * self.kv_size, hidden),
+                MatrixShape(hidden, self.q_size),
+            )
         if part == "experts":
             width = self.expert_width if self.layers[layer].is_moe else 0
         else:
             width = self.mlp_width(layer)
-        return (Matrix(2 * width, hidden, 2), Matrix(hidden, width)) if width else ()
+        return (MatrixShape(2 * width, hidden, 2), MatrixShape(hidden, width)) if width else ()
 
     def weight_bytes(
         self, part: Part, layer: int | None, weight_format: Format, *, kernels: Kernels = "cpu"

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from deploy.placement.documents import Fields, read_document
+from deploy.placement.documents import DocumentFields, read_document
 from topspin.errors import ConfigError
 from topspin.plan.speculation import MAX_TOKENS
 
@@ -25,7 +25,7 @@ Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Objective = Literal["min_price", "max_throughput", "min_latency"]
 
 
-class Lengths(Fields, frozen=True, kw_only=True):
+class Lengths(DocumentFields, frozen=True, kw_only=True):
     """A distribution of lengths in tokens: `mean` and `p95`, or a `histogram` of both.
 
     A histogram lists [tokens, weight]. p95 left out is the mean: all are of one length.
@@ -83,7 +83,7 @@ Z95 = 1.645
 """The 95th percentile of the normal distribution."""
 
 
-class Targets(Fields, frozen=True, kw_only=True):
+class Targets(DocumentFields, frozen=True, kw_only=True):
     """The longest time to the first token, and between tokens, at a percentile; None: any."""
 
     ttft_s: Positive | None = None
@@ -91,7 +91,7 @@ class Targets(Fields, frozen=True, kw_only=True):
     percentile: Literal["p50", "p95"] = "p95"
 
 
-class Drafts(Fields, frozen=True, kw_only=True):
+class Drafts(DocumentFields, frozen=True, kw_only=True):
     """Drafts that may be made: by which model, and how many at most.
 
     `acceptance`: the probability that a drafted token is accepted, if those before it are.
@@ -102,7 +102,7 @@ class Drafts(Fields, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 
 
-class Workload(Fields, frozen=True, kw_only=True):
+class Workload(DocumentFields, frozen=True, kw_only=True):
     """`arrival_rate` requests per second (Poisson), or `users` who each wait for their answer.
 
     `max_kl`: the largest mean divergence (nats per token) from the stored weights that

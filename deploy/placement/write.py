@@ -22,9 +22,9 @@ from deploy.placement.search.layouts import (
     price_of,
 )
 from deploy.placement.search.rating import Rater, Rating
-from deploy.placement.search.steady import Shape as EngineShape
+from deploy.placement.search.steady import EngineShape as EngineShape
 from deploy.placement.search.steady import chunks_of, high_running
-from deploy.placement.search.steps import Engine, EngineSteps, Step
+from deploy.placement.search.steps import EngineSetup, EngineSteps, StepEstimate
 from topspin.plan.checks import check_model, check_plan
 from topspin.plan.expected import Expected, ExpectedStep
 from topspin.plan.kv_cache import KvCacheSpec
@@ -54,11 +54,10 @@ def plan_of(
     rater: Rater, rating: Rating, *, path: str, facts: ModelFacts, drafts: Decision | None = None
 ) -> EnginePlan:
     """Return the plan of a rated engine; raises ConfigError if the engine could not run it."""
-    engine = rating.engine
+    engine, _ = rating.settled
     maker = drafts.choice.maker if drafts is not None and drafts.choice is not None else None
     if maker is not None:
         rating = replace(rating, room=maker.room)
-    assert engine is not None
     layout = engine.layout
     local = local_experts_of(rater, rating)
     dtype: Dtype = "float32" if facts.dtype == "float32" else "bfloat16"
@@ -66,10 +65,7 @@ def plan_of(
         model=PlannedModel(path=path, dtype=dtype, max_model_len=rater.max_model_len),
         precision=engine.formats.rules(),
         kv_cache=KvCacheSpec(dtype="fp8" if engine.kv_itemsize == 1 else "auto"),
-        nodes=(
-            *_nodes(rater, rating),
-            *(() if maker is None else _draft(layout, maker)),
-        ),
+        nodes=(*_nodes(rater, rating), *(() if maker is None else _draft(layout, maker))),
         links=(
             LinkSpec(
                 # No row travels where all are colocated, and shm is what that plan says.
@@ -100,9 +96,7 @@ class LocalChoice(NamedTuple):
 
 def local_experts_of(rater: Rater, rating: Rating) -> LocalChoice | None:
     """Return which layers have no hop: always, or, where it is close, as the engine measures."""
-    engine, found = rating.engine, rating.point
-    assert engine is not None
-    assert found is not None
+    engine, found = rating.settled
     if engine.layout.is_colocated:
         every = LocalExperts(layers=rater.model.moe_layers, when="always")
         return LocalChoice(every, "one process has all experts: no row travels")
@@ -130,8 +124,7 @@ def _window_rows(layout: EngineLayout, batched_tokens: int) -> int:
 
 def _nodes(rater: Rater, rating: Rating) -> Iterator[PlannedNode]:
     """Yield the nodes of an engine, drafts apart."""
-    engine = rating.engine
-    assert engine is not None
+    engine, _ = rating.settled
     layout = engine.layout
     ends = engine.ends or (rater.model.num_layers,)
     held = _held(engine, rater.model.num_experts)
@@ -176,9 +169,7 @@ def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -
 
     All layers have as many blocks, on whatever node: the fewest are what the engine has.
     """
-    engine, found = rating.engine, rating.point
-    assert engine is not None
-    assert found is not None
+    engine, found = rating.settled
     high = max(high_running(rater.workload, found), rating.max_num_seqs / max(engine.weights))
     tokens = KEYS_IN_RESERVE * high * engine.weights[group] * rater.clock.context
     block = KvCacheSpec().block_size
@@ -187,7 +178,7 @@ def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -
     return blocks * block * num_layers * rater.model.kv_layer_bytes(engine.kv_itemsize)
 
 
-def _held(engine: Engine, num_experts: int) -> list[int]:
+def _held(engine: EngineSetup, num_experts: int) -> list[int]:
     """Return the experts of each node."""
     held = [
         each
@@ -264,9 +255,7 @@ def expected_of(rater: Rater, rating: Rating, *, devices: EngineLayout | None = 
 
     These are the layout's and the draft node's; None: the layout's.
     """
-    engine, found = rating.engine, rating.point
-    assert engine is not None
-    assert found is not None
+    engine, found = rating.settled
     steps = EngineSteps(engine, rater.clock)
     shape = EngineShape(engine.layout.num_attention, engine.batched_tokens)
     chunks = chunks_of(rater.workload, shape, found.running)
@@ -286,7 +275,7 @@ def expected_of(rater: Rater, rating: Rating, *, devices: EngineLayout | None = 
     )
 
 
-def _step(step: Step, context: float, num_layers: int, num_hops: int) -> ExpectedStep:
+def _step(step: StepEstimate, context: float, num_layers: int, num_hops: int) -> ExpectedStep:
     """Return a step's times with the mean of its layers, and of those whose rows travel."""
     m = step.micro_batches
     return ExpectedStep(

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step_s
-from deploy.placement.devices import DeviceProfile, Link, Rally, Rates, Table
+from deploy.placement.cost import BatchRows, attention_layer_s, experts_layer_s, step_s
+from deploy.placement.devices import DeviceProfile, LinkProfile, Rally, Rates, Table
 from deploy.placement.shapes import Kernels, ModelShape
 from deploy.profiling.hops import lower_quartile
 from deploy.profiling.rally import Sample
@@ -72,7 +72,7 @@ def message_bytes(sample: Sample, shape: ModelShape) -> float:
     return rows * (shape.hidden_size * shape.itemsize + 4 * shape.top_k)
 
 
-def links_of(reports: Sequence[RallyReport], shape: ModelShape) -> tuple[Link, ...]:
+def links_of(reports: Sequence[RallyReport], shape: ModelShape) -> tuple[LinkProfile, ...]:
     """Return alpha and beta of each transport and condition, from one micro-batch's trips.
 
     The line is Theil and Sen's (the median of all slopes): a few disturbed trips do not move it.
@@ -95,7 +95,7 @@ def links_of(reports: Sequence[RallyReport], shape: ModelShape) -> tuple[Link, .
         slope = max(1 / _MOST_BYTES_PER_S, median(slopes)) if slopes else 1 / _MOST_BYTES_PER_S
         alpha = max(_LEAST_ALPHA_S, median(each - slope * size for size, each in points))
         found.append(
-            Link(
+            LinkProfile(
                 name=report.transport,
                 alpha_s=alpha,
                 bytes_per_s=1 / slope,
@@ -149,7 +149,7 @@ def threads_of(device: DeviceProfile, shares_cores: bool) -> int:
 
 
 def _factors(
-    sample: Sample, device: DeviceProfile, shape: ModelShape, shares_cores: bool, link: Link
+    sample: Sample, device: DeviceProfile, shape: ModelShape, shares_cores: bool, link: LinkProfile
 ) -> tuple[float, float, float]:
     m = sample.load.micro_batches
     rows = sample.load.rows / m
@@ -160,7 +160,7 @@ def _factors(
         shape,
         layer,
         lambda part, idx: UNQUANTISED,
-        Rows(decode=rows, context=sample.load.context),
+        BatchRows(decode=rows, context=sample.load.context),
         threads=threads,
     )
     experts_s = experts_layer_s(

@@ -11,10 +11,10 @@ from pathlib import Path
 from deploy.placement.sensitivity import read_sensitivity
 from deploy.placement.shapes import ModelShape
 from deploy.quantisation import text
+from deploy.quantisation.grids import METHODS, Rounding
 from deploy.quantisation.mixing import mixed
 from deploy.quantisation.progress import stages
 from deploy.quantisation.quality import check_bound, compare
-from deploy.quantisation.rounding import METHODS, Rounding
 from deploy.quantisation.specification import BITS_HELP, parse_bits
 from deploy.quantisation.writing import (
     check_request,

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deploy.quantisation.grids import BITS, Coded, steps_of
+from deploy.quantisation.grids import BITS, Coded, Rounding, steps_of
 from topspin.plan.precision import Format
 
 _DAMPING: Final = 0.01
@@ -33,21 +33,12 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     return factor
 
 
-def compensated(
-    weight: Tensor,
-    factor: Tensor,
-    weight_format: Format,
-    *,
-    group: int,
-    symmetric: bool,
-    dtype: torch.dtype,
-) -> Coded:
+def compensated(weight: Tensor, factor: Tensor, weight_format: Format, rounding: Rounding) -> Coded:
     """Return matrices [B, O, I] in an integer format with little error of their outputs.
 
-    `factor` [B, I, I], or [1, I, I] for all, is inverse_factor of their inputs' Hessians. Steps are
-    rounded to `dtype`.
+    `factor` [B, I, I], or [1, I, I] for all, is inverse_factor of their inputs' Hessians.
     """
-    rest = weight.clone()
+    rest, group = weight.clone(), rounding.group
     # What an input's error costs in the outputs after the inputs behind it have made up for it.
     importance = factor.diagonal(dim1=-2, dim2=-1).pow(-2)
     top = (1 << BITS[weight_format]) - 1
@@ -59,8 +50,8 @@ def compensated(
         step, zero = steps_of(
             own[..., None, :],
             weight_format,
-            symmetric=symmetric,
-            dtype=dtype,
+            symmetric=rounding.symmetric,
+            dtype=rounding.dtype,
             importance=importance[:, None, None, start:end],
         )
         errors = torch.empty_like(own)
@@ -75,10 +66,5 @@ def compensated(
         rest[..., end:] -= errors @ factor[:, start:end, end:]
         steps.append(step)
         zeros.append(zero)
-    return Coded(
-        weight_format,
-        codes,
-        torch.cat(steps, -1),
-        torch.cat(zeros, -1).to(torch.uint8),
-        group,
-    )
+    all_zeros = torch.cat(zeros, -1).to(torch.uint8)
+    return Coded(weight_format, codes, torch.cat(steps, -1), all_zeros, group)

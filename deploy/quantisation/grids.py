@@ -10,7 +10,7 @@ Matrices are [..., O, I]; scales [..., O, I / group], or [ceil(O / 128), ceil(I 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,21 @@ BLOCK: Final = 128
 FP8_MAX: Final = 448.0
 # A range without the farthest numbers is less accurate for them, and more for the others.
 _RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+
+
+Method = Literal["nearest", "compensated"]
+METHODS: Final[tuple[Method, ...]] = ("compensated", "nearest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How to quantise: int4 `compensated` (else as int8 and fp8, to the nearest), inputs per group
+    of int4 and int8, whether int4 is `symmetric`, and the `dtype` of scales."""
+
+    method: Method = "compensated"
+    group: int = 32
+    symmetric: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,28 +122,20 @@ def nearest(weight: Tensor, steps: Tensor, zeros: Tensor, top: int) -> Tensor:
     return ((weight / steps + zeros).round_().clamp_(0, top) - zeros) * steps
 
 
-def rounded(
-    weight: Tensor,
-    weight_format: Format,
-    *,
-    group: int,
-    symmetric: bool,
-    dtype: torch.dtype,
-) -> Coded:
-    """Return a matrix in a quantised format, each number rounded to the nearest.
+def rounded(weight: Tensor, weight_format: Format, rounding: Rounding) -> Coded:
+    """Return a matrix [..., O, I] in a quantised format, each number rounded to the nearest.
 
-    `group` and `symmetric` are of int4; int8 is always symmetric.
+    int8 is always symmetric.
     """
     if weight_format == "fp8":
-        return _fp8(weight, dtype)
-    symmetric = symmetric or weight_format == "int8"
-    groups = weight.reshape(*weight.shape[:-1], -1, group)
-    steps, zeros = steps_of(groups, weight_format, symmetric=symmetric, dtype=dtype)
+        return _fp8(weight, rounding.dtype)
+    symmetric = rounding.symmetric or weight_format == "int8"
+    groups = weight.reshape(*weight.shape[:-1], -1, rounding.group)
+    steps, zeros = steps_of(groups, weight_format, symmetric=symmetric, dtype=rounding.dtype)
     top = (1 << BITS[weight_format]) - 1
     codes = (groups / steps[..., None] + zeros[..., None]).round_().clamp_(0, top)
-    return Coded(
-        weight_format, codes.to(torch.uint8).flatten(-2), steps, zeros.to(torch.uint8), group
-    )
+    codes, zeros = codes.to(torch.uint8).flatten(-2), zeros.to(torch.uint8)
+    return Coded(weight_format, codes, steps, zeros, rounding.group)
 
 
 def _fp8(weight: Tensor, dtype: torch.dtype) -> Coded:

@@ -42,7 +42,7 @@ class Judged(NamedTuple):
     perplexity: float
 
 
-class Outputs(NamedTuple):
+class ModelOutputs(NamedTuple):
     """A model's last hidden states [S, T, H], and the head [V, H] behind them."""
 
     hidden: Tensor
@@ -50,7 +50,7 @@ class Outputs(NamedTuple):
 
 
 def judge(
-    model: Model, plain: Outputs, others: Mapping[Name, Outputs], tokens: Tensor
+    model: Model, plain: ModelOutputs, others: Mapping[Name, ModelOutputs], tokens: Tensor
 ) -> dict[Name, Judged]:
     """Compare the distributions of others with the plain ones, over tokens i64[S, T].
 
@@ -88,7 +88,7 @@ def compare(
     plain, other = open_model(original), open_model(coded)
     expected = last_hidden(plain, tokens, advance=advance)
     found = last_hidden(other, tokens, advance=advance)
-    before, after = Outputs(expected, plain.lm_head), Outputs(found, other.lm_head)
+    before, after = ModelOutputs(expected, plain.lm_head), ModelOutputs(found, other.lm_head)
     both = judge(plain, before, {"before": before, "after": after}, tokens)
     return Quality(
         kl=both["after"].kl,

@@ -8,35 +8,22 @@ Knows no file. Called by deploy.quantisation's writing and sensitivity.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from deploy.quantisation.compensated import compensated, inverse_factor
-from deploy.quantisation.grids import Coded, check_size, rounded
+from deploy.quantisation.grids import Coded, Rounding, check_size, rounded
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import EXPERT_GATE_UP, DecoderLayer, Matrix, matrices
 from models.description.config import ModelConfig
 from topspin.plan.precision import UNQUANTISED, Format, Rules, format_of
 
-Method = Literal["nearest", "compensated"]
-METHODS: Final[tuple[Method, ...]] = ("compensated", "nearest")
 # Numbers that are rounded at once, in fp32 and some copies.
 _NUMBERS_AT_ONCE: Final = 1 << 25
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """How to quantise: int4 `compensated` (else as int8 and fp8, to the nearest), inputs per group
-    of int4 and int8, whether int4 is `symmetric`, and the `dtype` of scales."""
-
-    method: Method = "compensated"
-    group: int = 32
-    symmetric: bool = False
-    dtype: torch.dtype = torch.bfloat16
 
 
 def quantised(
@@ -59,12 +46,8 @@ def quantised(
     wanted.sort(key=lambda each: (each.source, format_(each)))
     for (_, weight_format), some in groupby(wanted, key=lambda each: (each.source, format_(each))):
         alike = list(some)
-        check_size(
-            alike[0].weight.shape[1],
-            weight_format,
-            group=rounding.group,
-            name=alike[0].modules[0][0],
-        )
+        num_in, name = alike[0].weight.shape[1], alike[0].modules[0][0]
+        check_size(num_in, weight_format, group=rounding.group, name=name)
         for batch in _batches(alike):
             yield from _round(batch, weight_format, rounding, inputs)
 
@@ -85,15 +68,8 @@ def _round(
     is_compensated = rounding.method == "compensated" and weight_format == "int4"
     if is_compensated:
         assert inputs is not None
-        factor = _factors(batch, inputs)
-        coded = compensated(
-            torch.stack([each.weight for each in batch]),
-            factor,
-            weight_format,
-            group=rounding.group,
-            symmetric=rounding.symmetric,
-            dtype=rounding.dtype,
-        )
+        weights = torch.stack([each.weight for each in batch])
+        coded = compensated(weights, _factors(batch, inputs), weight_format, rounding)
     for idx, matrix in enumerate(batch):
         start = 0
         for name, num_rows in matrix.modules:
@@ -102,20 +78,9 @@ def _round(
             if is_compensated:
                 own = part_of(coded, idx, rows)
             else:
-                own = nearest(matrix.weight[rows], weight_format, rounding)
+                own = rounded(matrix.weight[rows], weight_format, rounding)
             matrix.weight[rows] = own.numbers()
             yield name, own
-
-
-def nearest(weight: Tensor, weight_format: Format, rounding: Rounding) -> Coded:
-    """Return a matrix [O, I] in a format, rounded to the nearest."""
-    return rounded(
-        weight,
-        weight_format,
-        group=rounding.group,
-        symmetric=rounding.symmetric,
-        dtype=rounding.dtype,
-    )
 
 
 def part_of(coded: Coded, idx: int, rows: slice) -> Coded:

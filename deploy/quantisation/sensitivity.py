@@ -25,10 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deploy.quantisation.forward import embedded, layer_output
+from deploy.quantisation.grids import Rounding, rounded
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import DecoderLayer, Model, matrices, open_model
-from deploy.quantisation.quality import Judged, Outputs, judge
-from deploy.quantisation.rounding import Rounding, nearest, quantised
+from deploy.quantisation.quality import Judged, ModelOutputs, judge
+from deploy.quantisation.rounding import quantised
 from kernels.reference import rms_norm
 from models.description.config import ModelConfig
 from topspin.plan.precision import LM_HEAD_FORMATS, Format, Part, PrecisionRule
@@ -93,13 +94,13 @@ def find(
                     streams[single] = changed
         plain = output
         advance()
-    outputs = {single: Outputs(hidden, model.lm_head) for single, hidden in streams.items()}
+    outputs = {single: ModelOutputs(hidden, model.lm_head) for single, hidden in streams.items()}
     normed = rms_norm(plain, model.final_norm, eps=config.rms_norm_eps)
     for single, head in _heads(model, rounding, formats):
         logits = F.linear(normed, model.lm_head)
         indicators[single] = _relative_error(F.linear(normed, head), logits)
-        outputs[single] = Outputs(plain, head)
-    return Found(indicators, judge(model, Outputs(plain, model.lm_head), outputs, held_out))
+        outputs[single] = ModelOutputs(plain, head)
+    return Found(indicators, judge(model, ModelOutputs(plain, model.lm_head), outputs, held_out))
 
 
 def predicted(found: Found, known: Collection[tuple[int, Part]]) -> dict[Single, float]:
@@ -177,5 +178,5 @@ def _heads(
     """Yield the LM head in each format that it can have, as numbers."""
     for weight_format in formats:
         if weight_format in LM_HEAD_FORMATS:
-            coded = nearest(model.lm_head, weight_format, rounding)
+            coded = rounded(model.lm_head, weight_format, rounding)
             yield Single(None, "lm_head", weight_format), coded.numbers()

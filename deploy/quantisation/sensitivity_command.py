@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 from deploy.quantisation import text
+from deploy.quantisation.grids import Rounding
 from deploy.quantisation.progress import stages
-from deploy.quantisation.rounding import Rounding
 from deploy.quantisation.sensitivity import find, predicted, sampled
 from deploy.quantisation.writing import scale_dtype
 from models.checkpoints.checkpoint import Checkpoint

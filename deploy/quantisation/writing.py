@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deploy.quantisation.forward import embedded, layer_output
-from deploy.quantisation.grids import check_size
+from deploy.quantisation.grids import Rounding, check_size, rounded
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import Matrix, block_name, matrices, open_model
-from deploy.quantisation.rounding import Rounding, nearest, quantised
+from deploy.quantisation.rounding import quantised
 from deploy.quantisation.scheme import module_tensors, quantisation_config
 from models.checkpoints.checkpoint import Checkpoint
 from models.description.config import ModelConfig, load_model_config
@@ -129,7 +129,7 @@ def write_quantised(
     formats[LM_HEAD.removesuffix(".weight")] = format_of(rules, "lm_head")
     if formats["lm_head"] != UNQUANTISED:
         check_size(config.hidden_size, formats["lm_head"], group=rounding.group, name="lm_head")
-        head = nearest(model.lm_head, formats["lm_head"], rounding)
+        head = rounded(model.lm_head, formats["lm_head"], rounding)
         shards.add("lm_head", module_tensors(head, symmetric=rounding.symmetric, dtype=dtype))
     _copy_tensors(source, config, shards, formats)
     shards.finish()

@@ -51,7 +51,7 @@ MemoryOf = Callable[[NodeSpec], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class DeployOptions:
     """What a plan does not say.
 
     `gateways` (of a whole engine: engines; None: two, or one whole engine) start at once, and more
@@ -95,7 +95,7 @@ class Group:
 class Engine:
     """One revision of an engine. `plan` is given to its processes; `asked` as it was."""
 
-    asked: Asked
+    asked: DeployOptions
     revision: str
     plan: EnginePlan
     groups: tuple[Group, ...]
@@ -181,7 +181,9 @@ HostOf = Callable[[str, Location], str]
 """From an engine's name and a place to the host name by which its process is reached."""
 
 
-def engine_of(plan: EnginePlan, asked: Asked, *, host_of: HostOf, memory_of: MemoryOf) -> Engine:
+def engine_of(
+    plan: EnginePlan, asked: DeployOptions, *, host_of: HostOf, memory_of: MemoryOf
+) -> Engine:
     """Return the services of a plan. Raises ConfigError for what a cluster cannot run."""
     check_asked(asked)
     revision = _revision(plan, asked)
@@ -197,7 +199,7 @@ def engine_of(plan: EnginePlan, asked: Asked, *, host_of: HostOf, memory_of: Mem
     return engine
 
 
-def check_asked(asked: Asked) -> None:
+def check_asked(asked: DeployOptions) -> None:
     """Raise ConfigError for settings that no cluster takes."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", asked.name) or len(asked.name) > MAX_NAME:
         raise ConfigError(
@@ -223,7 +225,7 @@ def _check_models(engine: Engine) -> None:
             )
 
 
-def _revision(plan: EnginePlan, asked: Asked) -> str:
+def _revision(plan: EnginePlan, asked: DeployOptions) -> str:
     """Return a name of what runs: processes of two revisions never meet."""
     # The version too: another one may write the same plan in another way.
     what = f"{__version__}\n{asked.image}\n".encode() + msgspec.json.encode(plan)

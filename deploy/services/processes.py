@@ -70,7 +70,7 @@ _HTTP: Final = (
 )
 
 
-class Port(NamedTuple):
+class ServicePort(NamedTuple):
     """A port that a process listens on, which others know."""
 
     name: str
@@ -90,7 +90,7 @@ class Process:
     arguments: tuple[str, ...]
     keys: str | None = None
     nodes: tuple[Node, ...] = ()
-    port: Port | None = None
+    port: ServicePort | None = None
     progress: str | None = None
     ends_in_s: float = 0.0
 
@@ -116,7 +116,7 @@ def scheduler_process() -> Process:
         name="scheduler",
         arguments=("scheduler", *_PLAN, *_KEYS, *bind, "--progress", file),
         keys="scheduler",
-        port=Port("control", CONTROL_PORT),
+        port=ServicePort("control", CONTROL_PORT),
         progress=file,
     )
 
@@ -127,7 +127,7 @@ def gateway_process() -> Process:
         name="gateway",
         arguments=("gateway", *_PLAN, *_KEYS, *_HTTP),
         keys="gateway",
-        port=Port("http", HTTP_PORT),
+        port=ServicePort("http", HTTP_PORT),
         ends_in_s=SHUTDOWN_TIMEOUT_S,
     )
 
@@ -138,7 +138,7 @@ def whole_process(engine: Engine) -> Process:
         name="engine",
         arguments=("serve", *_PLAN, *_HTTP),
         nodes=engine.plan.nodes,
-        port=Port("http", HTTP_PORT),
+        port=ServicePort("http", HTTP_PORT),
         ends_in_s=SHUTDOWN_TIMEOUT_S,
     )
 

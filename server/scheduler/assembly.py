@@ -16,7 +16,7 @@ from server.scheduler.nodes.recovery import table_without
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.watermark import Watermark
 from server.scheduler.planning.attention_replica import DraftTokens
-from server.scheduler.planning.journal import Note
+from server.scheduler.planning.journal import JournalNote
 from server.scheduler.planning.policy import Policy
 from spec_decode.controller import Controller
 from topspin.expert_table import ExpertTable, contiguous_table
@@ -101,7 +101,7 @@ def make_policy(
     facts: EngineFacts,
     roster: Roster,
     formation: Formation,
-    note: Note,
+    note: JournalNote,
     local_layers: LocalLayers | None = None,
 ) -> Policy:
     """Return the policy over the roster's nodes, all of which are ready."""

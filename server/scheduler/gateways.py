@@ -17,7 +17,7 @@ from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
 from server.scheduler.planning.counters import Counters
-from server.scheduler.planning.outbox import Delivery, failure
+from server.scheduler.planning.outbox import Outbox, failure
 from server.scheduler.planning.policy import Policy
 from server.scheduler.traces import Tracer
 from topspin.errors import EngineUnavailable
@@ -120,9 +120,9 @@ class GatewaySide:
         self._log.warning("refused: %s", reason)
         self._send(peer, Refused(reason=reason, is_before_hello=is_before_hello))
 
-    def deliver(self, deliveries: list[Delivery]) -> None:
+    def deliver(self, outbox: Outbox) -> None:
         """Send what has become of requests to their gateways."""
-        for peer, message in deliveries:
+        for peer, message in outbox:
             self._send(peer, message)
 
     def _send(self, peer: bytes, message: Message) -> None:

@@ -33,8 +33,8 @@ from server.scheduler.nodes.faults import FailStop, Faults
 from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.side import NodeSide
-from server.scheduler.planning.journal import Note, no_note
-from server.scheduler.planning.plans import Step
+from server.scheduler.planning.journal import JournalNote, no_note
+from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
 from server.scheduler.traces import Tracer
 from topspin import __version__, errors
@@ -47,7 +47,6 @@ from topspin.errors import (
     TopspinError,
     VersionMismatch,
 )
-from topspin.expert_table import ExpertTable
 from topspin.messages import (
     AddRequest,
     AnyMessage,
@@ -115,7 +114,7 @@ class Service:
         clock: Callable[[], float],
         logger: logging.Logger,
         report_dead: Callable[[int], None] = lambda pid: None,
-        note: Note = no_note,
+        note: JournalNote = no_note,
         on_turn: Callable[[bool], None] = lambda is_ready: None,
     ) -> None:
         """`report_dead` gets the process id of each lost node without which the engine goes on.
@@ -176,10 +175,6 @@ class Service:
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end the engine in order; safe in a signal handler."""
         self._stop_reason = reason
-
-    def request_balance(self, table: ExpertTable | None = None) -> None:
-        """Ask the loop to plan a better expert table, or to change to `table`."""
-        self.balancer.ask(table)
 
     @property
     def num_steps_in_flight(self) -> int | None:
@@ -252,7 +247,7 @@ class Service:
                 self._nodes.tell_all(PrepareTable(table=table))
         return True
 
-    def _send(self, step: Step) -> None:
+    def _send(self, step: StepMessages) -> None:
         deaf = self._nodes.send_step(step, self._faults.takes_part)
         if deaf is not None:
             self._faults.lose(deaf, NodeLost(f"{deaf} cannot be sent its part of a step"))

@@ -50,7 +50,7 @@ class Offset(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Node:
+class _TracedNode:
     role: str
     index: int
     num_pings: int = 0
@@ -81,7 +81,7 @@ class TraceCollection:
         self._request_id = request.query_id
         self._query_id = collection_id
         self._seconds = min(max(0.0, request.seconds), MAX_SECONDS)
-        self._nodes = {name: _Node(role, index) for name, (role, index) in nodes.items()}
+        self._nodes = {name: _TracedNode(role, index) for name, (role, index) in nodes.items()}
         self._deadline_s = now + DEADLINE_S
 
     def start(self, now_ns: int) -> list[Ask]:
@@ -151,7 +151,7 @@ class TraceCollection:
         return self._seconds
 
 
-class Answer(NamedTuple):
+class TraceAnswer(NamedTuple):
     """A finished trace for the gateway `peer`."""
 
     peer: bytes
@@ -197,7 +197,7 @@ class Tracer:
                 collection.on_dump(name, message)
         return asks
 
-    def finished(self, now: float, now_ns: int) -> list[Answer]:
+    def finished(self, now: float, now_ns: int) -> list[TraceAnswer]:
         """Remove and return the traces that are complete or late."""
         answers = []
         for gateway, collection in list(self._collections.items()):
@@ -205,5 +205,5 @@ class Tracer:
                 del self._collections[gateway]
                 since_ns = max(0, now_ns - round(collection.seconds * 1e9))
                 own = b"" if self._ring is None else self._ring.dump(since_ns)
-                answers.append(Answer(gateway, collection.result(own)))
+                answers.append(TraceAnswer(gateway, collection.result(own)))
         return answers

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from app.cli.deploy import rendered
-from deploy.services.engine import Asked
+from deploy.services.engine import DeployOptions
 from tests.deploy.kubernetes.renders import APART, IMAGE, WHOLE, plan_named
 from topspin.plan.file import read_plan
 
@@ -21,7 +21,7 @@ NAMES = (*APART, "drafts, gpus", *WHOLE)
 
 def compose(name: str) -> tuple[dict[str, Any], str]:
     """Return the Compose file of a plan, and the plan that it gives to the services."""
-    _, files = rendered(plan_named(name), Asked(image=IMAGE), None, form="compose")
+    _, files = rendered(plan_named(name), DeployOptions(image=IMAGE), None, form="compose")
     assert set(files) == {"compose.yaml", "plan.yaml"}
     return yaml.safe_load(files["compose.yaml"]), files["plan.yaml"]
 

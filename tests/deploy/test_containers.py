@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import cache
 
 import pytest
 
 from app.cli.deploy import Format, rendered
 from app.launch.role import index_of
-from deploy.services.engine import HTTP_PORT, Asked, Engine
+from deploy.services.engine import HTTP_PORT, DeployOptions, Engine
+from deploy.services.processes import GRACE_S
 from tests.deploy.containers import Container, containers, parse
 from tests.deploy.kubernetes.renders import APART, IMAGE, WHOLE, plan_named, spilling
 from tests.server.gateway.fakes import FakeEngine, gateway
@@ -22,8 +24,9 @@ every_plan = pytest.mark.parametrize("name", NAMES)
 both_forms = pytest.mark.parametrize("form", FORMS)
 
 
+@cache
 def engine_of(plan: EnginePlan, form: Format) -> tuple[Engine, list[Container]]:
-    engine, files = rendered(plan, Asked(image=IMAGE), None, form=form)
+    engine, files = rendered(plan, DeployOptions(image=IMAGE), None, form=form)
     return engine, containers(form, files)
 
 
@@ -96,6 +99,7 @@ def test_probes_and_deadlines_are_those_of_the_command(name: str, form: Format) 
         parsed = each.parsed
         if parsed.command == "pull":
             continue
+        assert each.grace_s >= GRACE_S
         assert each.probes
         if parsed.command in ("gateway", "serve"):
             assert ["http", "/health"] in each.probes

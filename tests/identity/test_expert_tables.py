@@ -222,7 +222,7 @@ def test_a_skewed_model_is_balanced_live(
         assert before.expert_balance > 1.1
         # Streams run while the table changes, which is planned by the counts of before: of those
         # that come meanwhile one node's may be there and the other's not.
-        service.request_balance()
+        service.balancer.ask()
         ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in skewed.prompts]
         engine.collect()
         assert [engine.requests[each].tokens for each in ids] == skewed.tokens

@@ -121,7 +121,7 @@ def test_a_table_by_speed_decodes_faster(tmp_path: Path) -> None:
         uniform_s = fastest_s()
         while engine.service.balancer.load.speeds() is None:
             engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
-        engine.service.request_balance()
+        engine.service.balancer.ask()
         while engine.stats().expert_table_version == 1:
             engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
         fast, slow = engine.service.formation.table.speeds

@@ -85,7 +85,7 @@ def test_tokens_are_those_of_one_node_each_also_after_changes_and_losses(
         table = engine.service.formation.table
         assert [len(experts) for experts in table.slots[0]] == [8, 3]
         others = tuple((layer[0][::-1], (5, 6, 7)) for layer in table.slots)
-        engine.service.request_balance(msgspec.structs.replace(table, slots=others))
+        engine.service.balancer.ask(msgspec.structs.replace(table, slots=others))
         check(engine.generate(case.prompts, max_tokens=NUM_TOKENS), expected)
         assert engine.stats().expert_table_version == 2
         for injector in injectors.values():

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from deploy.placement.cost import Rows
+from deploy.placement.cost import BatchRows
 from deploy.placement.formats import stored
 from deploy.placement.memory import process_bytes
 from deploy.placement.search.layouts import DeviceSlot, EngineLayout, most_copies, price_of
-from deploy.placement.search.nodes import USABLE, Nodes
+from deploy.placement.search.nodes import USABLE, NodeContents
 from deploy.placement.search.rating import Rater
-from deploy.placement.search.search import Inputs, Member, Result
+from deploy.placement.search.search import FleetMember, Inputs, Result
 from deploy.placement.search.steady import high_running
 from deploy.placement.search.steps import Clock, EngineSteps, node_shares
 from deploy.placement.shapes import ModelShape
@@ -92,26 +92,23 @@ def decide(inputs: Inputs, result: Result) -> tuple[Decision, ...]:
     rater = inputs.rater()
     is_alone = len(result.members) == 1
     return tuple(
-        Drafting(rater, member, asked, model).decision(may_add=is_alone)
+        EngineDrafts(rater, member, asked, model).decision(may_add=is_alone)
         for member in result.members
     )
 
 
-class Drafting:
+class EngineDrafts:
     """The drafts of one engine of a fleet."""
 
-    def __init__(self, rater: Rater, member: Member, asked: Drafts, model: ModelShape) -> None:
-        rating = member.rating
-        assert rating.engine is not None
-        assert rating.point is not None
+    def __init__(self, rater: Rater, member: FleetMember, asked: Drafts, model: ModelShape) -> None:
         self._rater = rater
-        self._rating, self._copies = rating, member.copies
-        self._engine, self._point = rating.engine, rating.point
+        self._rating, self._copies = member.rating, member.copies
+        self._engine, self._point = member.rating.settled
         self._asked = asked
         self._model = model
         self._formats = stored(model)
         self._clock = Clock(model, rater.workload)
-        self._nodes = Nodes(self._clock, rater.max_model_len)
+        self._nodes = NodeContents(self._clock, rater.max_model_len)
         # A step is one of one sequence at least.
         self.sequences = max(1.0, self._point.running)
         per_node = self.sequences / self._engine.layout.num_attention
@@ -177,7 +174,7 @@ class Drafting:
         model, clock = self._model, self._clock
         total_s = clock.fixed_s(slot, self._formats.head, rows)
         for cls in self._formats.classes:
-            layer_s = clock.attention_s(slot, cls, Rows(rows, clock.context))
+            layer_s = clock.attention_s(slot, cls, BatchRows(rows, clock.context))
             if model.layers[cls.layer].is_moe:
                 every = node_shares(
                     model.num_experts, model.top_k, (model.num_experts,), clock.skew

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from typing import Literal, NamedTuple
 
-from deploy.placement.cost import Rows
+from deploy.placement.cost import BatchRows
 from deploy.placement.formats import Formats, LayerClass
 from deploy.placement.memory import attention_weight_bytes, process_bytes
 from deploy.placement.routing import touched
 from deploy.placement.search.layouts import DeviceSlot, EngineLayout
 from deploy.placement.search.ranges import MAX_CUTS, Chain, Ends, all_cuts, num_cuts, some_cuts
-from deploy.placement.search.steps import Clock, Engine, node_shares
+from deploy.placement.search.steps import Clock, EngineSetup, node_shares
 from deploy.placement.shapes import Kernels, ModelShape
 
 USABLE = 0.9
@@ -88,7 +88,7 @@ def one_expert_bytes(formats: Formats, kernels: Kernels) -> tuple[int, ...]:
     )
 
 
-class Nodes:
+class NodeContents:
     """The bytes and shares of nodes, for one model.
 
     `max_model_len`: the longest sequence. `most_rows`: more are never decoded at once.
@@ -102,7 +102,7 @@ class Nodes:
         self._cuts = cache(self._some_cuts)
         self._held_s = cache(self._seconds_of_held)
 
-    def room(self, engine: Engine) -> tuple[int, ...] | Binding:
+    def room(self, engine: EngineSetup) -> tuple[int, ...] | Binding:
         """Return the tokens that a node of each attention group has room for beside the rest.
 
         Of a node whose layers are cut, the least of its ranges. A Binding: not for one sequence.
@@ -125,7 +125,7 @@ class Nodes:
         """Return by how many bytes a sequence's keys are too many; negative: they fit."""
         return part.size + part.num_nodes * part.token_bytes * self.max_model_len - part.has
 
-    def _parts(self, engine: Engine) -> Iterator[_KeyMemory]:
+    def _parts(self, engine: EngineSetup) -> Iterator[_KeyMemory]:
         """Yield the memories that hold an engine's keys, by attention group or by range."""
         layout, formats, tokens = engine.layout, engine.formats, engine.batched_tokens
         token_bytes = self.model.kv_bytes_per_token(engine.kv_itemsize)
@@ -187,7 +187,10 @@ class Nodes:
     def _request_s(self, slot: DeviceSlot, formats: Formats) -> list[float]:
         """Return each layer's seconds for the tokens of one request, of both phases."""
         prompt, output = self.clock.prompt, self.clock.output
-        decode, prefill = Rows(REFERENCE_ROWS, self.clock.context), Rows(0, 0, PREFILL_ROWS)
+        decode, prefill = (
+            BatchRows(REFERENCE_ROWS, self.clock.context),
+            BatchRows(0, 0, PREFILL_ROWS),
+        )
         by_class = [
             (output - 1) / decode.total * self.clock.attention_s(slot, cls, decode)
             + prompt / prefill.total * self.clock.attention_s(slot, cls, prefill)
@@ -289,7 +292,7 @@ class Nodes:
         """
         if len(layout.attention) == 1:
             return (1.0 / layout.attention[0][1],)
-        rows = Rows(float(REFERENCE_ROWS), self.clock.context)
+        rows = BatchRows(float(REFERENCE_ROWS), self.clock.context)
         speeds = [
             1.0
             / sum(

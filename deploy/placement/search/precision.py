@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deploy.placement.cost import Rows
+from deploy.placement.cost import BatchRows
 from deploy.placement.formats import LAYER_PARTS, Formats, LayerClass, LayerFormats, stored
 from deploy.placement.search.bits import (
     Budget,
@@ -116,14 +116,16 @@ class Precisions:
             link_s=link_s + row_s * PREFILL_ROWS,
             takes_turns=layout.takes_turns,
         )
-        own = Rows(rows / m / num_attention, rater.clock.context)
-        items = self._items(layout, own, Rows(prefill=PREFILL_ROWS))
+        own = BatchRows(rows / m / num_attention, rater.clock.context)
+        items = self._items(layout, own, BatchRows(prefill=PREFILL_ROWS))
         budgets: tuple[Budget, ...] = ()
         if growth is not None:
             budgets = self._budgets(layout, keys=growth * rows * rater.clock.context)
         return Problem(items, budgets, self._max_kl, (decode, filled))
 
-    def _items(self, layout: EngineLayout, decode: Rows, prefill: Rows) -> tuple[Item, ...]:
+    def _items(
+        self, layout: EngineLayout, decode: BatchRows, prefill: BatchRows
+    ) -> tuple[Item, ...]:
         """Return the parts and their options, for such rows on each attention node."""
         places: list[tuple[int | None, Part]] = [
             (layer, part)
@@ -137,7 +139,11 @@ class Precisions:
         )
 
     def _options(
-        self, layout: EngineLayout, part: Part, layer: int | None, phases: tuple[Rows, Rows]
+        self,
+        layout: EngineLayout,
+        part: Part,
+        layer: int | None,
+        phases: tuple[BatchRows, BatchRows],
     ) -> Iterator[Option]:
         """Yield the formats that all devices of a part compute with, and that were measured."""
         assert self._sensitivity is not None
@@ -159,7 +165,12 @@ class Precisions:
             yield Option(name, size, kl, seconds)
 
     def _part_s(
-        self, layout: EngineLayout, part: Part, layer: int | None, name: Format, rows: Rows
+        self,
+        layout: EngineLayout,
+        part: Part,
+        layer: int | None,
+        name: Format,
+        rows: BatchRows,
     ) -> float:
         """Return the seconds that a part in a format takes on the slowest node of its role."""
         clock, model = self._rater.clock, self._model

@@ -15,9 +15,9 @@ from typing import Literal
 
 from deploy.placement.formats import Formats
 from deploy.placement.search.layouts import EngineLayout, most_copies
-from deploy.placement.search.nodes import MAX_SEQUENCES, Binding, Nodes
-from deploy.placement.search.steady import Point, Shape, high_running, point
-from deploy.placement.search.steps import Clock, Engine, EngineSteps
+from deploy.placement.search.nodes import MAX_SEQUENCES, Binding, NodeContents
+from deploy.placement.search.steady import EngineShape, Point, high_running, point
+from deploy.placement.search.steps import Clock, EngineSetup, EngineSteps
 from deploy.placement.shapes import ModelShape
 from deploy.placement.workload import Z95, Workload, answer_s, asked_load
 from topspin.plan.settings import MAX_MICRO_BATCHES
@@ -50,12 +50,19 @@ class Rating:
     layout: EngineLayout
     formats: Formats
     binding: Binding
-    engine: Engine | None = None
+    engine: EngineSetup | None = None
     point: Point | None = None
     max_num_seqs: int = 0
     room: tuple[int, ...] = ()
     beyond: float = 0.0
     most_load: float = 0.0
+
+    @property
+    def settled(self) -> tuple[EngineSetup, Point]:
+        """Return the settings and the state of an engine that works."""
+        assert self.engine is not None
+        assert self.point is not None
+        return self.engine, self.point
 
     def load(self, workload: Workload) -> float:
         """Return what it carries in the workload's terms: requests per second, or users."""
@@ -85,7 +92,7 @@ class Rater:
         self.workload = workload
         self.clock = Clock(model, workload)
         self.max_model_len = max_model_len(workload, context_length)
-        self.nodes = Nodes(self.clock, self.max_model_len, workload.users or math.inf)
+        self.nodes = NodeContents(self.clock, self.max_model_len, workload.users or math.inf)
         self._steps: dict[tuple[object, ...], EngineSteps] = {}
 
     def rate(self, layout: EngineLayout, formats: Formats) -> Rating:
@@ -102,20 +109,18 @@ class Rater:
 
     def _needed(self, rating: Rating, load: float) -> float:
         """Return a number of sequences below which a rating of the grid cannot carry `load`."""
-        assert rating.point is not None
+        engine, found = rating.settled
         if self.workload.arrival_rate is not None:
             # Twice the load takes at least twice the sequences.
-            return rating.point.running * load / rating.load(self.workload)
+            return found.running * load / rating.load(self.workload)
         # Users whose prompts wait are no sequences that run: near saturation there are many.
-        assert rating.engine is not None
-        steps = self.steps_of(rating.engine)
-        beyond = self.point(rating.engine, steps, rating.beyond)
+        beyond = self.point(engine, self.steps_of(engine), rating.beyond)
         reaches = (
             beyond is None or dataclasses.replace(rating, point=beyond).load(self.workload) > load
         )
         return 0.0 if reaches else rating.beyond
 
-    def steps_of(self, engine: Engine) -> EngineSteps:
+    def steps_of(self, engine: EngineSetup) -> EngineSteps:
         """Return the engine's steps, which settings of the layout last rated have in common."""
         key = (engine.held, engine.weights, engine.num_local, engine.ends)
         known = self._steps.get(key)
@@ -149,7 +154,7 @@ class Rater:
         for itemsize in (None, 1) if self._may_have_fp8(layout) else (None,):
             for tokens in budgets:
                 engines = [
-                    Engine(layout, formats, held, weights, 1, tokens, itemsize, 0, ends)
+                    EngineSetup(layout, formats, held, weights, 1, tokens, itemsize, 0, ends)
                     for ends in cuts
                 ]
                 rooms = [self.nodes.room(engine) for engine in engines]
@@ -168,8 +173,8 @@ class Rater:
                             yield rating
 
     def _with_local(
-        self, plain: Engine, room: tuple[int, ...] | Binding
-    ) -> Iterator[tuple[Engine, tuple[int, ...]]]:
+        self, plain: EngineSetup, room: tuple[int, ...] | Binding
+    ) -> Iterator[tuple[EngineSetup, tuple[int, ...]]]:
         """Yield an engine without local layers, and with all that fit, and the room for keys."""
         if isinstance(room, Binding):
             return
@@ -205,16 +210,15 @@ class Rater:
         share = asked_load(self.workload) / max(1, copies)
         if share > load:
             return (0.0, load, -rating.formats.kl)
-        at = self.at_load(rating, share).point
-        assert at is not None
+        _, at = self.at_load(rating, share).settled
         return (1.0, -answer_s(self.workload, at.ttft_s, at.tpot_s), -rating.formats.kl)
 
-    def at_most(self, engine: Engine, room: tuple[int, ...], *, start: int = 0) -> Rating:
+    def at_most(self, engine: EngineSetup, room: tuple[int, ...], *, start: int = 0) -> Rating:
         """Return the engine at the largest load of the grid at which everything holds.
 
         The grid is searched from its index `start`, in steps that grow, then by bisection.
         """
-        trial = Trial(self, engine, room)
+        trial = LoadTrial(self, engine, room)
         grid = running_grid()
         low, high = -1, len(grid)
         found: Point | None = None
@@ -240,7 +244,7 @@ class Rater:
         """
         if rating.point is None or rating.engine is None:
             return rating
-        trial = Trial(self, rating.engine, rating.room)
+        trial = LoadTrial(self, rating.engine, rating.room)
         low, high, found = rating.point.running, rating.beyond, rating.point
         if least > low:
             tried = trial.point(least)
@@ -256,7 +260,7 @@ class Rater:
                 high = middle
         return self._rating(trial, found, high)
 
-    def _rating(self, trial: Trial, found: Point | None, beyond: float) -> Rating:
+    def _rating(self, trial: LoadTrial, found: Point | None, beyond: float) -> Rating:
         engine = trial.engine
         binding = trial.binding(beyond)
         if found is None:
@@ -268,17 +272,15 @@ class Rater:
 
     def at_load(self, rating: Rating, load: float) -> Rating:
         """Return a rated engine at a smaller load (deploy.placement.search.rating.load_of)."""
-        assert rating.engine is not None
-        assert rating.point is not None
+        engine, found = rating.settled
         most = rating.load(self.workload)
         if load >= most:
             return dataclasses.replace(rating, most_load=most)
-        steps = self.steps_of(rating.engine)
-        low, high = 0.0, rating.point.running
-        found = rating.point
+        steps = self.steps_of(engine)
+        low, high = 0.0, found.running
         for _ in range(40):
             middle = (low + high) / 2
-            tried = self.point(rating.engine, steps, middle)
+            tried = self.point(engine, steps, middle)
             if tried is None or load_of(tried, self.workload) > load:
                 high = middle
             else:
@@ -287,21 +289,21 @@ class Rater:
                 break
         return dataclasses.replace(rating, point=found, most_load=most)
 
-    def point(self, engine: Engine, steps: EngineSteps, running: float) -> Point | None:
+    def point(self, engine: EngineSetup, steps: EngineSteps, running: float) -> Point | None:
         """Return the engine's state with so many running sequences."""
-        shape = Shape(engine.layout.num_attention, engine.batched_tokens)
+        shape = EngineShape(engine.layout.num_attention, engine.batched_tokens)
         return point(steps, self.workload, shape, running)
 
-    def max_num_seqs(self, engine: Engine, found: Point) -> int:
+    def max_num_seqs(self, engine: EngineSetup, found: Point) -> int:
         """Return max_num_seqs: what the node with the largest share needs at the p95."""
         need = high_running(self.workload, found) * max(engine.weights)
         return max(1, min(MAX_SEQUENCES, engine.batched_tokens, -int(-need // 1)))
 
 
-class Trial:
+class LoadTrial:
     """Tries one engine at loads, and says what does not hold there."""
 
-    def __init__(self, rater: Rater, engine: Engine, room: tuple[int, ...]) -> None:
+    def __init__(self, rater: Rater, engine: EngineSetup, room: tuple[int, ...]) -> None:
         self._rater = rater
         self._workload = rater.workload
         self.engine = engine

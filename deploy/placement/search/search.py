@@ -37,7 +37,7 @@ class ImpossibleError(TopspinError):
     """No fleet meets the targets; says the best there is and what binds."""
 
 
-class Member(NamedTuple):
+class FleetMember(NamedTuple):
     """An engine of the fleet at its share of the load, and how many copies of it there are."""
 
     rating: Rating
@@ -58,7 +58,7 @@ class Result:
     """The same with weights as stored."""
     quantised: tuple[Rating | None, ...]
     """The same with some weights quantised; None: no format is within the bound."""
-    members: tuple[Member, ...]
+    members: tuple[FleetMember, ...]
     price: float
     load: float
     is_exact: bool
@@ -150,13 +150,13 @@ def _fleet(inputs: Inputs, rater: Rater, ratings: Sequence[Rating]) -> Fleet | N
     return None if fleet is None else _quickest(rater, ratings, fleet)
 
 
-def _members(rater: Rater, ratings: Sequence[Rating], fleet: Fleet) -> list[Member]:
+def _members(rater: Rater, ratings: Sequence[Rating], fleet: Fleet) -> list[FleetMember]:
     """Return the engines of a fleet at their share of the load: all of it for most throughput."""
     workload = rater.workload
     is_full = workload.objective == "max_throughput"
     share = 1.0 if is_full else min(1.0, asked_load(workload) / fleet.rate)
     return [
-        Member(rater.at_load(ratings[key], share * ratings[key].load(workload)), copies)
+        FleetMember(rater.at_load(ratings[key], share * ratings[key].load(workload)), copies)
         for key, copies in fleet.copies.items()
     ]
 
@@ -165,8 +165,7 @@ def _answer_s(rater: Rater, ratings: Sequence[Rating], fleet: Fleet) -> float:
     """Return the time of an answer of the slowest engine of a fleet."""
     slowest_s = 0.0
     for member in _members(rater, ratings, fleet):
-        found = member.rating.point
-        assert found is not None
+        _, found = member.rating.settled
         slowest_s = max(slowest_s, answer_s(rater.workload, found.ttft_s, found.tpot_s))
     return slowest_s
 

@@ -38,7 +38,7 @@ class StepModel(Protocol):
         """Return the time of a step in which `running` sequences (of the engine) decode."""
 
 
-class Shape(NamedTuple):
+class EngineShape(NamedTuple):
     """What of an engine the queueing depends on: M, and tokens per step of an attention node."""
 
     num_attention: int
@@ -62,7 +62,9 @@ class Point(NamedTuple):
     prefill_share: float
 
 
-def chunks_of(workload: Workload, shape: Shape, running: float) -> tuple[Chunks, Chunks] | None:
+def chunks_of(
+    workload: Workload, shape: EngineShape, running: float
+) -> tuple[Chunks, Chunks] | None:
     """Return the least and the largest chunks of a step beside `running` sequences.
 
     The least is one prompt's on one node, the largest fills every node's budget. None: decoding
@@ -78,7 +80,7 @@ def chunks_of(workload: Workload, shape: Shape, running: float) -> tuple[Chunks,
     return Chunks(1, one, 1.0, start), Chunks(shape.num_attention, room, slices, start)
 
 
-def point(steps: StepModel, workload: Workload, shape: Shape, running: float) -> Point | None:
+def point(steps: StepModel, workload: Workload, shape: EngineShape, running: float) -> Point | None:
     """Return the engine's state with `running` decoding sequences; None: prompts would queue up.
 
     `running` sequences leave as fast as they come at rate q: running = q (o - 1) TPOT. With c

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deploy.placement.cost import (
-    Rows,
+    BatchRows,
     attention_layer_s,
     barrier_s,
     chain_s,
@@ -25,7 +25,7 @@ from deploy.placement.cost import (
     link_s,
     step_fixed_s,
 )
-from deploy.placement.devices import Link
+from deploy.placement.devices import LinkProfile
 from deploy.placement.formats import Formats, LayerClass
 from deploy.placement.routing import rows_reached, shares_of_nodes, touched
 from deploy.placement.search.layouts import DeviceSlot, DeviceSlots, EngineLayout
@@ -37,13 +37,13 @@ from deploy.placement.workload import Workload
 from topspin.pipeline import HopTimes, layers_s, pipeline_s
 from topspin.plan.precision import Format
 
-NO_LINK = Link(name="local", alpha_s=0.0, bytes_per_s=1e18)
+NO_LINK = LinkProfile(name="local", alpha_s=0.0, bytes_per_s=1e18)
 NO_FACTORS = RallyFactors()
 PAIR_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSetup:
     """All that is decided of an engine.
 
     `held[i]`: the experts of a node on layout.experts[i]; `weights[i]`: the share of all
@@ -69,7 +69,7 @@ class Engine:
         return self.formats.model.moe_layers[: self.num_local]
 
 
-class Step(NamedTuple):
+class StepEstimate(NamedTuple):
     """A step's times: those of the slowest layer and micro-batch, and the whole."""
 
     micro_batches: int
@@ -105,7 +105,7 @@ class Clock:
             found = self._known[key] = compute()
         return found
 
-    def attention_s(self, slot: DeviceSlot, cls: LayerClass, rows: Rows) -> float:
+    def attention_s(self, slot: DeviceSlot, cls: LayerClass, rows: BatchRows) -> float:
         """Return the time of a layer on an attention node, without routed experts."""
         device, formats = slot.device, cls.formats
         return self._once(
@@ -184,7 +184,7 @@ def highest_of(count: int) -> float:
 class EngineSteps:
     """The steps of one engine (deploy.placement.search.steady.StepModel)."""
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
+    def __init__(self, engine: EngineSetup, clock: Clock) -> None:
         self.engine = engine
         self.clock = clock
         layout, model = engine.layout, clock.model
@@ -215,7 +215,7 @@ class EngineSteps:
         self._is_rallied = not layout.is_colocated and any(s.device.profile.rallies for s in slots)
         self._link = NO_LINK if layout.link is None else layout.link.link
 
-    def with_settings(self, engine: Engine) -> EngineSteps:
+    def with_settings(self, engine: EngineSetup) -> EngineSteps:
         """Return the steps of an engine that differs in its settings only; they share what is kept.
 
         Settings: micro-batches, tokens per step, the bytes of keys.
@@ -231,16 +231,16 @@ class EngineSteps:
             self._known[key] = self.step(running, chunks).step_s
         return self._known[key]
 
-    def step(self, running: float, chunks: Chunks | None) -> Step:
+    def step(self, running: float, chunks: Chunks | None) -> StepEstimate:
         """Return a step's times."""
         engine, clock = self.engine, self.clock
         m = self._micro_batches(running, chunks)
-        per_node: list[Rows] = []
+        per_node: list[BatchRows] = []
         fixed_s = 0.0
         for (slot, _), weight in zip(engine.layout.attention, engine.weights, strict=True):
             tokens = 0.0 if chunks is None else chunks.tokens
             per_node.append(
-                Rows(
+                BatchRows(
                     running * weight / m,
                     clock.context,
                     tokens / m,
@@ -267,7 +267,9 @@ class EngineSteps:
         pass_s = link_s(self._link, widest * clock.model.hidden_size * clock.model.itemsize)
         whole_s = rallied * (fixed_s + self._layers_s(hops, m, pass_s))
         slowest = max(hops, key=lambda hop: hop.t_a + hop.t_e + 2 * hop.t_c)
-        return Step(m, rows, slowest, whole_s, m * shares[0], m * shares[1], shares[2], fixed_s)
+        return StepEstimate(
+            m, rows, slowest, whole_s, m * shares[0], m * shares[1], shares[2], fixed_s
+        )
 
     def _micro_batches(self, running: float, chunks: Chunks | None) -> int:
         """Return into how many micro-batches a step's rows can be split, of those of the engine."""
@@ -293,7 +295,7 @@ class EngineSteps:
         self,
         cls: LayerClass,
         holders: DeviceSlots,
-        per_node: Sequence[Rows],
+        per_node: Sequence[BatchRows],
         rows: float,
         widest: float,
         m: int,
@@ -340,7 +342,7 @@ class EngineSteps:
             rows=rows,
         )
 
-    def _local_s(self, cls: LayerClass, per_node: Sequence[Rows]) -> float:
+    def _local_s(self, cls: LayerClass, per_node: Sequence[BatchRows]) -> float:
         """Return the time of routed experts that an attention node computes by itself."""
         model = self.clock.model
         held = (model.num_experts,)

@@ -24,7 +24,7 @@ from topspin.messages import (
 
 
 @dataclass(slots=True)
-class _Joined:
+class _JoinedDraft:
     peer: bytes
     pid: int
     is_ready: bool = False
@@ -50,7 +50,7 @@ class DraftSide:
         self._log = log
         self._indices = tuple(indices)
         self._revision = revision
-        self._nodes: dict[int, _Joined] = {}
+        self._nodes: dict[int, _JoinedDraft] = {}
         self._index_of: dict[bytes, int] = {}
         self._counts: dict[int, DraftCounts] = {}
         self._past: list[DraftCounts] = []
@@ -80,7 +80,7 @@ class DraftSide:
             raise ConfigError(f"{name} has no place: the engine has {len(self._indices)} of them")
         if hello.index in self._nodes:
             raise ConfigError(f"{name} is there already; each place is taken once")
-        self._nodes[hello.index] = _Joined(peer, hello.pid)
+        self._nodes[hello.index] = _JoinedDraft(peer, hello.pid)
         self._index_of[peer] = hello.index
 
     def index(self, peer: bytes) -> int | None:

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from server.scheduler.gateways import StateName
 from server.scheduler.nodes.formation import Formation
-from server.scheduler.nodes.recovery import Recovery, Stage
+from server.scheduler.nodes.recovery import Recovery, RecoveryStage
 from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
-from server.scheduler.planning.outbox import Delivery
+from server.scheduler.planning.outbox import Outbox
 from server.scheduler.planning.policy import Policy
 from topspin.errors import NodeLost, TopspinError
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Refused, Stop, Welcome
@@ -34,7 +34,7 @@ class Gateways(Protocol):
     def set_state(self, state: StateName, detail: str = "") -> None:
         """Set the engine's state and tell it to all gateways."""
 
-    def deliver(self, deliveries: list[Delivery]) -> None:
+    def deliver(self, outbox: Outbox) -> None:
         """Send the ends of requests."""
 
 
@@ -149,16 +149,16 @@ class Failover:
         else:
             self._log.warning("%s leaves, as it was asked to end", member)
             self._recovery.leave(member, self._clock())
-            if self._recovery.stage is not Stage.DRAINING:
+            if self._recovery.stage is not RecoveryStage.DRAINING:
                 self._halt(f"{member} leaves")
 
     def step_failed(self, generation: int, error: TopspinError) -> None:
         """Begin a new generation because this one's steps, or its forming, have failed."""
         if generation != self._formation.generation:
             return
-        if self._recovery.stage is Stage.FORMING:
+        if self._recovery.stage is RecoveryStage.FORMING:
             self._form_after_s = self._clock() + RETRY_S
-        elif self._recovery.stage not in (Stage.SERVING, Stage.DRAINING):
+        elif self._recovery.stage not in (RecoveryStage.SERVING, RecoveryStage.DRAINING):
             return
         self._halt(str(error))
 
@@ -191,7 +191,7 @@ class Failover:
         now = self._clock()
         for member in self._recovery.overdue(now):
             self.lose(member, NodeLost(f"it does not react ({self._reason})"))
-        if self._recovery.stage is Stage.DRAINING and not self._policy.num_steps_in_flight:
+        if self._recovery.stage is RecoveryStage.DRAINING and not self._policy.num_steps_in_flight:
             leaving = " and ".join(map(str, self._recovery.leaving))
             self._halt(f"without {leaving}" if leaving else "a node is back")
         if self._recovery.has_halted and now >= self._form_after_s:
@@ -228,7 +228,7 @@ class Failover:
         self._tell(member, Stop(reason="it was asked to end"))
 
     def _form(self, now: float) -> None:
-        was_waiting = self._recovery.stage is Stage.WAITING
+        was_waiting = self._recovery.stage is RecoveryStage.WAITING
         if not self._recovery.try_form(now):
             if not was_waiting:
                 self._announce(f"waiting for {self._waiting_for()}")

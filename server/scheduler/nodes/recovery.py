@@ -25,7 +25,7 @@ from server.scheduler.nodes.roster import Member
 from topspin.expert_table import ExpertTable
 
 
-class Stage(Enum):
+class RecoveryStage(Enum):
     """The state of the engine; steps are planned in SERVING only."""
 
     SERVING = "serving"
@@ -67,7 +67,7 @@ class Recovery:
         self._replicas = replicas or Replicas()
         # Those that have loaded, of a replica that is not complete.
         self._incomplete: set[Member] = set()
-        self.stage = Stage.SERVING
+        self.stage = RecoveryStage.SERVING
         self._places = frozenset(places)
         self._optional = frozenset(optional)
         self.nodes = set(self._places - self._optional)
@@ -81,7 +81,7 @@ class Recovery:
     @property
     def is_serving(self) -> bool:
         """Say whether steps may be planned."""
-        return self.stage is Stage.SERVING
+        return self.stage is RecoveryStage.SERVING
 
     @property
     def absent(self) -> list[Member]:
@@ -112,7 +112,7 @@ class Recovery:
         In SERVING the steps under way end first; in later stages the caller begins a generation.
         """
         self._leaving.update(self._replicas.together(member))
-        if self.stage is Stage.SERVING:
+        if self.stage is RecoveryStage.SERVING:
             self.drain(now)
 
     @property
@@ -122,8 +122,8 @@ class Recovery:
 
     def drain(self, now: float) -> None:
         """Plan no more steps, so that a new generation can begin without losing one."""
-        assert self.stage is Stage.SERVING
-        self._enter(Stage.DRAINING, now)
+        assert self.stage is RecoveryStage.SERVING
+        self._enter(RecoveryStage.DRAINING, now)
 
     def halt(self, now: float) -> None:
         """Begin a new generation: every node must halt."""
@@ -132,7 +132,7 @@ class Recovery:
             self._down_since_s = now
         self.nodes |= self._late
         self._late.clear()
-        self._enter(Stage.HALTING, now)
+        self._enter(RecoveryStage.HALTING, now)
         self._awaited = set(self.nodes)
 
     def loaded(self, member: Member, now: float) -> None:
@@ -145,27 +145,29 @@ class Recovery:
         if not self._incomplete.issuperset(together):
             return
         self._incomplete.difference_update(together)
-        if self.stage is Stage.FORMING:
+        if self.stage is RecoveryStage.FORMING:
             self._late.update(together)
             return
         self.nodes.update(together)
-        if self.stage is Stage.SERVING:
+        if self.stage is RecoveryStage.SERVING:
             self.drain(now)
 
     def halted(self, member: Member, generation: int) -> None:
         """Note that a node has halted; the answer to an earlier Halt is ignored."""
-        if self.stage is Stage.HALTING and generation == self._formation.generation:
+        if self.stage is RecoveryStage.HALTING and generation == self._formation.generation:
             self._awaited.discard(member)
 
     @property
     def has_halted(self) -> bool:
         """Say whether a topology may be made: no node is still in an older generation."""
-        return self.stage is Stage.WAITING or (self.stage is Stage.HALTING and not self._awaited)
+        return self.stage is RecoveryStage.WAITING or (
+            self.stage is RecoveryStage.HALTING and not self._awaited
+        )
 
     def try_form(self, now: float) -> bool:
         """Let the present nodes form with a table that they can serve; False: they must wait."""
         assert self.has_halted
-        self._enter(Stage.WAITING, now)
+        self._enter(RecoveryStage.WAITING, now)
         if not any(node.role == "attention" for node in self.nodes):
             return False
         if self._needs_all and self.absent:
@@ -179,18 +181,18 @@ class Recovery:
             return False
         if table is not formation.table:
             formation.use_part(table)
-        self._enter(Stage.FORMING, now)
+        self._enter(RecoveryStage.FORMING, now)
         self._awaited = set(self.nodes)
         return True
 
     def ready(self, member: Member, generation: int, now: float) -> bool:
         """Note that a node is ready; True once all are, and the engine serves again."""
-        if self.stage is not Stage.FORMING or generation != self._formation.generation:
+        if self.stage is not RecoveryStage.FORMING or generation != self._formation.generation:
             return False
         self._awaited.discard(member)
         if self._awaited:
             return False
-        self._enter(Stage.SERVING, now)
+        self._enter(RecoveryStage.SERVING, now)
         self._down_since_s = None
         self.has_expired = False
         return True
@@ -205,8 +207,8 @@ class Recovery:
     def overdue(self, now: float) -> list[Member]:
         """Return the nodes that have not answered in time and so count as dead."""
         limit_s = {
-            Stage.HALTING: self._halt_deadline_s,
-            Stage.FORMING: self._restart_deadline_s,
+            RecoveryStage.HALTING: self._halt_deadline_s,
+            RecoveryStage.FORMING: self._restart_deadline_s,
         }.get(self.stage)
         if limit_s is None or now - self._stage_since_s <= limit_s:
             return []
@@ -220,7 +222,7 @@ class Recovery:
         self.has_expired = True
         return True
 
-    def _enter(self, stage: Stage, now: float) -> None:
+    def _enter(self, stage: RecoveryStage, now: float) -> None:
         self.stage = stage
         self._stage_since_s = now
         self._awaited = set()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from server.scheduler.nodes.drafts import DraftSide
 from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member, Roster
-from server.scheduler.planning.plans import Step
+from server.scheduler.planning.plans import StepMessages
 from server.scheduler.traces import Ask, Tracer
 from topspin.errors import ProtocolError
 from topspin.messages import (
@@ -124,7 +124,7 @@ class NodeSide:
                 for message in messages:
                     self.tell(member, message)
 
-    def send_step(self, step: Step, takes_part: Callable[[Member], bool]) -> Member | None:
+    def send_step(self, step: StepMessages, takes_part: Callable[[Member], bool]) -> Member | None:
         """Send the ticket to every expert node, each plan to its attention node and its stages.
 
         Nodes that have joined and take no part in steps (they load, or leave) get nothing. Ends at

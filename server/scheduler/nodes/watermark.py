@@ -23,7 +23,7 @@ from topspin.messages import Progress, ProgressState
 MAX_GAP_S = 2.0
 
 
-class Verdict(NamedTuple):
+class ProgressVerdict(NamedTuple):
     """The node that counts as dead (None: no single one), and the reason as text.
 
     `silent_s` is the time without progress when this was decided.
@@ -68,7 +68,7 @@ class Watermark:
 
     def judge(
         self, head: StepUnderWay | None, others: Iterable[Member], now: float
-    ) -> Verdict | None:
+    ) -> ProgressVerdict | None:
         """Return the verdict on step `head`, if it has made no progress for too long.
 
         `others` take part in it and answer by no result: expert nodes, stages.
@@ -95,14 +95,14 @@ class Watermark:
         if is_working or not waiting_s or limit_s is None or now - max(waiting_s) <= limit_s:
             return None
         reason = f"all nodes of step {head.step} wait for one another: what was sent is lost"
-        return Verdict(None, reason, now - max(waiting_s))
+        return ProgressVerdict(None, reason, now - max(waiting_s))
 
-    def _silent(self, member: Member, step: int, silent_s: float) -> Verdict:
+    def _silent(self, member: Member, step: int, silent_s: float) -> ProgressVerdict:
         reason = (
             f"it has not got on with step {step} for {silent_s:.1f} s, although it is connected "
             f"(failover.progress_deadline_s {self._silent_limit_s:g})"
         )
-        return Verdict(member, reason, silent_s)
+        return ProgressVerdict(member, reason, silent_s)
 
 
 def _is_done(said: _Said, step: int) -> bool:

@@ -13,7 +13,7 @@ from topspin.errors import TopspinError
 from topspin.messages import FinishReason
 
 
-class Note(Protocol):
+class JournalNote(Protocol):
     """Takes an entry about a choice of a client's request; `is_bad`: an operator should see it."""
 
     def __call__(
@@ -29,7 +29,7 @@ def no_note(what: str, request_id: str, fields: dict[str, object], *, is_bad: bo
 class Journal:
     """Turns events of the policy into entries."""
 
-    def __init__(self, note: Note) -> None:
+    def __init__(self, note: JournalNote) -> None:
         self._note = note
 
     def admitted(self, request: Request, *, node: int, num_cached: int) -> None:

@@ -21,7 +21,7 @@ EQUAL = 1.25
 DECODE_HORIZON_TOKENS = 64
 
 
-class Candidate(NamedTuple):
+class ReplicaCandidate(NamedTuple):
     """A node that has a seat, budget and blocks for the request; `cost` has its own times."""
 
     replica_idx: int
@@ -31,14 +31,14 @@ class Candidate(NamedTuple):
     cost: CostModel
 
 
-def choose_replica(candidates: Sequence[Candidate], *, num_tokens: int) -> Candidate:
+def choose_replica(candidates: Sequence[ReplicaCandidate], *, num_tokens: int) -> ReplicaCandidate:
     """Return the candidate with the least predicted work; the lowest index among equals.
 
     Work is the prefill still queued there, this request's own uncached part, and the
     decoding of the sequences that run there.
     """
 
-    def work_s(candidate: Candidate) -> float:
+    def work_s(candidate: ReplicaCandidate) -> float:
         cost = candidate.cost
         own_s = cost.slice_s(num_tokens - candidate.num_hit_tokens, candidate.num_hit_tokens)
         queued_s = cost.slice_s(candidate.num_pending_tokens, 0)

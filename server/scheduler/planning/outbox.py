@@ -8,8 +8,7 @@ Filled by policy.py, sent by service.py.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.in_flight import NodePart
@@ -25,16 +24,21 @@ from topspin.messages import (
     TokenLogprobs,
 )
 
-Delivery = tuple[bytes, Outputs | RequestQueued | RequestFailed]
-"""A message, and the gateway that gets it."""
-
 
 class Outbox:
-    """Collects outputs and failures; `deliveries` returns them, failures last."""
+    """Outputs, failures and queued requests; iterates over (gateway, message), in that order."""
 
     def __init__(self) -> None:
         self._outputs: dict[bytes, list[RequestOutput]] = {}
-        self._failures: list[Delivery] = []
+        self._failures: list[tuple[bytes, RequestFailed]] = []
+        self._queued: dict[bytes, list[str]] = {}
+
+    def __iter__(self) -> Iterator[tuple[bytes, Outputs | RequestFailed | RequestQueued]]:
+        for peer, outputs in self._outputs.items():
+            yield peer, Outputs(outputs=tuple(outputs))
+        yield from self._failures
+        for peer, request_ids in self._queued.items():
+            yield peer, RequestQueued(request_ids=tuple(request_ids))
 
     def outputs_of(self, peer: bytes) -> list[RequestOutput]:
         """Return the list to which outputs for `peer` are appended."""
@@ -44,12 +48,9 @@ class Outbox:
         """Record that `request` has ended with `error`."""
         self._failures.append((request.peer, failure(request.request_id, error)))
 
-    def deliveries(self) -> list[Delivery]:
-        """Return everything collected."""
-        outputs: list[Delivery] = [
-            (peer, Outputs(outputs=tuple(each))) for peer, each in self._outputs.items()
-        ]
-        return outputs + self._failures
+    def queued(self, request: Request) -> None:
+        """Record that `request` has its place in the queue."""
+        self._queued.setdefault(request.peer, []).append(request.request_id)
 
 
 class Arrivals:
@@ -62,18 +63,16 @@ class Arrivals:
         """Note a request that has just been queued."""
         self._untold.append(request)
 
-    def deliveries(self, is_compiling: Callable[[str], bool]) -> list[Delivery]:
+    def take(self, is_compiling: Callable[[str], bool]) -> Outbox:
         """Return what gateways are to be told; requests whose grammar `is_compiling` have time."""
-        if not self._untold:
-            return []
-        told: defaultdict[bytes, list[str]] = defaultdict(list)
+        outbox = Outbox()
         untold, self._untold = self._untold, []
         for request in untold:
             if is_compiling(request.grammar_key):
                 self._untold.append(request)
             elif not request.ended:
-                told[request.peer].append(request.request_id)
-        return [(peer, RequestQueued(request_ids=tuple(ids))) for peer, ids in told.items()]
+                outbox.queued(request)
+        return outbox
 
 
 def failure(request_id: str, error: TopspinError) -> RequestFailed:

@@ -22,7 +22,7 @@ from server.scheduler.planning.in_flight import NodePart, RunningStep, pack_samp
 from topspin.messages import MicroBatch, StepPlan, StepTicket, pack_ints
 
 
-class Step(NamedTuple):
+class StepMessages(NamedTuple):
     """The messages of a step: a ticket for every expert node, a plan per attention node."""
 
     ticket: StepTicket
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 class PlannedStep(NamedTuple):
     """The messages of a step, and its record until it is done."""
 
-    step: Step
+    step: StepMessages
     running: RunningStep
 
 
@@ -106,7 +106,7 @@ class StepBuilder:
             parts=parts,
             loads={split.replica.index: _load(split) for split in splits},
         )
-        return PlannedStep(Step(ticket, plans), running)
+        return PlannedStep(StepMessages(ticket, plans), running)
 
     def _divide(
         self, work: list[tuple[AttentionReplica, NodeBatch]]

@@ -22,10 +22,10 @@ from server.scheduler.micro_batching.cost_fit import CostFits
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.adaptive_depths import AdaptiveDepths
+from server.scheduler.planning.admission import Admission
 from server.scheduler.planning.attention_replica import (
     AttentionReplica,
     DraftTokens,
-    NodeBatch,
 )
 from server.scheduler.planning.compilations import Compilations
 from server.scheduler.planning.counters import Counters
@@ -38,21 +38,19 @@ from server.scheduler.planning.in_flight import (
     fed,
 )
 from server.scheduler.planning.intake import Intake
-from server.scheduler.planning.journal import Journal, Note, no_note
-from server.scheduler.planning.load_balancing import Candidate, choose_replica, token_budgets
+from server.scheduler.planning.journal import Journal, JournalNote, no_note
+from server.scheduler.planning.load_balancing import token_budgets
 from server.scheduler.planning.outbox import (
     Arrivals,
-    Delivery,
     Outbox,
     accept,
     accept_prompt,
     failure,
     new_scores,
 )
-from server.scheduler.planning.plans import Step, StepBuilder
+from server.scheduler.planning.plans import StepBuilder, StepMessages
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
-from server.scheduler.planning.waiting import WaitingQueue
 from spec_decode.controller import Controller
 from topspin.errors import (
     EngineError,
@@ -107,7 +105,7 @@ class Policy:
         num_layers: int = DEFAULT_NUM_LAYERS,
         draft_tokens: DraftTokens | None = None,
         controller: Controller | None = None,
-        note: Note = no_note,
+        note: JournalNote = no_note,
         local_layers: LocalLayers | None = None,
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each; 0: it is absent.
@@ -126,7 +124,6 @@ class Policy:
         self._local_layers = local_layers
         self._was_idle = True
         self._block_size = plan.kv_cache.block_size
-        self._max_preemptions = plan.scheduling.max_preemptions
         self._replicas = [
             AttentionReplica(
                 node=node,
@@ -153,7 +150,6 @@ class Policy:
             costs=self._fit,
         )
         self._requests: dict[tuple[bytes, str], Request] = {}
-        self._waiting = WaitingQueue()
         self._in_flight = StepsInFlight()
         self._is_halted = False
         self._counters = Counters()
@@ -161,7 +157,14 @@ class Policy:
         self._arrivals = Arrivals()
         self._journal = Journal(note)
         self._num_arrivals = 0
-        self._num_admissions = 0
+        self._admission = Admission(
+            plan,
+            self._replicas,
+            costs=self._fit,
+            compilations=self.compilations,
+            counters=self._counters,
+            journal=self._journal,
+        )
 
     @property
     def max_request_tokens(self) -> int:
@@ -204,13 +207,13 @@ class Policy:
         self._counters.num_replays += message.replayed
         self._was_idle |= not self._requests
         self._requests[peer, message.request_id] = request
-        self._waiting.push(request)
+        self._admission.waiting.push(request)
         self._arrivals.add(request)
         return None
 
-    def take_arrivals(self) -> list[Delivery]:
+    def take_arrivals(self) -> Outbox:
         """Return what gateways are to be told of the requests that add() has queued, once."""
-        return self._arrivals.deliveries(self.compilations.is_under_way)
+        return self._arrivals.take(self.compilations.is_under_way)
 
     def _present(self) -> list[int]:
         return [replica.index for replica in self._replicas if replica.is_present]
@@ -244,12 +247,12 @@ class Policy:
             self._journal.aborted(request)
         return len(requests)
 
-    def fail_all(self, error: EngineError) -> list[Delivery]:
+    def fail_all(self, error: EngineError) -> Outbox:
         """End every request with `error`; nothing of theirs is emitted afterwards."""
         outbox = Outbox()
         for request in list(self._requests.values()):
             self._fail(request, error, outbox)
-        return outbox.deliveries()
+        return outbox
 
     def _fail(self, request: Request, error: TopspinError, outbox: Outbox) -> None:
         self._end(request)
@@ -270,12 +273,12 @@ class Policy:
 
     # Grammars.
 
-    def compiled(self, message: GrammarReady, now: float) -> list[Delivery]:
+    def compiled(self, message: GrammarReady, now: float) -> Outbox:
         """Note that a node has compiled a grammar, or fail the requests that wait for it."""
         outbox = Outbox()
         if not message.error:
             self.compilations.answered(message.index, message.key)
-            return []
+            return outbox
         error: TopspinError = InvalidRequest(message.error, param="grammar")
         if message.may_retry:
             error = EngineUnavailable(message.error)
@@ -283,15 +286,15 @@ class Policy:
         else:
             self.compilations.refused(message.key, message.error, now=now)
         self._fail_waiting(message.key, error, outbox)
-        return outbox.deliveries()
+        return outbox
 
-    def displace_grammars(self) -> list[Delivery]:
+    def displace_grammars(self) -> Outbox:
         """Fail the requests whose grammars take longest to compile, where too many wait."""
         outbox = Outbox()
         while (key := self.compilations.displaced()) is not None:
             error = Overloaded("other grammars wait for this one, which compiles for long")
             self._fail_waiting(key, error, outbox)
-        return outbox.deliveries()
+        return outbox
 
     def _fail_waiting(self, key: str, error: TopspinError, outbox: Outbox) -> None:
         for request in list(self._requests.values()):
@@ -307,7 +310,7 @@ class Policy:
 
     # Planning.
 
-    def schedule(self, now: float) -> Step | None:
+    def schedule(self, now: float) -> StepMessages | None:
         """Return the next step; None if there is no work, two steps are in flight, or halted."""
         if self._in_flight.is_full or self._is_halted:
             return None
@@ -325,7 +328,7 @@ class Policy:
             self._journal.preempted(seq.request)
             if not seq.num_in_flight:
                 self._requeue(seq.request)
-        self._admit(batches, now)
+        self._admission.admit(batches, now)
         work = [
             (replica, batch)
             for replica, batch in zip(self._replicas, batches, strict=True)
@@ -340,84 +343,7 @@ class Policy:
 
     def _requeue(self, request: Request) -> None:
         request.sequence = None
-        self._waiting.push(request)
-
-    def _admit(self, batches: list[NodeBatch], now: float) -> None:
-        """Admit waiting requests by rank, until the first one fits no node now.
-
-        One that fits only nodes that are absent, or whose grammar is being compiled, keeps its
-        place and holds up nobody.
-        """
-        present = [replica for replica in self._replicas if replica.is_present]
-        largest = max((replica.max_blocks for replica in present), default=0)
-        aside: list[Request] = []
-        while (request := self._waiting.first()) is not None:
-            is_compiling = self.compilations.is_under_way(request.grammar_key)
-            if request.max_blocks > largest or is_compiling:
-                aside.append(self._waiting.pop())
-                continue
-            open_replicas = [
-                replica
-                for replica in self._replicas
-                if replica.num_free_seats > 0 and batches[replica.index].budget > 0
-            ]
-            if not open_replicas or not self._admit_one(request, open_replicas, batches, now):
-                break
-        for request in aside:
-            self._waiting.push(request)
-
-    def _admit_one(
-        self,
-        request: Request,
-        replicas: list[AttentionReplica],
-        batches: list[NodeBatch],
-        now: float,
-    ) -> bool:
-        protect = request.num_preemptions >= self._max_preemptions
-        hashes: list[bytes] = []
-        if self._plan.scheduling.prefix_caching:
-            # The last token is always computed: its logits are sampled from.
-            num_blocks = (len(request.tokens) - 1) // self._block_size
-            if request.num_scored < request.num_to_score:
-                # So are those whose next token's log-probability is still wanted.
-                num_blocks = min(num_blocks, request.num_scored // self._block_size)
-            hashes = request.hashes.first(num_blocks, request.tokens)
-        hits: dict[int, list[int]] = {}
-        candidates = []
-        for replica in replicas:
-            blocks = replica.hit_blocks(hashes)
-            if replica.fits(request, blocks, protect=protect):
-                hits[replica.index] = blocks
-                num_hit_tokens = len(blocks) * self._block_size
-                candidates.append(
-                    Candidate(
-                        replica.index,
-                        num_hit_tokens,
-                        replica.num_pending_tokens,
-                        replica.num_running,
-                        self._fit.of(replica.index),
-                    )
-                )
-        if not candidates:
-            return False
-        chosen = choose_replica(candidates, num_tokens=len(request.tokens))
-        self._waiting.pop()
-        self._num_admissions += 1
-        request.sequence = self._replicas[chosen.replica_idx].admit(
-            request,
-            seq_id=self._num_admissions,
-            hits=hits[chosen.replica_idx],
-            protect=protect,
-            batch=batches[chosen.replica_idx],
-        )
-        if hashes:
-            self._counters.prefix_cache_queries += len(request.tokens)
-            self._counters.prefix_cache_hits += chosen.num_hit_tokens
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = chosen.num_hit_tokens
-            request.queue_s = now - request.added_at
-        self._journal.admitted(request, node=chosen.replica_idx, num_cached=chosen.num_hit_tokens)
-        return True
+        self._admission.waiting.push(request)
 
     # Failover.
 
@@ -426,7 +352,7 @@ class Policy:
         """Return how many steps have been sent and not been answered by all their nodes."""
         return len(self._in_flight)
 
-    def halt(self) -> list[Delivery]:
+    def halt(self) -> Outbox:
         """Give up the steps in flight; plans no more until resume() of a new generation.
 
         Every running request returns to its place in the queue and keeps its emitted tokens;
@@ -448,7 +374,7 @@ class Policy:
                 if request.num_replays > MAX_REPLAYS:
                     error = NodeLost(f"{request.num_replays} attempts have failed")
                     self._fail(request, error, outbox)
-        return outbox.deliveries()
+        return outbox
 
     def lose(self, index: int) -> None:
         """Remove attention node `index`; halt() must come before."""
@@ -475,13 +401,13 @@ class Policy:
 
     # Results.
 
-    def update(self, result: StepResult, now: float) -> list[Delivery]:
-        """Record one node's result; returns the deliveries of the steps that it completes.
+    def update(self, result: StepResult, now: float) -> Outbox:
+        """Record one node's result; returns the messages of the steps that it completes.
 
         Raises ProtocolError if no such result was awaited; the state is then unchanged.
         """
         if result.generation < self._formation.generation:
-            return []  # it was on its way when its generation was given up
+            return Outbox()  # it was on its way when its generation was given up
         self._in_flight.accept(result)
         outbox = Outbox()
         for step in self._in_flight.finished(now):
@@ -499,7 +425,7 @@ class Policy:
             self._counters.observe_tokens(sum(load.num_tokens for load in step.loads.values()))
             for node, result in sorted(results.items()):
                 self._apply(self._replicas[node], step.parts[node], result, outbox, now)
-        return outbox.deliveries()
+        return outbox
 
     def _learn(self, step: RunningStep, timings: Mapping[int, StepTimings]) -> None:
         table = self._formation.recent_table(step.ticket.table_version)
@@ -600,6 +526,6 @@ class Policy:
         for replica in self._replicas:
             replica.check_integrity()
         assert not any(request.ended for request in self._requests.values())
-        assert self._waiting.count() + self.num_running + sum(
+        assert self._admission.waiting.count() + self.num_running + sum(
             not seq.request.ended for r in self._replicas for seq in r.draining.values()
         ) == len(self._requests)

@@ -1,7 +1,7 @@
 """The waiting queue: requests without a node, by priority and then in order of arrival.
 
 Owns the order only: a preempted request gets its old place back. Knows no limits and no
-nodes. Called by policy.py.
+nodes. Called by admission.py, which owns it, and policy.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine.local_layers import Load, predicted_s
-from deploy.placement.devices import DeviceProfile, Link, ProcessMemory, Rates
+from deploy.placement.devices import DeviceProfile, LinkProfile, ProcessMemory, Rates
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 
@@ -19,7 +19,7 @@ LAPTOP = DeviceProfile(
     cores=2,
     formats=("none",),
     rates=(Rates(threads=2, read_bytes_per_s=2e10, flops={"none": 1e11}, launch_s=1e-6),),
-    links=(Link(name="shm", alpha_s=1e-5, bytes_per_s=1e10, shares_cores=True),),
+    links=(LinkProfile(name="shm", alpha_s=1e-5, bytes_per_s=1e10, shares_cores=True),),
     process=ProcessMemory(attention=1e8, expert=1e8),
 )
 

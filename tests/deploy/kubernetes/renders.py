@@ -6,6 +6,7 @@ Knows the forms of objects that hold pods or select them; no plan's content.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import yaml
 
 from app.cli.deploy import rendered
 from deploy.kubernetes.objects import Object
-from deploy.services.engine import Asked, Engine
-from tests.structs import changed
+from deploy.services.engine import DeployOptions, Engine
+from tests.structs import changed, with_nodes
 from topspin.plan.file import read_plan
 from topspin.plan.retrieval import SpillSpec, policy_of
 from topspin.plan.spec import DraftNode, EnginePlan
@@ -24,20 +25,16 @@ PLANS = Path(__file__).parents[3] / "docs" / "plans"
 IMAGE = "registry.example/topspin:1"
 
 
+@cache
 def plan_named(name: str) -> EnginePlan:
     """Return a plan of docs/plans, or a variant that no example has."""
     if name == "stages, tcp":
-        plan = plan_named("stages")
-        link = changed(plan.link, {"transport": "tcp"})
-        nodes = tuple(changed(each, {"num_threads": 2}) for each in plan.nodes)
-        return changed(plan, {"links": (link,), "nodes": nodes})
+        plan = with_nodes(plan_named("stages"), num_threads=2)
+        return changed(plan, {"links": (changed(plan.link, {"transport": "tcp"}),)})
     if name == "two cut in three":
         return _two_cut_in_three(plan_named("stages, tcp"))
     if name == "one process, 2 threads":
-        plan = plan_named("one_process")
-        return changed(
-            plan, {"nodes": tuple(changed(each, {"num_threads": 2}) for each in plan.nodes)}
-        )
+        return with_nodes(plan_named("one_process"), num_threads=2)
     if name == "drafts, gpus":
         return _drafts_on_gpus(plan_named("kubernetes"))
     return read_plan(str(PLANS / f"{name}.yaml"))
@@ -45,37 +42,23 @@ def plan_named(name: str) -> EnginePlan:
 
 def _two_cut_in_three(plan: EnginePlan) -> EnginePlan:
     first, stage = plan.attention[0], plan.stages[0]
-    return changed(
-        plan,
-        {
-            "nodes": (
-                *(changed(first, {"index": owner}) for owner in range(2)),
-                *(
-                    changed(stage, {"index": 2 * owner + place, "of": owner, "layers": layers})
-                    for owner in range(2)
-                    for place, layers in enumerate([(9, 20), (20, 30)])
-                ),
-                *plan.experts,
-            )
-        },
-    )
+    owners = [changed(first, {"index": owner}) for owner in range(2)]
+    stages = [
+        changed(stage, {"index": 2 * owner + place, "of": owner, "layers": layers})
+        for owner in range(2)
+        for place, layers in enumerate([(9, 20), (20, 30)])
+    ]
+    return changed(plan, {"nodes": (*owners, *stages, *plan.experts)})
 
 
 def _drafts_on_gpus(plan: EnginePlan) -> EnginePlan:
-    gpu = {"device": "cuda:3", "kernels": "triton", "num_threads": None}
+    plan = with_nodes(plan, device="cuda:3", kernels="triton", num_threads=None)
     draft = DraftNode(
         index=0, device="cpu", kernels="cpu", wait="block", num_threads=2, kv_cache_tokens=4096,
         address="tcp://localhost:7100",
     )  # fmt: skip
-    return changed(
-        plan,
-        {
-            "nodes": (*(changed(each, gpu) for each in plan.nodes), draft),
-            "speculation": Speculation(
-                method="draft_model", model=SELF_INT4, num_speculative_tokens=4
-            ),
-        },
-    )
+    drafts = Speculation(method="draft_model", model=SELF_INT4, num_speculative_tokens=4)
+    return changed(plan, {"nodes": (*plan.nodes, draft), "speculation": drafts})
 
 
 def spilling(plan: EnginePlan, directory: str) -> EnginePlan:
@@ -89,9 +72,10 @@ APART = ("kubernetes", "unequal", "stages, tcp", "two cut in three")
 WHOLE = ("planned/8xh200", "planned/h20_l40s")
 
 
+@cache
 def render(name: str, **asked: Any) -> tuple[Engine, Mapping[str, str]]:
     """Return the engine of a named plan, and the files of its manifests."""
-    settings = Asked(image=IMAGE, **asked)
+    settings = DeployOptions(image=IMAGE, **asked)
     return rendered(plan_named(name), settings, None, form="kubernetes")
 
 

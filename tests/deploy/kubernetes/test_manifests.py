@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import jsonschema
@@ -18,7 +19,7 @@ from app.cli.keys import make
 from app.launch.role import index_of
 from deploy.kubernetes.objects import Object
 from deploy.placement.shapes import ModelShape
-from deploy.services.engine import HTTP_PORT, RESTART_DEADLINE_S, Asked
+from deploy.services.engine import HTTP_PORT, RESTART_DEADLINE_S, DeployOptions
 from deploy.services.processes import SHUTDOWN_TIMEOUT_S
 from models.description.config import load_model_config
 from tests.deploy.containers import parse
@@ -43,6 +44,7 @@ VERSIONS = ("1.30", "1.37")
 NAMES = (*APART, "drafts, gpus", *WHOLE)
 
 
+@cache
 def schemas() -> dict[tuple[str, str], Object]:
     """Return the schemas of objects that extend Kubernetes, by apiVersion and kind."""
     found = {}
@@ -185,7 +187,8 @@ def test_rows_by_rdma_need_a_device() -> None:
     link = changed(plan.link, {"transport": "nixl"})
     network = NetworkSpec(control="tcp://10.0.0.1:7000", trusted=True)
     plan = changed(plan, {"links": (link,), "network": network})
-    _, files = rendered(plan, Asked(image=IMAGE, rdma_resource="rdma/ib"), None, form="kubernetes")
+    options = DeployOptions(image=IMAGE, rdma_resource="rdma/ib")
+    _, files = rendered(plan, options, None, form="kubernetes")
     for workload, template in templates(objects_of(files, "base/")):
         (container,) = template["spec"]["containers"]
         is_node = workload["kind"] == "StatefulSet" and "scheduler" not in container["name"]
@@ -195,7 +198,7 @@ def test_rows_by_rdma_need_a_device() -> None:
 def test_files_of_keys_have_room_on_the_host() -> None:
     for name, files_each in (("kubernetes", {"attention": 1}), ("unequal", {"nodes": 2})):
         plan = spilling(plan_named(name), "/tmp")
-        _, files = rendered(plan, Asked(image=IMAGE), None, form="kubernetes")
+        _, files = rendered(plan, DeployOptions(image=IMAGE), None, form="kubernetes")
         for workload, template in templates(objects_of(files, "base/")):
             role = workload["metadata"]["labels"]["app.kubernetes.io/component"]
             limits = [
@@ -223,7 +226,7 @@ def test_stages_of_a_group_ask_for_the_most_that_one_of_them_needs() -> None:
     )
     shape = ModelShape.from_config(load_model_config(MODEL, None), dtype=plan.model.dtype)
     engine, files = rendered(
-        changed(plan, {"nodes": nodes}), Asked(image=IMAGE), shape, form="kubernetes"
+        changed(plan, {"nodes": nodes}), DeployOptions(image=IMAGE), shape, form="kubernetes"
     )
     (found,) = objects_of(files, "components/leaderworkerset/")
     (worker,) = found["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]

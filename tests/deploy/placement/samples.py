@@ -10,7 +10,7 @@ from deploy.placement.devices import DeviceProfile, Rates
 from deploy.placement.search.layouts import Device, EngineLayout, Host, layouts_of
 from deploy.placement.search.search import Inputs
 from deploy.placement.sensitivity import Entry, Sensitivity
-from deploy.placement.shapes import ModelShape, Window
+from deploy.placement.shapes import LayerKind, ModelShape
 from deploy.placement.workload import Lengths, Targets, Workload
 from topspin.plan.model_facts import ModelFacts
 
@@ -124,7 +124,7 @@ def model(num_layers: int = 4, *, num_experts: int = 16, hidden: int = 1024) -> 
         has_qkv_bias=False,
         has_o_bias=False,
         has_mlp_bias=False,
-        layers=(Window(None, bool(num_experts)),) * num_layers,
+        layers=(LayerKind(None, bool(num_experts)),) * num_layers,
     )
 
 

@@ -125,21 +125,14 @@ def test_a_model_that_does_not_fit_is_refused_with_its_size(place: Path) -> None
     ("cluster", "workload", "said"),
     [
         ({"hostz": []}, {}, "unknown field `hostz`"),
-        ({"hosts": []}, {}, "length >= 1"),
-        ({}, {"arrival": 3}, "unknown field `arrival`"),
         ({}, {"users": 3}, "give arrival_rate or users"),
         ({}, {"prompt": {"mean": 500, "p95": 5}}, "p95 5 is less than the mean"),
         ({}, {"prompt": {"mean": 9, "histogram": [[1, 2]]}}, "give a mean"),
         ({}, {"output": {"mean": 1}}, "answers of one token"),
-        ({}, {"targets": {"tpot_s": 0}}, "targets.tpot_s"),
         ({}, {"prompt": {"mean": 500, "p95": 50000}}, "the model has 40960 positions"),
         ({}, {"max_model_len": 100}, "max_model_len 100"),
         ({}, {"speculation": DRAFTS | {"acceptance": 1.5}}, r"speculation.acceptance"),
-        ({}, {"speculation": DRAFTS | {"max_tokens": 0}}, r"speculation.max_tokens"),
-        ({}, {"speculation": DRAFTS | {"draft_model": ""}}, r"speculation.draft_model"),
         ({}, {"speculation": DRAFTS | {"draft_model": "a/b"}}, "draft_model a/b: no directory"),
-        ({}, {"speculation": DRAFTS | {"width": 2}}, "unknown field `width`"),
-        ({}, {"speculation": {"draft_model": MODEL}}, "missing required field `acceptance`"),
         (
             {},
             {"speculation": DRAFTS | {"draft_model": str(MODELS / "mixtral-8x7b")}},
@@ -161,7 +154,6 @@ def test_files_with_mistakes_are_refused_by_the_field(
         ({"device": "none.json"}, "none.json"),
         ({"device": "gpu.json", "slow": 2}, "is a GPU; leave them out"),
         ({"device": "gpu.json", "memory": "lots"}, "memory: 'lots' is not a size"),
-        ({"device": "gpu.json", "count": 0}, "count"),
     ],
 )
 def test_devices_with_mistakes_are_refused(place: Path, device: dict[str, Any], said: str) -> None:

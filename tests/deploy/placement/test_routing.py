@@ -13,7 +13,6 @@ from deploy.placement.routing import (
     rows_reached,
     shares_of_nodes,
     touched,
-    touched_experts,
 )
 
 
@@ -30,7 +29,7 @@ def test_touched_experts_of_even_routing_are_those_of_all_outcomes(
     choices = list(itertools.combinations(range(experts), top_k))
     outcomes = list(itertools.product(choices, repeat=rows))
     exact = sum(len(set().union(*outcome)) for outcome in outcomes) / len(outcomes)
-    assert touched_experts(experts, experts, top_k, rows) == pytest.approx(exact)
+    assert touched(choice_probabilities(experts, top_k), rows) == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("skew", [0.5, 1.0, 1.5])
@@ -48,7 +47,9 @@ def test_touched_experts_of_skewed_routing_are_the_simulations(
         )
         / rounds
     )
-    assert touched_experts(experts, experts, top_k, rows, skew) == pytest.approx(mean, rel=0.03)
+    assert touched(choice_probabilities(experts, top_k, skew), rows) == pytest.approx(
+        mean, rel=0.03
+    )
 
 
 @pytest.mark.parametrize("skew", [0.0, 1.0])
@@ -60,9 +61,9 @@ def test_probabilities_are_of_top_k_choices_and_fall(skew: float) -> None:
 
 
 def test_one_row_touches_as_many_as_it_chooses_and_many_rows_all() -> None:
-    assert touched_experts(16, 16, 8, 1, 1.2) == pytest.approx(8.0)
-    assert touched_experts(16, 16, 8, 10_000, 1.2) == pytest.approx(16.0)
-    assert touched_experts(4, 16, 8, 1) == pytest.approx(2.0)
+    assert touched(choice_probabilities(16, 8, 1.2), 1) == pytest.approx(8.0)
+    assert touched(choice_probabilities(16, 8, 1.2), 10_000) == pytest.approx(16.0)
+    assert touched(choice_probabilities(16, 8)[:4], 1) == pytest.approx(2.0)
 
 
 def test_measured_frequencies_keep_their_order() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_nodes.step import kv_cache
-from deploy.placement.shapes import Matrix, ModelShape, matrix_bytes
+from deploy.placement.shapes import MatrixShape, ModelShape, matrix_bytes
 from expert_nodes.memory import measure_expert
 from kernels.cpu.quantised import quantise
 from kernels.dispatch import select_ops
@@ -53,7 +53,7 @@ def test_matrices_on_a_cpu_have_the_packed_bytes(
     weight_format: Format, shape: tuple[int, int]
 ) -> None:
     packed = quantise(torch.randn(*shape), weight_format)
-    found = matrix_bytes(Matrix(*shape), weight_format, itemsize=2, kernels="cpu")
+    found = matrix_bytes(MatrixShape(*shape), weight_format, itemsize=2, kernels="cpu")
     assert found == packed.data.nbytes
 
 
@@ -64,7 +64,7 @@ def test_matrices_on_a_gpu_have_the_packed_bytes(
 ) -> None:
     packed = pack_weight(torch.randn(*shape).bfloat16(), weight_format, halves=halves)
     scales = 0 if packed.scales is None else packed.scales.nbytes
-    found = matrix_bytes(Matrix(*shape, halves), weight_format, itemsize=2, kernels="triton")
+    found = matrix_bytes(MatrixShape(*shape, halves), weight_format, itemsize=2, kernels="triton")
     assert found == packed.data.nbytes + scales
 
 

@@ -154,12 +154,10 @@ def test_a_file_is_read_as_it_was_written(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"version": 2}, "version"),
         ({"wings": 2}, "wings"),
         ({"formats": ["int8"]}, "formats"),
         ({"formats": ["none", "int8"]}, "no flops of"),
         ({"rates": []}, "rates"),
-        ({"memory_bytes": 0}, "memory_bytes"),
         ({"tables": [TABLE | {"axes": [[2, 1]], "seconds": [1, 1]}]}, "ascend"),
         ({"tables": [TABLE | {"operation": "experts"}]}, "axes"),
         ({"tables": [TABLE | {"seconds": [1]}]}, "1 times"),

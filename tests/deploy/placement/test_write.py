@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from deploy.placement.cluster import HostLink
 from deploy.placement.formats import stored
 from deploy.placement.search.layouts import layouts_of
+from deploy.placement.search.rating import Rating
 from deploy.placement.search.search import Inputs, search
 from deploy.placement.search.steps import EngineSteps
 from deploy.placement.write import local_experts_of, plan_of
@@ -24,13 +25,15 @@ from topspin.plan.local_experts import LocalExperts
 from topspin.plan.spec import AttentionNode, EnginePlan, StageNode
 
 
-def planned(inputs: Inputs) -> list[EnginePlan]:
-    """Return the plans of a search."""
-    rater, facts = inputs.rater(), samples.facts(inputs.model)
-    return [
-        plan_of(rater, member.rating, path="model", facts=facts)
-        for member in search(inputs).members
-    ]
+def plan_from(inputs: Inputs, rating: Rating) -> EnginePlan:
+    """Return the plan of a rated engine."""
+    return plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
+
+
+def rated(inputs: Inputs, name: str) -> Rating:
+    """Return the engine with the layout that prints as `name`, of the one host."""
+    (host,) = inputs.hosts
+    return inputs.rater().rate(samples.layout_named(host, name), stored(inputs.model))
 
 
 @st.composite
@@ -74,7 +77,8 @@ def clusters(draw: st.DrawFn) -> Inputs:
 )
 @given(clusters())
 def test_every_plan_that_is_written_is_read_again(tmp_path: Path, inputs: Inputs) -> None:
-    for plan in planned(inputs):
+    for member in search(inputs).members:
+        plan = plan_from(inputs, member.rating)
         path = tmp_path / "plan.yaml"
         path.write_text(print_plan(plan))
         again = read_plan(str(path))
@@ -94,13 +98,12 @@ def test_nodes_that_divide_a_cpu_have_cores_of_their_own() -> None:
     host = samples.host((samples.cpu(cores=4), 1))
     asked = samples.workload(users=64, arrival_rate=None, targets=samples.Targets())
     inputs = samples.inputs([host], samples.model(2), asked)
-    rater = inputs.rater()
     rating = next(
         each
         for each in search(inputs).ratings
         if each.layout.num_attention == 1 and each.layout.num_experts == 3
     )
-    plan = plan_of(rater, rating, path="model", facts=samples.facts(inputs.model))
+    plan = plan_from(inputs, rating)
     assert [node.cores for node in plan.nodes] == [(0,), (1,), (2,), (3,)]
     assert {node.wait for node in plan.nodes} == {"spin"}
     assert [node.experts for node in plan.experts] == [6, 5, 5]
@@ -111,19 +114,14 @@ def test_a_colocated_cpu_has_no_expert_node() -> None:
     inputs = samples.inputs([host], samples.model(2))
     rater = inputs.rater()
     layout = next(each for each in layouts_of(host, num_experts=16).layouts if each.is_colocated)
-    plan = plan_of(
-        rater,
-        rater.rate(layout, stored(inputs.model)),
-        path="model",
-        facts=samples.facts(inputs.model),
-    )
+    rating = rater.rate(layout, stored(inputs.model))
+    plan = plan_from(inputs, rating)
     assert [node.num_threads for node in plan.nodes] == [4]
     assert plan.local_experts == LocalExperts(layers=inputs.model.moe_layers, when="always")
     assert plan.expected is not None
     assert plan.expected.decode.experts_s == plan.expected.decode.link_s == 0.0
-    rated = rater.rate(layout, stored(inputs.model)).engine
-    assert rated is not None
-    step = EngineSteps(rated, rater.clock).step(plan.expected.decode.rows, None)
+    assert rating.engine is not None
+    step = EngineSteps(rating.engine, rater.clock).step(plan.expected.decode.rows, None)
     layers_s = inputs.model.num_layers * plan.expected.decode.attention_s
     assert plan.expected.decode.step_s == pytest.approx(step.fixed_s + layers_s, rel=0.01)
 
@@ -143,7 +141,7 @@ def test_layers_are_local_always_where_that_wins_clearly(alpha_us: float, when: 
     rating = rater.rate(layout, stored(inputs.model))
     assert rating.engine is not None
     rating = rater.at_load(replace(rating, engine=replace(rating.engine, num_local=3)), 1.0)
-    plan = plan_of(rater, rating, path="model", facts=samples.facts(inputs.model))
+    plan = plan_from(inputs, rating)
     assert plan.local_experts == LocalExperts(layers=inputs.model.moe_layers[:3], when=when)
     choice = local_experts_of(rater, rating)
     assert choice is not None
@@ -160,9 +158,8 @@ def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
         (samples.gpu("a", memory_gib=1), 2), (samples.cpu(), 1), (samples.gpu("b"), 2)
     )
     inputs = samples.inputs([host], samples.model(2))
-    layout = samples.layout_named(host, "attention on 1 a, experts on 2 b")
-    rating = inputs.rater().rate(layout, stored(inputs.model))
-    plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
+    rating = rated(inputs, "attention on 1 a, experts on 2 b")
+    plan = plan_from(inputs, rating)
     assert [node.device for node in plan.nodes] == ["cuda:0", "cuda:2", "cuda:3"]
     assert plan.link.transport == "cuda_ipc"
 
@@ -175,11 +172,10 @@ def test_layer_ranges_are_in_the_plan(tmp_path: Path) -> None:
         (samples.gpu(), 1),
     )
     inputs = samples.inputs([host], samples.model(6))
-    layout = samples.layout_named(host, "attention on b, a by layer ranges, experts on 1 gpu")
-    rating = inputs.rater().rate(layout, stored(inputs.model))
+    rating = rated(inputs, "attention on b, a by layer ranges, experts on 1 gpu")
     assert rating.engine is not None
     cut, end = rating.engine.ends
-    plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
+    plan = plan_from(inputs, rating)
     attention, stage, _ = plan.nodes
     assert isinstance(attention, AttentionNode)
     assert isinstance(stage, StageNode)
@@ -198,9 +194,8 @@ def test_a_device_that_is_slowed_down_says_so_in_the_plan_and_holds_less() -> No
     slowed = dataclasses.replace(host.devices[1], slow=2.0)
     host = dataclasses.replace(host, devices=(host.devices[0], slowed))
     inputs = samples.inputs([host], samples.model(2))
-    layout = samples.layout_named(host, "attention on 1 slowed, experts on 1 plain + 1 slowed")
-    rating = inputs.rater().rate(layout, stored(inputs.model))
-    plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
+    rating = rated(inputs, "attention on 1 slowed, experts on 1 plain + 1 slowed")
+    plan = plan_from(inputs, rating)
     assert [node.slow for node in plan.nodes] == [2.0, 1.0, 2.0]
     fast, slow = (node.experts for node in plan.experts)
     assert fast + slow == 16
@@ -210,15 +205,3 @@ def test_a_device_that_is_slowed_down_says_so_in_the_plan_and_holds_less() -> No
         tuple(range(8)),
         tuple(range(16, 24)),
     ]
-
-
-def test_local_layers_are_in_the_plan() -> None:
-    """A link of 20 ms leaves the experts of all layers but one where the attention is."""
-    slow = HostLink(transport="shm", alpha_us=20_000, gbps=10)
-    host = samples.host((samples.cpu(cores=4), 2), links=(slow,))
-    asked = samples.workload(targets=samples.Targets(), objective="min_latency")
-    inputs = samples.inputs([host], asked=asked)
-    layout = samples.layout_named(host, "attention on 1 cpu, experts on 1 cpu")
-    rating = inputs.rater().rate(layout, stored(inputs.model))
-    plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
-    assert plan.local_experts == LocalExperts(layers=(0, 1, 2), when="always")

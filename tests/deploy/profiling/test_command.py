@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from app.cli.main import main as topspin
-from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step_fixed_s, unmeasured
+from deploy.placement.cost import (
+    BatchRows,
+    attention_layer_s,
+    experts_layer_s,
+    step_fixed_s,
+    unmeasured,
+)
 from deploy.placement.devices import load_profile
 from deploy.placement.shapes import ModelShape, precision_by
 from deploy.profiling import command
@@ -52,7 +58,7 @@ def test_a_profile_answers_for_the_model_that_was_measured(
         assert unmeasured(device, shape, plain, role=role, threads=1) == []
     coded = precision_by((PrecisionRule(format="int8", part="experts"),))
     assert unmeasured(device, shape, coded, role="expert", threads=1) == ["experts in int8"]
-    rows = Rows(decode=2, context=8)
+    rows = BatchRows(decode=2, context=8)
     assert 0 < attention_layer_s(device, shape, 0, plain, rows, threads=1) < 1
     assert 0 < experts_layer_s(device, shape, 0, "none", rows=2, pairs=4, touched=3, threads=1) < 1
     assert 0 < step_fixed_s(device, shape, "none", 2, threads=1) < 1

@@ -9,8 +9,8 @@ import torch
 
 from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import ModelShape
+from deploy.quantisation.grids import Rounding
 from deploy.quantisation.mixing import mean_bits, mixed
-from deploy.quantisation.rounding import Rounding
 from deploy.quantisation.sensitivity import find, predicted, sampled
 from deploy.quantisation.specification import parse_bits
 from deploy.quantisation.writing import write_quantised

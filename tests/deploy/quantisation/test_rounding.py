@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deploy.quantisation.compensated import compensated, inverse_factor
-from deploy.quantisation.grids import nearest, rounded, steps_of
+from deploy.quantisation.grids import Rounding, nearest, rounded, steps_of
 
 
 def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -16,11 +16,10 @@ def test_compensated_outputs_are_nearer() -> None:
     mixing = matrix(64, 64, seed=1)
     rows = matrix(512, 64, seed=2) @ mixing
     weight = matrix(2, 48, 64)
-    options = {"group": 32, "symmetric": False, "dtype": torch.bfloat16}
 
     factor = inverse_factor((rows.T @ rows)[None])
-    ours = compensated(weight, factor, "int4", **options).numbers()  # type: ignore[arg-type]
-    plain = rounded(weight, "int4", **options).numbers()  # type: ignore[arg-type]
+    ours = compensated(weight, factor, "int4", Rounding()).numbers()
+    plain = rounded(weight, "int4", Rounding()).numbers()
 
     def error(other: torch.Tensor) -> float:
         return (rows @ (other - weight).mT).square().mean().item()
@@ -48,9 +47,7 @@ def test_inputs_that_are_always_zero() -> None:
     weight = matrix(1, 32, 64)
     factor = inverse_factor((rows.T @ rows)[None])
 
-    coded = compensated(
-        weight, factor, "int4", group=32, symmetric=True, dtype=torch.bfloat16
-    ).numbers()
+    coded = compensated(weight, factor, "int4", Rounding(symmetric=True)).numbers()
 
     assert torch.isfinite(coded).all()
     assert (coded - weight).abs().max() < 3

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from deploy.quantisation import writing
 from deploy.quantisation.forward import last_hidden, log_probabilities
+from deploy.quantisation.grids import Rounding
 from deploy.quantisation.layers import open_model
-from deploy.quantisation.rounding import Rounding
 from deploy.quantisation.specification import parse_bits
 from deploy.quantisation.writing import new_directory, write_quantised
 from tests.checkpoints import make_checkpoint, oracle_model

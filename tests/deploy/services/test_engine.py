@@ -13,7 +13,7 @@ import pytest
 from app.cli.deploy import rendered
 from deploy.placement.shapes import ModelShape
 from deploy.services import memory as memory_module
-from deploy.services.engine import Asked, Engine
+from deploy.services.engine import DeployOptions, Engine
 from deploy.services.memory import GIB
 from models.description.config import load_model_config
 from tests.deploy.kubernetes.renders import IMAGE, plan_named, render
@@ -30,7 +30,7 @@ MODEL = Path(__file__).parents[1] / "placement" / "models" / "smollm2-moe"
 
 
 def services(plan: EnginePlan, shape: ModelShape | None = None, **asked: Any) -> Engine:
-    settings = Asked(**({"image": IMAGE} | asked))
+    settings = DeployOptions(**({"image": IMAGE} | asked))
     return rendered(plan, settings, shape, form="kubernetes")[0]
 
 
@@ -174,7 +174,7 @@ def test_a_thousand_nodes_are_rendered_within_a_second(tmp_path: Path) -> None:
 
     def render_it() -> tuple[float, Engine, Mapping[str, str]]:
         begun_s = time.process_time()  # other processes may have the cores
-        found = rendered(read_plan(str(file)), Asked(image=IMAGE), None, form="kubernetes")
+        found = rendered(read_plan(str(file)), DeployOptions(image=IMAGE), None, form="kubernetes")
         return time.process_time() - begun_s, *found
 
     taken_s, engine, files = min((render_it() for _ in range(3)), key=lambda each: each[0])

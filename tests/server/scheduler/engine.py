@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
-from server.scheduler.planning.attention_replica import DraftTokens
-from server.scheduler.planning.journal import Note, no_note
-from server.scheduler.planning.outbox import Delivery
-from server.scheduler.planning.plans import Step
+from server.scheduler.planning.outbox import Outbox
+from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
-from spec_decode.controller import Controller
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate, score
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import (
@@ -54,38 +52,24 @@ def make_config(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 16,
     max_model_len: int = 64,
-    micro_batches: int | None = 1,
-    prefix_caching: bool = True,
-    max_queued_requests: int = 1000,
-    max_preemptions: int = 4,
     num_nodes: int = 1,
     num_expert_nodes: int = 1,
     transport: Transport = "shm",
     deadline_s: float = 30.0,
     failover: FailoverPolicy | None = None,
     draft_nodes: int = 0,
+    micro_batches: int | None = 1,
+    **scheduling: Any,
 ) -> EnginePlan:
     """Return the plan of equal nodes with small limits; expert nodes hold 2 experts each."""
+    common: dict[str, Any] = {"device": "cpu", "kernels": "cpu", "wait": "block"}
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     attention = [
-        AttentionNode(
-            index=index,
-            device="cpu",
-            kernels="cpu",
-            wait="block",
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_bytes=2**20,
-        )
+        AttentionNode(index=index, kv_cache_bytes=2**20, **limits, **common)
         for index in range(num_nodes)
     ]
-    experts = [
-        ExpertNode(index=index, device="cpu", kernels="cpu", wait="block", experts=2)
-        for index in range(num_expert_nodes)
-    ]
-    drafts = [
-        DraftNode(index=index, device="cpu", kernels="cpu", wait="block", kv_cache_tokens=64)
-        for index in range(draft_nodes)
-    ]
+    experts = [ExpertNode(index=index, experts=2, **common) for index in range(num_expert_nodes)]
+    drafts = [DraftNode(index=index, kv_cache_tokens=64, **common) for index in range(draft_nodes)]
     return EnginePlan(
         model=PlannedModel(path="unused", max_model_len=max_model_len, dtype="float32"),
         kv_cache=KvCacheSpec(block_size=block_size),
@@ -94,23 +78,17 @@ def make_config(
             LinkSpec(transport=transport, payload="fp32", window_rows=16, deadline_s=deadline_s),
         ),
         failover=failover or FailoverPolicy(restart=False),
-        scheduling=SchedulingPolicy(
-            micro_batches=micro_batches,
-            prefix_caching=prefix_caching,
-            max_queued_requests=max_queued_requests,
-            max_preemptions=max_preemptions,
-        ),
+        scheduling=SchedulingPolicy(micro_batches=micro_batches, **scheduling),
     )
 
 
 def make_policy(
     config: EnginePlan,
+    *,
     num_blocks: int | Sequence[int] = 32,
     formation: Formation | None = None,
-    draft_tokens: DraftTokens | None = None,
-    controller: Controller | None = None,
     num_frames: int | None = None,
-    note: Note = no_note,
+    **settings: Any,
 ) -> Policy:
     """Return a policy over nodes of `num_blocks` blocks (each, or by node), on separate cores."""
     if isinstance(num_blocks, int):
@@ -123,9 +101,7 @@ def make_policy(
         vocab_size=VOCAB_SIZE,
         shares_cores=False,
         cost=CostModel(),
-        draft_tokens=draft_tokens,
-        controller=controller,
-        note=note,
+        **settings,
     )
 
 
@@ -135,34 +111,21 @@ def make_request(
     *,
     max_tokens: int = 8,
     seed: int = 0,
-    min_tokens: int = 0,
-    stop_token_ids: tuple[int, ...] = (),
-    eos_token_ids: tuple[int, ...] = (),
     salt: str = "",
-    prompt_logprobs: int | None = None,
     priority: int = 0,
-    grammar: str = "",
+    **sampling: Any,
 ) -> AddRequest:
     """Return a request with the given prompt."""
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        seed=seed,
-        min_tokens=min_tokens,
-        stop_token_ids=stop_token_ids,
-        eos_token_ids=eos_token_ids,
-        prompt_logprobs=prompt_logprobs,
-        grammar=grammar,
-    )
     return AddRequest(
         request_id=request_id,
         prompt=pack_ints(prompt),
-        sampling=sampling,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=seed, **sampling),
         cache_salt=salt,
         priority=priority,
     )
 
 
-def num_tokens_of(step: Step, node: int = 0) -> list[int]:
+def num_tokens_of(step: StepMessages, node: int = 0) -> list[int]:
     """Return the slices' sizes of a plan with one micro-batch."""
     (micro_batch,) = step.plans[node].micro_batches
     return list(unpack_ints(micro_batch.num_tokens))
@@ -200,31 +163,23 @@ class Engine:
         self,
         config: EnginePlan,
         *,
-        num_blocks: int | Sequence[int] = 32,
-        num_frames: int | None = None,
         fails: Callable[[int], bool] = lambda seq_id: False,
-        draft_tokens: DraftTokens | None = None,
         offers: Callable[[int], int] = lambda at_most: at_most,
         accepts: Callable[[int], int] = lambda at_most: 0,
-        controller: Controller | None = None,
         step_s: Callable[[int], float] = lambda num_rows: 0.01,
-        note: Note = no_note,
         table: ExpertTable = TABLE,
+        **policy: Any,
     ) -> None:
-        """`step_s`: how long a decode step of so many rows takes before it is answered."""
+        """`step_s`: how long a decode step of so many rows takes; `policy` is make_policy's."""
         self._table = table
         self.config = config
-        self._new_policy = lambda formation: make_policy(
-            config, num_blocks, formation, draft_tokens, controller, num_frames, note
-        )
+        self._new_policy = lambda formation: make_policy(config, formation=formation, **policy)
         self.clients: dict[str, Received] = {}
         self.now = 0.0
         self._tenants: dict[int, str] = {}
-        self._fails = fails
-        self._offers = offers
-        self._accepts = accepts
+        self._node_acts = {"fails": fails, "offers": offers, "accepts": accepts}
         self._step_s = step_s
-        self.steps: list[Step] = []
+        self.steps: list[StepMessages] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -254,15 +209,11 @@ class Engine:
 
     def _new_node(self, index: int) -> FakeNode:
         return FakeNode(
-            index=index,
+            self.config.attention[index],
             num_blocks=self.policy._replicas[index].pool.num_blocks,
             block_size=self.config.kv_cache.block_size,
-            max_num_seqs=self.config.attention[index].max_num_seqs,
-            max_num_batched_tokens=self.config.attention[index].max_num_batched_tokens,
             tenant_of=lambda seed: self._tenants[seed],
-            fails=self._fails,
-            offers=self._offers,
-            accepts=self._accepts,
+            **self._node_acts,
         )
 
     def halt(self, lost: Sequence[int] = ()) -> None:
@@ -298,7 +249,7 @@ class Engine:
     def answer_late(self) -> None:
         """Deliver a result of an abandoned generation."""
         if self.late:
-            assert self.policy.update(self.late.pop(0), self.now) == []
+            assert not list(self.policy.update(self.late.pop(0), self.now))
 
     def add(self, message: AddRequest) -> RequestFailed | None:
         """Send a request; its client is in `clients` even if it was refused."""
@@ -333,7 +284,7 @@ class Engine:
             self._touched[index].append(tables)
         return True
 
-    def _check_reuse(self, index: int, step: Step) -> None:
+    def _check_reuse(self, index: int, step: StepMessages) -> None:
         """Check that no block that a running step uses for a sequence is given to another one."""
         for micro_batch in step.plans[index].micro_batches:
             ids = list(unpack_ints(micro_batch.block_ids))
@@ -355,9 +306,9 @@ class Engine:
         self.receive(self.policy.update(result, self.now))
         return True
 
-    def receive(self, deliveries: list[Delivery]) -> None:
+    def receive(self, outbox: Outbox) -> None:
         """Check and keep messages to gateways."""
-        for peer, message in deliveries:
+        for peer, message in outbox:
             assert peer == GATEWAY
             if isinstance(message, Outputs):
                 for output in message.outputs:
@@ -368,6 +319,7 @@ class Engine:
                     client.scores += output.prompt_logprobs
                     client.outputs.append(output)
             else:
+                assert isinstance(message, RequestFailed)
                 client = self.clients[message.request_id]
                 assert not client.ended
                 client.failure = message

@@ -27,6 +27,7 @@ from topspin.messages import (
     pack_ints,
     unpack_ints,
 )
+from topspin.plan.spec import AttentionNode
 
 VOCAB_SIZE = 50
 TIMINGS = StepTimings(total_s=0.0, attention_s=0.0, wait_s=0.0, sample_s=0.0)
@@ -37,6 +38,9 @@ class Written(NamedTuple):
 
     prefix: bytes
     tenant: str
+
+
+NOTHING = Written(b"", "")
 
 
 def extend(prefix: bytes, token: int) -> bytes:
@@ -82,13 +86,17 @@ def unmasked(token: int, stops: set[int]) -> int:
 
 @dataclass
 class NodeSequence:
-    """A sequence as the node knows it. `prefixes[i]` digests tokens 0..i."""
+    """A sequence as the node knows it. `prefixes[i]` digests tokens 0..i.
+
+    `written[i]` is what the cache must hold for token i.
+    """
 
     new: NewSequence
     tokens: list[int]
     table: list[int]
     num_committed: int
     prefixes: list[bytes] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)
 
 
 class FakeNode:
@@ -99,25 +107,21 @@ class FakeNode:
 
     def __init__(
         self,
+        node: AttentionNode,
         *,
-        index: int,
         num_blocks: int,
         block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         tenant_of: Callable[[int], str] = lambda seed: "",
         fails: Callable[[int], bool] = lambda seq_id: False,
         offers: Callable[[int], int] = lambda at_most: at_most,
         accepts: Callable[[int], int] = lambda at_most: 0,
     ) -> None:
-        self.index = index
+        self.index = node.index
         self.sequences: dict[int, NodeSequence] = {}
-        self.max_rows_seen = 0
-        self._cache: dict[tuple[int, int], Written] = {}
+        self._cache = [[NOTHING] * block_size for _ in range(num_blocks)]
+        self._node = node
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._tenant_of = tenant_of
         self._fails = fails
         self._offers = offers
@@ -145,7 +149,7 @@ class FakeNode:
             del self.sequences[seq_id]
         for new in plan.new:
             self._admit(new)
-        assert len(self.sequences) <= self._max_num_seqs
+        assert len(self.sequences) <= self._node.max_num_seqs
         assert len(plan.micro_batches) == ticket.num_micro_batches == len(ticket.row_buckets)
         sampled: dict[int, list[int]] = {}
         self._scores = {}
@@ -161,7 +165,7 @@ class FakeNode:
             seen += self._run(micro_batch, sampled, errors)
         assert len(set(seen)) == len(seen), "a sequence is in two slices"
         assert seen, "a participant has something to do"
-        assert num_rows <= self._max_num_batched_tokens
+        assert num_rows <= self._node.max_num_batched_tokens
         return StepResult(
             step=ticket.step,
             generation=ticket.generation,
@@ -190,6 +194,8 @@ class FakeNode:
     def _append(self, seq: NodeSequence, token: int) -> None:
         seq.tokens.append(token)
         seq.prefixes.append(extend(seq.prefixes[-1] if seq.prefixes else b"", token))
+        tenant = self._tenant_of(seq.new.sampling.seed)
+        seq.written.append(Written(seq.prefixes[-1], tenant))
 
     def _run(
         self, micro_batch: MicroBatch, sampled: dict[int, list[int]], errors: dict[int, str]
@@ -243,18 +249,17 @@ class FakeNode:
 
     def _feed(self, seq: NodeSequence, num_tokens: int, *, garbage: bool) -> None:
         size = self._block_size
-        tenant = self._tenant_of(seq.new.sampling.seed)
         end = seq.num_committed + num_tokens
         assert end <= len(seq.tokens), "a token is fed that is not known"
         assert end <= len(seq.table) * size, "no block for a position"
         assert self._may_draft or len(seq.table) == -(-end // size), "a block too many"
         for position in range(seq.num_committed, end):
-            prefix = b"garbage" if garbage else seq.prefixes[position]
-            self._cache[seq.table[position // size], position % size] = Written(prefix, tenant)
-        for position in range(end):
-            if not garbage:
-                found = self._cache[seq.table[position // size], position % size]
-                assert found == Written(seq.prefixes[position], tenant), "another's cache"
+            content = NOTHING if garbage else seq.written[position]
+            self._cache[seq.table[position // size]][position % size] = content
+        for first in range(0, 0 if garbage else end, size):
+            expected = seq.written[first : min(first + size, end)]
+            found = self._cache[seq.table[first // size]][: len(expected)]
+            assert found == expected, "another's cache"
         seq.num_committed = end
 
     def _draft(self, seq: NodeSequence, at_most: int) -> list[int]:
@@ -269,8 +274,8 @@ class FakeNode:
             more.append(self._sample(seq))
         assert len(more) <= length
         for position in range(first + len(more), end):
-            place = seq.table[position // self._block_size], position % self._block_size
-            self._cache[place] = Written(b"refused", "")
+            block = self._cache[seq.table[position // self._block_size]]
+            block[position % self._block_size] = NOTHING
         return more
 
     def _sample(self, seq: NodeSequence) -> int:

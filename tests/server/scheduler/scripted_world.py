@@ -105,14 +105,7 @@ class World:
         )
         self.channel.at_end = lambda: self.service.request_stop("test over")
         self.nodes = [
-            FakeNode(
-                index=index,
-                num_blocks=NUM_BLOCKS,
-                block_size=4,
-                max_num_seqs=8,
-                max_num_batched_tokens=16,
-            )
-            for index in range(2)
+            FakeNode(node, num_blocks=NUM_BLOCKS, block_size=4) for node in config.attention
         ]
         self._executed = 0
 

@@ -35,11 +35,23 @@ COUNTS: dict[str, Any] = {
 }
 
 
-def test_the_engine_is_ready_once_its_draft_node_is() -> None:
+def started(*, is_ready: bool = True) -> World:
+    """Return the script of the start of an engine with a draft node."""
     world = World(draft_nodes=1)
     world.start()
+    join(world, is_ready=is_ready)
+    return world
+
+
+def join(world: World, *, is_ready: bool = True) -> None:
+    """Script the coming of the draft node."""
     world.hello("draft", 0, fingerprint="")
-    world.say("draft 0", Ready(role="draft", index=0))
+    if is_ready:
+        world.say("draft 0", Ready(role="draft", index=0))
+
+
+def test_the_engine_is_ready_once_its_draft_node_is() -> None:
+    world = started()
     assert world.service.run() == 0
     details = [each.detail for each in world.channel.to(GATEWAY, EngineState)]
     assert "draft 0" in details[-3]
@@ -50,18 +62,14 @@ def test_the_engine_is_ready_once_its_draft_node_is() -> None:
 
 
 def test_a_lost_draft_node_is_missed_and_may_come_back() -> None:
-    world = World(draft_nodes=1)
-    world.start()
-    world.hello("draft", 0)
-    world.say("draft 0", Ready(role="draft", index=0))
+    world = started()
     world.say("draft 0", DraftCounts(index=0, **COUNTS))
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
     world.answer(2)
     world.poll(PeerGone(b"draft 0"))
     world.say("gateway", StatsQuery(query_id=0))
     world.answer(4)
-    world.hello("draft", 0)
-    world.say("draft 0", Ready(role="draft", index=0))
+    join(world)
     world.say("draft 0", DraftCounts(index=0, **COUNTS))
     world.say("gateway", StatsQuery(query_id=1))
     assert world.service.run() == 0
@@ -76,40 +84,33 @@ def test_a_lost_draft_node_is_missed_and_may_come_back() -> None:
     assert len(world.channel.to(b"draft 0", Welcome)) == 2
 
 
-ENDS: list[tuple[Event, str, int]] = [
-    (PeerGone(b"draft 0"), "lost draft 0: it closed its connection", 1),
-    (Received(b"draft 0", Stop(reason="x")), "lost draft 0: draft 0 sent Stop", 1),
-    (
-        Received(
-            b"draft 0", Goodbye(role="draft", index=0, code="internal_error", message="a bug")
-        ),
-        "lost draft 0: draft 0 left: a bug (internal_error)",
-        1,
-    ),
-    (
-        Received(
-            b"draft 0", Goodbye(role="draft", index=0, code="invalid_config", message="no model")
-        ),
-        "draft 0 left: no model (invalid_config)",
-        2,
-    ),
-]
+def left(code: str, message: str) -> Received:
+    """Return the draft node's Goodbye."""
+    goodbye = Goodbye(role="draft", index=0, code=code, message=message)
+    return Received(b"draft 0", goodbye)
 
 
-@pytest.mark.parametrize(("event", "reason", "status"), ENDS)
+@pytest.mark.parametrize(
+    ("event", "reason", "status"),
+    [
+        (PeerGone(b"draft 0"), "lost draft 0: it closed its connection", 1),
+        (Received(b"draft 0", Stop(reason="x")), "lost draft 0: draft 0 sent Stop", 1),
+        (
+            left("internal_error", "a bug"),
+            "lost draft 0: draft 0 left: a bug (internal_error)",
+            1,
+        ),
+        (left("invalid_config", "no model"), "draft 0 left: no model (invalid_config)", 2),
+    ],
+)
 def test_what_ends_a_draft_node_ends_the_start_and_is_survived_afterwards(
     event: Event, reason: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World(draft_nodes=1)
-    world.start()
-    world.hello("draft", 0)
+    world = started(is_ready=False)
     world.poll(event)
     assert world.service.run() == status
     assert world.channel.to(GATEWAY, EngineState)[-1].detail == reason
-    world = World(draft_nodes=1)
-    world.start()
-    world.hello("draft", 0)
-    world.say("draft 0", Ready(role="draft", index=0))
+    world = started()
     world.poll(event)
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
     world.answer(6)
@@ -141,10 +142,7 @@ def test_wrong_draft_nodes_are_refused(
 
 
 def test_a_trace_asks_draft_nodes_too() -> None:
-    world = World(draft_nodes=1)
-    world.start()
-    world.hello("draft", 0)
-    world.say("draft 0", Ready(role="draft", index=0))
+    world = started()
     world.say("gateway", TraceRequest(query_id=5, seconds=1.0))
     assert world.service.run() == 0
     assert len(world.channel.to(b"draft 0", ClockPing)) == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 
 from server.scheduler.engine_facts import EngineFacts, read_facts, shares_cores
 from tests.server.scheduler.engine import make_config
-from tests.structs import with_nodes
 from topspin.plan.spec import PlannedModel
 
 LLAMA: dict[str, Any] = {
@@ -55,58 +52,40 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
     assert read_facts(planned(tmp_path, LLAMA), 2) == EngineFacts(0, 0, 300, 64, 2)
 
 
-@pytest.mark.parametrize(
-    ("addresses", "num_threads", "shared"),
-    [
-        (["unix:@a", "unix:@b"], None, True),
-        (["local"], None, True),
-        (["local"], 1, True),  # 3 threads on 6 cores, but they take turns
-        (["tcp:127.0.0.1:4000"], 4, True),
-        (["unix:@a"], 2, False),  # 2 attention and 1 expert node, 2 threads each, 6 cores
-        (["nixl:unix:@a", "nixl:tcp:127.0.0.1:4000"], None, True),
-        (["unix:@a", "tcp:10.0.0.7:4000"], None, False),
-        (["nixl:tcp:10.0.0.7:4000"], None, False),
-    ],
-)
-def test_shared_cores(addresses: list[str], num_threads: int | None, shared: bool) -> None:
-    plan = with_nodes(make_config(num_nodes=2), num_threads=num_threads)
-    assert shares_cores(plan, addresses, 6) == shared
-
-
-def test_the_scheduler_imports_no_torch() -> None:
-    code = (
-        "import sys, server.scheduler.command; "
-        "bad = {'torch', 'kernels', 'm2n_comm', 'attention_nodes', 'expert_nodes'}; "
-        "assert not bad & set(sys.modules), bad & set(sys.modules)"
-    )
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
-
-
-def test_nodes_with_cores_of_their_own_share_none() -> None:
-    plan = with_nodes(make_config(), cores=(0,))
-    assert not shares_cores(plan, ["unix:@x"], 2)
+CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"
 
 
 @pytest.mark.parametrize(
-    ("attention", "experts", "transport", "shared"),
+    ("devices", "addresses", "nodes", "shared"),
     [
-        ("cuda:0", "cpu", "shm", False),
-        ("cuda:0", "cpu", "local", False),
-        ("cpu", "cuda:1", "tcp", False),
-        ("cuda:0", "cuda:0", "local", True),
-        ("cuda:0", "cuda:0", "shm", True),
-        ("cuda:0", "cuda:1", "cuda_ipc", False),
+        ((CPU, CPU, CPU), ["unix:@a", "unix:@b"], {}, True),
+        ((CPU, CPU, CPU), ["local"], {}, True),
+        ((CPU, CPU, CPU), ["local"], {"num_threads": 1}, True),  # 3 on 6 cores, but in turns
+        ((CPU, CPU, CPU), ["tcp:127.0.0.1:4000"], {"num_threads": 4}, True),
+        ((CPU, CPU, CPU), ["unix:@a"], {"num_threads": 2}, False),  # 6 threads on 6 cores
+        ((CPU, CPU, CPU), ["nixl:unix:@a", "nixl:tcp:127.0.0.1:4000"], {}, True),
+        ((CPU, CPU, CPU), ["unix:@a", "tcp:10.0.0.7:4000"], {}, False),
+        ((CPU, CPU, CPU), ["nixl:tcp:10.0.0.7:4000"], {}, False),
+        ((CPU, CPU), ["unix:@a"], {"cores": (0,)}, False),  # cores of their own
+        # A GPU is shared with itself alone.
+        ((GPU, CPU), ["unix:@a"], {}, False),
+        ((GPU, CPU), ["local"], {}, False),
+        ((CPU, OTHER), ["unix:@a"], {}, False),
+        ((GPU, GPU), ["local"], {}, True),
+        ((GPU, GPU), ["unix:@a"], {}, True),
+        ((GPU, OTHER), ["unix:@a"], {}, False),
     ],
 )
-def test_a_gpu_is_shared_with_itself_alone(
-    attention: str, experts: str, transport: Any, shared: bool
+def test_shared_cores(
+    devices: tuple[str, ...], addresses: list[str], nodes: dict[str, Any], shared: bool
 ) -> None:
-    plan = make_config(transport=transport)
-    nodes = [
-        msgspec.structs.replace(node, device=device)
-        for node, device in zip(plan.nodes, (attention, experts), strict=True)
+    """The last device is the expert node's; the host has 6 cores."""
+    plan = make_config(
+        num_nodes=len(devices) - 1, transport="local" if addresses == ["local"] else "shm"
+    )
+    placed = [
+        msgspec.structs.replace(node, device=device, **nodes)
+        for node, device in zip(plan.nodes, devices, strict=True)
     ]
-    address = "local" if transport == "local" else "unix:@a"
-    plan = msgspec.structs.replace(plan, nodes=tuple(nodes))
-    assert shares_cores(plan, [address], 6) == shared
+    plan = msgspec.structs.replace(plan, nodes=tuple(placed))
+    assert shares_cores(plan, addresses, 6) == shared

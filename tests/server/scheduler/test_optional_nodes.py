@@ -61,7 +61,7 @@ def test_those_that_are_early_are_welcomed_once_the_engine_serves() -> None:
     assert len(world.channel.to(b"expert 1", Refused)) == 1
     assert world.channel.to(b"expert 1", Welcome) == []
     stats = world.stats()
-    assert stats.max_queued_requests == 1000
+    assert stats.max_queued_requests == 1024
     assert {(n.role, n.optional): (n.present, n.planned) for n in stats.nodes} == {
         ("attention", False): (1, 1),
         ("attention", True): (1, 1),

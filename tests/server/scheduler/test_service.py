@@ -28,6 +28,7 @@ from topspin.messages import (
     Refused,
     RequestFailed,
     RequestQueued,
+    Role,
     StatsQuery,
     StepPlan,
     StepTicket,
@@ -43,43 +44,29 @@ def test_start_serve_and_stop() -> None:
     world = World()
     world.start()
     request = make_request("r", [1, 2, 3], max_tokens=6)
+    world.say("gateway", make_request("bad", []))
     world.say("gateway", request)
     world.answer(8)
     assert world.service.run() == 0
     assert world.tokens() == generate([1, 2, 3], request.sampling, 64)
+    (failed,) = world.channel.to(GATEWAY, RequestFailed)
+    assert (failed.request_id, failed.status) == ("bad", 400)
     assert world.states() == ["starting", "ready", "stopping"]
-    ready = next(m for m in world.channel.to(GATEWAY, EngineState) if m.state == "ready")
-    assert ready.max_request_tokens == 64
-    for peer in ("attention 0", "attention 1", "expert 0", "expert 1"):
-        assert len(world.channel.to(peer.encode(), Stop)) == 1
-    assert world.channel.to(GATEWAY, RequestFailed) == []
-
-
-def test_welcome_waits_for_all_and_goes_to_all() -> None:
-    world = World()
-    world.start()
-    world.service.run()
-    peers = [peer for peer, message in world.channel.sent if isinstance(message, Welcome)]
-    assert peers == [b"attention 0", b"attention 1", b"expert 0", b"expert 1"]
+    first, *states = world.channel.to(GATEWAY, EngineState)
+    assert (first.detail[:23], first.max_request_tokens) == ("waiting for attention 0", 0)
+    assert next(m for m in states if m.state == "ready").max_request_tokens == 64
+    nodes = [b"attention 0", b"attention 1", b"expert 0", b"expert 1"]
+    for kind in (Welcome, Stop):
+        assert [peer for peer, message in world.channel.sent if isinstance(message, kind)] == nodes
     (welcome,) = world.channel.to(b"expert 0", Welcome)
     assert welcome.table.slots == (((0, 1), (2, 3)),) * 2
     assert welcome.config.num_experts == 2
-    first_state = world.channel.to(GATEWAY, EngineState)[0]
-    assert first_state.detail.startswith("waiting for attention 0")
-    assert first_state.max_request_tokens == 0
-
-
-def test_tickets_go_to_experts_and_plans_to_participants() -> None:
-    world = World()
-    world.start()
-    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=2))
-    world.answer(3)
-    world.service.run()
+    steps = list(range(1, 7))
     for peer in (b"expert 0", b"expert 1"):
         tickets = world.channel.to(peer, StepTicket)
-        assert [ticket.step for ticket in tickets] == [1, 2]
+        assert [ticket.step for ticket in tickets] == steps
         assert {ticket.participants for ticket in tickets} == {(0,)}
-    assert [plan.ticket.step for plan in world.channel.to(b"attention 0", StepPlan)] == [1, 2]
+    assert [plan.ticket.step for plan in world.channel.to(b"attention 0", StepPlan)] == steps
     assert world.channel.to(b"attention 1", StepPlan) == []
 
 
@@ -128,11 +115,8 @@ def test_an_idle_loop_blocks() -> None:
 @pytest.mark.parametrize(
     ("index", "changes", "reason", "status"),
     [
-        (0, {"protocol": 99}, "protocol", 1),
         (0, {"revision": "other"}, "revision", 1),
-        (1, {}, "there already", 2),
         (5, {}, "no place", 2),
-        (0, {"fingerprint": "other"}, "checkpoint", 1),
     ],
 )
 def test_a_wrong_node_at_start_is_refused_and_fatal(
@@ -182,29 +166,31 @@ def test_requests_are_refused_until_the_engine_is_ready() -> None:
     assert [(n.role, n.present) for n in stats.nodes] == [("attention", 0), ("expert", 0)]
 
 
-def test_an_unservable_request_is_answered() -> None:
-    world = World()
-    world.start()
-    world.say("gateway", make_request("bad", []))
-    world.service.run()
-    assert world.failure("bad").status == 400
-
-
 # Gateways.
 
 
-def test_a_gateway_hears_that_its_request_is_queued_before_any_output() -> None:
+def test_a_grammar_is_compiled_and_its_request_told_to_be_queued_before_any_output() -> None:
     world = World()
     world.start()
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
-    constrained = make_request("g", [1], eos_token_ids=(5,), grammar="start: /a+/", seed=1)
-    world.say("gateway", constrained)
+    grammars = {"g": "start: /a+/", "refused": "start: /b+/"}
+    for seed, (request_id, grammar) in enumerate(grammars.items()):
+        constrained = make_request(
+            request_id, [1], eos_token_ids=(5,), grammar=grammar, seed=1 + seed
+        )
+        world.say("gateway", constrained)
     world.answer(2)
     for index in range(2):
-        key = grammar_key("start: /a+/")
-        world.say(f"attention {index}", GrammarReady(index=index, key=key))
+        ready = GrammarReady(index=index, key=grammar_key(grammars["g"]))
+        world.say(f"attention {index}", ready)
+    key = grammar_key(grammars["refused"])
+    world.say("attention 1", GrammarReady(index=1, key=key, error="too large"))
     world.answer(6)
     assert world.service.run() == 0
+    failed = world.failure("refused")
+    assert (failed.status, failed.message) == (400, "too large")
+    asked = [peer for peer, m in world.channel.sent if isinstance(m, CompileGrammar)]
+    assert asked == [b"attention 0", b"attention 1"] * 2
     told = [m for p, m in world.channel.sent if p == GATEWAY and not isinstance(m, EngineState)]
     first = {each: told.index(RequestQueued(request_ids=(each,))) for each in ("r", "g")}
     for place, message in enumerate(told):
@@ -251,26 +237,42 @@ def test_stats_count_what_experts_report() -> None:
     assert (stats.query_id, stats.num_blocks, stats.num_steps) == (9, 2 * NUM_BLOCKS, 2)
 
 
+class SwappingWorld(World):
+    """Serves a long request; expert nodes are asked to exchange all that they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start()
+        old = self.service.formation.table
+        self.swapped = msgspec.structs.replace(old, slots=tuple(each[::-1] for each in old.slots))
+        self.say("gateway", make_request("r", [1, 2, 3], max_tokens=30))
+
+    def swap(self) -> None:
+        """Script the request for the table."""
+        self.channel.script.append(lambda: self.service.balancer.ask(self.swapped))
+        self.answer(2)
+
+    def prepared(self, role: Role, index: int, refusal: str = "") -> None:
+        """Script a node's answer."""
+        answer = TablePrepared(role=role, index=index, version=2, refusal=refusal)
+        self.say(f"{role} {index}", answer)
+
+
 def test_a_table_is_named_by_steps_once_every_node_has_prepared_it() -> None:
-    world = World()
-    world.start()
-    old = world.service.formation.table
-    swapped = msgspec.structs.replace(old, slots=tuple(layer[::-1] for layer in old.slots))
-    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=30))
+    world = SwappingWorld()
     world.answer(2)
-    world.channel.script.append(lambda: world.service.request_balance(swapped))
-    world.answer(2)
-    for peer in ("expert 0", "attention 1", "expert 1"):
-        role, index = peer.split()
-        world.say(peer, TablePrepared(role=role, index=int(index), version=2))  # type: ignore[arg-type]
+    world.swap()
+    world.prepared("expert", 0)
+    world.prepared("attention", 1)
+    world.prepared("expert", 1)
     world.answer(1)
-    world.say("attention 0", TablePrepared(role="attention", index=0, version=2))
+    world.prepared("attention", 0)
     world.answer(30)
     world.say("gateway", StatsQuery(query_id=1))
     assert world.service.run() == 0
     for peer in ("attention 0", "attention 1", "expert 0", "expert 1"):
         (prepare,) = world.channel.to(peer.encode(), PrepareTable)
-        assert (prepare.table.version, prepare.table.slots) == (2, swapped.slots)
+        assert (prepare.table.version, prepare.table.slots) == (2, world.swapped.slots)
     versions = [t.table_version for t in world.channel.to(b"expert 0", StepTicket)]
     assert versions == sorted(versions)
     assert set(versions) == {1, 2}
@@ -288,18 +290,13 @@ def test_a_table_that_a_node_refuses_is_told_and_not_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "test")
-    world = World()
-    world.start()
-    old = world.service.formation.table
-    swapped = msgspec.structs.replace(old, slots=tuple(layer[::-1] for layer in old.slots))
-    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=30))
+    world = SwappingWorld()
     for refusal in ("no memory", ""):
-        world.channel.script.append(lambda: world.service.request_balance(swapped))
-        world.answer(2)
-        for peer in ("expert 0", "attention 1", "attention 0"):
-            role, index = peer.split()
-            world.say(peer, TablePrepared(role=role, index=int(index), version=2))  # type: ignore[arg-type]
-        world.say("expert 1", TablePrepared(role="expert", index=1, version=2, refusal=refusal))
+        world.swap()
+        world.prepared("expert", 0)
+        world.prepared("attention", 1)
+        world.prepared("attention", 0)
+        world.prepared("expert", 1, refusal)
         world.answer(2)
     world.answer(30)
     world.say("gateway", StatsQuery(query_id=1))
@@ -323,35 +320,3 @@ def test_what_the_policy_warns_of_is_logged_once(
     assert [each.message for each in caplog.records if "slow" in each.message] == [
         "scheduler: drafts are slow"
     ]
-
-
-def test_a_grammar_is_compiled_by_the_attention_nodes_before_its_request_starts() -> None:
-    world = World()
-    world.start()
-    grammar = "start: /a+/"
-    request = make_request("r", [1, 2, 3], max_tokens=2, eos_token_ids=(1,), grammar=grammar)
-    world.say("gateway", request)
-    key = grammar_key(grammar)
-    world.say("attention 1", GrammarReady(index=1, key=key))
-    world.poll()
-    plans_before: list[int] = []
-    world.channel.script.append(
-        lambda: plans_before.append(len(world.channel.to(b"attention 0", StepPlan)))
-    )
-    world.say("attention 0", GrammarReady(index=0, key=key))
-    world.answer(3)
-    refused = msgspec.structs.replace(
-        request,
-        request_id="refused",
-        sampling=msgspec.structs.replace(request.sampling, grammar="start: /b+/"),
-    )
-    world.say("gateway", refused)
-    key = grammar_key("start: /b+/")
-    world.say("attention 1", GrammarReady(index=1, key=key, error="too large"))
-    world.say("attention 0", GrammarReady(index=1, key=key))
-    assert world.service.run() == 1, "attention 0 speaks for another"
-    assert plans_before == [0]
-    sent = [peer for peer, m in world.channel.sent if isinstance(m, CompileGrammar)]
-    assert sent == [b"attention 0", b"attention 1"] * 2
-    assert world.outputs()[-1].finish_reason == "length"
-    assert (world.failure("refused").status, world.failure("refused").message) == (400, "too large")

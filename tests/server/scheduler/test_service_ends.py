@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from tests.server.scheduler.engine import make_request
+from tests.server.scheduler.fake_nodes import TIMINGS
 from tests.server.scheduler.scripted_world import GATEWAY, World
 from tests.structs import changed
 from topspin.messages import (
-    AddRequest,
     EngineState,
     ExpertCounts,
     Goodbye,
@@ -17,10 +19,10 @@ from topspin.messages import (
     StatsQuery,
     StepFailed,
     StepPlan,
+    StepResult,
     Stop,
     TablePrepared,
     Welcome,
-    unpack_ints,
 )
 from topspin.plan.network import NetworkSpec
 from topspin.plan.settings import FailoverPolicy
@@ -28,15 +30,28 @@ from topspin.plan.spec import EnginePlan
 from topspin.processes.channel import Event, Malformed, PeerGone, Received
 
 
-def run_with_two_requests(world: World, *last: Event) -> int:
-    """Run an engine with a request on each attention node, then deliver `last`."""
+def started(*, num_requests: int = 1) -> World:
+    """Return the script of an engine that starts and gets requests on different nodes."""
+    world = World()
     world.start()
-    for number in range(2):
+    for number in range(num_requests):
         request = make_request(f"r{number}", [number] * 3, max_tokens=40, seed=number)
         world.say("gateway", request)
-    world.answer(2)
-    world.poll(*last)
-    return world.service.run()
+    return world
+
+
+def left(role: Literal["attention", "expert"], index: int, code: str, message: str) -> Received:
+    """Return a node's Goodbye."""
+    goodbye = Goodbye(role=role, index=index, code=code, message=message)
+    return Received(f"{role} {index}".encode(), goodbye)
+
+
+def failed(index: int, code: str, message: str) -> Received:
+    """Return an attention node's report of a failed step."""
+    report = StepFailed(
+        step=3, generation=1, role="attention", index=index, code=code, message=message
+    )
+    return Received(f"attention {index}".encode(), report)
 
 
 @pytest.mark.parametrize(
@@ -45,24 +60,17 @@ def run_with_two_requests(world: World, *last: Event) -> int:
         (PeerGone(b"expert 1"), "node_lost", "expert 1 (pid 7) closed its connection"),
         (PeerGone(b"attention 0"), "node_lost", "attention 0 (pid 7) closed its connection"),
         (
-            Received(
-                b"expert 0", Goodbye(role="expert", index=0, code="frame_error", message="bad row")
-            ),
+            left("expert", 0, "frame_error", "bad row"),
             "node_lost",
             "expert 0 left: bad row (frame_error)",
         ),
         (
-            Received(
-                b"attention 1",
-                StepFailed(
-                    step=3,
-                    generation=1,
-                    role="attention",
-                    index=1,
-                    code="deadline_exceeded",
-                    message="expert 0 is late",
-                ),
-            ),
+            left("attention", 0, "peer_lost", "expert 1 is gone"),  # it is there all the same
+            "node_lost",
+            "attention 0 left: expert 1 is gone (peer_lost)",
+        ),
+        (
+            failed(1, "deadline_exceeded", "expert 0 is late"),
             "step_failed",
             "step 3 failed on attention 1: expert 0 is late (deadline_exceeded)",
         ),
@@ -80,60 +88,42 @@ def run_with_two_requests(world: World, *last: Event) -> int:
                 TablePrepared(role="expert", index=1, version=2),
             )
         ),
+        (
+            Received(
+                b"attention 1",
+                StepResult(step=1, generation=1, index=0, seq_ids=b"", tokens=b"", timings=TIMINGS),
+            ),
+            "step_failed",
+            "attention 1 speaks for attention 0",
+        ),
     ],
 )
 def test_what_ends_the_engine_ends_every_request_once(
     event: Event, code: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World()
-    assert run_with_two_requests(world, event) == 1
+    world = started(num_requests=2)
+    world.answer(2)
+    world.poll(event)
+    world.poll()
+    assert world.service.run() == 1
     for number in range(2):
-        failed = world.failure(f"r{number}")
-        assert (failed.code, failed.status, failed.message) == (code, 503, reason)
+        failure = world.failure(f"r{number}")
+        assert (failure.code, failure.status, failure.message) == (code, 503, reason)
     assert world.states() == ["starting", "ready", "failed"]
     assert world.channel.to(GATEWAY, EngineState)[-1].detail == reason
     errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert errors == [f"scheduler: the engine has failed: {reason}"]
 
 
-def test_requests_that_come_with_the_failure_are_answered() -> None:
-    world = World()
-    late = Received(GATEWAY, make_request("late", [1], seed=3))
-    assert run_with_two_requests(world, PeerGone(b"expert 1"), late) == 1
-    assert world.failure("late").code == "engine_unavailable"
-
-
 def test_the_lost_node_is_named_and_not_the_one_that_noticed() -> None:
-    world = World()
-    complaint = StepFailed(
-        step=3,
-        generation=1,
-        role="attention",
-        index=0,
-        code="peer_lost",
-        message="expert 1 closed its socket",
-    )
+    world = started()
     late = Received(GATEWAY, make_request("late", [1], seed=3))
-    world.channel.script.clear()
-    world.start()
-    world.say("gateway", make_request("r", [1], max_tokens=40))
     world.answer(1)
-    world.say("attention 0", complaint)
+    world.poll(failed(0, "peer_lost", "expert 1 closed its socket"))
     world.poll(late, PeerGone(b"attention 0"), PeerGone(b"expert 1"))
     assert world.service.run() == 1
-    assert world.failure("r").message == "expert 1 (pid 7) closed its connection"
-    assert world.failure("late").status == 503
-
-
-def test_a_complaint_without_a_loss_is_reported_as_it_is() -> None:
-    world = World()
-    world.start()
-    complaint = Goodbye(role="attention", index=0, code="peer_lost", message="expert 1 is gone")
-    world.say("attention 0", complaint)
-    world.poll()
-    assert world.service.run() == 1
-    detail = world.channel.to(GATEWAY, EngineState)[-1].detail
-    assert detail == "attention 0 left: expert 1 is gone (peer_lost)"
+    assert world.failure("r0").message == "expert 1 (pid 7) closed its connection"
+    assert world.failure("late").code == "engine_unavailable"
 
 
 @pytest.mark.parametrize(("code", "status"), [("invalid_config", 2), ("internal_error", 1)])
@@ -144,8 +134,7 @@ def test_a_node_that_cannot_be_what_it_was_configured_as_is_said_by_the_status(
     for index in range(2):
         world.hello("expert", index)
         world.hello("attention", index)
-    reason = Goodbye(role="expert", index=1, code=code, message="device cuda:1: there is none")
-    world.say("expert 1", reason)
+    world.poll(left("expert", 1, code, "device cuda:1: there is none"))
     assert world.service.run() == status
 
 
@@ -158,29 +147,9 @@ def test_a_node_that_cannot_be_sent_a_plan_is_lost() -> None:
     assert world.failure("r").message == "expert 1 cannot be sent its part of a step"
 
 
-def test_a_silent_node_ends_the_engine_and_is_named() -> None:
-    world = World()
-    world.start()
-    for number in range(2):
-        world.say("gateway", make_request(f"r{number}", [number] * 3, max_tokens=40, seed=number))
-    for _ in range(40):  # a second each; the limit is 20 s
-        world.poll()
-    started_polls = len(world.channel.script)
-    assert world.service.run() == 1
-    assert 20 <= started_polls - len(world.channel.script) < 35
-    failed = world.failure("r0")
-    assert (failed.code, failed.status) == ("node_lost", 503)
-    assert failed.message == (
-        "attention 0: it has not got on with step 1 for 21.0 s, although it is connected "
-        "(failover.progress_deadline_s 20)"
-    )
-
-
-def test_a_long_step_is_fine_while_its_nodes_speak() -> None:
+def test_a_long_step_is_fine_while_its_nodes_speak_and_a_silent_one_is_named() -> None:
     """Step 1 runs for 70 s; expert 0 has done its part, expert 1 works, and then hangs."""
-    world = World()
-    world.start()
-    world.say("gateway", make_request("r", [1] * 3, max_tokens=40))
+    world = started()
     waits = Progress(step=1, generation=1, role="attention", index=0, state="waiting")
     works = Progress(step=1, generation=1, role="expert", index=1)
     world.say("expert 0", Progress(step=1, generation=1, role="expert", index=0, state="done"))
@@ -194,14 +163,14 @@ def test_a_long_step_is_fine_while_its_nodes_speak() -> None:
         world.poll()
     assert world.service.run() == 1
     assert 0 < len(world.channel.script) < 6  # 20 s after the last report
-    assert world.failure("r").message.startswith("expert 1: it has not got on with step 1")
+    failure = world.failure("r0")
+    assert failure.code == "node_lost"
+    assert failure.message.startswith("expert 1: it has not got on with step 1")
+    assert failure.message.endswith("it is connected (failover.progress_deadline_s 20)")
 
 
 def test_stop_ends_requests_and_refuses_new_ones() -> None:
-    world = World()
-    world.start()
-    for number in range(2):
-        world.say("gateway", make_request(f"r{number}", [number] * 3, max_tokens=40, seed=number))
+    world = started(num_requests=2)
     world.answer(1)
     world.channel.script.append(lambda: world.service.request_stop("SIGTERM"))
     world.say("gateway", make_request("late", [1]))
@@ -209,8 +178,8 @@ def test_stop_ends_requests_and_refuses_new_ones() -> None:
     world.poll(PeerGone(b"never polled"))
     assert world.service.run() == 0
     for request_id in ("r0", "r1", "late"):
-        failed = world.failure(request_id)
-        assert (failed.code, failed.status) == ("engine_unavailable", 503)
+        failure = world.failure(request_id)
+        assert (failure.code, failure.status) == ("engine_unavailable", 503)
     assert "SIGTERM" in world.failure("r0").message
     assert "stopping" in world.failure("late").message
     assert len(world.channel.script) == 1  # all nodes had left, so it did not wait
@@ -218,9 +187,7 @@ def test_stop_ends_requests_and_refuses_new_ones() -> None:
 
 @pytest.mark.parametrize("told_first", [True, False])
 def test_a_node_that_leaves_while_the_engine_is_told_to_stop_is_no_loss(told_first: bool) -> None:
-    world = World()
-    world.start()
-    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=40))
+    world = started()
     gone: list[Event] = [PeerGone(b"attention 0")]
 
     def told() -> list[Event]:
@@ -234,14 +201,12 @@ def test_a_node_that_leaves_while_the_engine_is_told_to_stop_is_no_loss(told_fir
     world.poll(PeerGone(b"never polled"))
     assert world.service.run() == 0
     assert world.states() == ["starting", "ready", "stopping"]
-    assert world.failure("r").code == "engine_unavailable"
+    assert world.failure("r0").code == "engine_unavailable"
     assert len(world.channel.script) == 1
 
 
 def test_an_error_after_the_request_to_stop_is_no_failure() -> None:
-    world = World()
-    world.start()
-    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=40))
+    world = started()
     send = world.channel.send
 
     def stop_while_sending(peer: bytes, message: Message) -> bool:
@@ -253,7 +218,7 @@ def test_an_error_after_the_request_to_stop_is_no_failure() -> None:
     world.channel.send = stop_while_sending  # type: ignore[method-assign]
     assert world.service.run() == 0
     assert world.states() == ["starting", "ready", "stopping"]
-    assert world.failure("r").code == "engine_unavailable"
+    assert world.failure("r0").code == "engine_unavailable"
 
 
 def test_nodes_of_several_hosts_wait_for_another_scheduler() -> None:
@@ -287,20 +252,3 @@ def test_stop_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     assert world.service.run() == 0
     late = [record.message for record in caplog.records if "has not left" in record.message]
     assert len(late) == 4
-
-
-def test_results_only_from_their_own_node() -> None:
-    world = World()
-    world.start()
-    request: AddRequest = make_request("r", [1, 2, 3], max_tokens=4)
-    world.say("gateway", request)
-
-    def forged() -> list[Event]:
-        (event,) = world._execute()[:1]
-        assert isinstance(event, Received)
-        return [Received(b"attention 1", event.message)]
-
-    world.channel.script.append(forged)
-    assert world.service.run() == 1
-    assert "attention 1 speaks for attention 0" in world.failure("r").message
-    assert unpack_ints(request.prompt)[0] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -23,6 +24,7 @@ class Played:
         self.now_ns = 10**15
         self._offsets_ns = offsets_ns
         self._rng = random.Random(seed)
+        self.num_pings: Counter[str] = Counter()
 
     def run(self, *, silent: tuple[str, ...] = ()) -> None:
         request = TraceRequest(query_id=42, seconds=2.0)
@@ -34,6 +36,7 @@ class Played:
             self.now_ns += self._rng.randrange(40_000_000)  # the ping waits until the step is over
             answer: ClockPong | TraceDump
             if isinstance(question, ClockPing):
+                self.num_pings[name] += 1
                 answer = ClockPong(
                     query_id=question.query_id,
                     sent_ns=question.sent_ns,
@@ -52,11 +55,12 @@ class Played:
         return [answer.trace for answer in answers]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_offsets_are_bounded_by_the_pings(seed: int) -> None:
     offsets = {"attention 0": 123_456_789_000, "expert 1": -5_000_000_000_000}
     played = Played(offsets, seed=seed)
     played.run()
+    assert played.num_pings == dict.fromkeys(NODES, NUM_PINGS)
     (trace,) = played.finished(0.0)
     assert trace.query_id == 42
     assert trace.missing == ()
@@ -67,13 +71,6 @@ def test_offsets_are_bounded_by_the_pings(seed: int) -> None:
     assert played.finished(100.0) == []
 
 
-def test_one_hosts_clock_has_no_offset() -> None:
-    played = Played(dict.fromkeys(NODES, 0))
-    played.run()
-    (trace,) = played.finished(0.0)
-    assert [node.offset_ns for node in trace.nodes] == [0, 0, 0]
-
-
 def test_a_silent_node_is_named_at_the_deadline() -> None:
     played = Played(dict.fromkeys(NODES, 0))
     played.run(silent=("expert 1",))
@@ -81,19 +78,6 @@ def test_a_silent_node_is_named_at_the_deadline() -> None:
     (trace,) = played.finished(DEADLINE_S)
     assert trace.missing == ("expert 1",)
     assert [node.role for node in trace.nodes] == ["scheduler", "attention"]
-
-
-def test_every_node_is_pinged_more_than_once() -> None:
-    tracer = Tracer(TraceSection())
-    asks = tracer.start(
-        GATEWAY, TraceRequest(query_id=1, seconds=1.0), nodes=NODES, now=0.0, now_ns=5
-    )
-    pings = 0
-    while isinstance(ping := asks[0].message, ClockPing):
-        pings += 1
-        pong = ClockPong(query_id=ping.query_id, sent_ns=ping.sent_ns, node_ns=6)
-        asks = tracer.on_node_message("attention 0", pong, 7)
-    assert pings == NUM_PINGS
 
 
 def test_an_answer_to_another_collection_is_dropped() -> None:

@@ -1,6 +1,6 @@
 """The steps of an engine from the cost model's parts, layer by layer: what steps.py must equal.
 
-Plain and slow: nothing is kept that was asked for once.
+Plain and slow: nothing is kept that was asked for once, and no device is slowed or has rallies.
 """
 
 from __future__ import annotations
@@ -10,185 +10,89 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from deploy.placement.cost import Rows, attention_layer_s, barrier_s, experts_layer_s, link_s
-from deploy.placement.devices import DeviceProfile, Link
+from deploy.placement.cost import BatchRows, attention_layer_s, experts_layer_s, link_s
+from deploy.placement.devices import DeviceProfile, LinkProfile
 from deploy.placement.routing import rows_reached, shares_of_nodes, touched
 from deploy.placement.shapes import ModelShape, PrecisionOf
-from deploy.placement.tables import rally_factors
 from topspin.pipeline import HopTimes
 
 # Of a row's frame beside its numbers: an expert's id and its weight, four bytes each.
 _PAIR_BYTES: Final = 8
 
 
-class Replica(NamedTuple):
-    """An attention node, and its rows in each micro-batch.
-
-    `spread`: the standard deviation of its keys over all rows, as a share of their mean (contexts
-    differ from replica to replica, and the step waits for the slowest).
-    """
+class PlainReplica(NamedTuple):
+    """The attention node, and its rows in each micro-batch."""
 
     device: DeviceProfile
-    rows: Rows
+    rows: BatchRows
     threads: int = 1
-    spread: float = 0.0
-    slow: float = 1.0
 
 
-class ExpertHost(NamedTuple):
+class PlainHost(NamedTuple):
     """An expert node that holds so many experts of each layer."""
 
     device: DeviceProfile
     held: int
     threads: int = 1
-    slow: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """How a step is run, for layer_hops().
+@dataclass(frozen=True)
+class PlainStep:
+    """A step of one attention node; `skew`: see routing.py.
 
-    `payload_itemsize`: bytes of a number on the way to the experts (answers have the model's).
-    `local_layers` keep their routed experts on the attention nodes. `skew`: see routing.py.
+    `local_layers` keep their routed experts on the attention node.
     """
 
-    micro_batches: int = 1
-    shares_cores: bool = False
+    model: ModelShape
+    precision_of: PrecisionOf
+    replica: PlainReplica
+    hosts: Sequence[PlainHost]
+    link: LinkProfile
     skew: float = 0.0
-    payload_itemsize: float = 2.0
     local_layers: frozenset[int] = field(default_factory=frozenset)
 
+    def hops(self) -> list[HopTimes]:
+        """Return the times of each layer for one micro-batch, of the slowest host.
 
-def layer_hops(
-    model: ModelShape,
-    precision_of: PrecisionOf,
-    replicas: Sequence[Replica],
-    hosts: Sequence[ExpertHost],
-    link: Link,
-    setting: Setting,
-) -> list[HopTimes]:
-    """Return the times of each layer for one micro-batch: of the slowest replica and host.
+        A layer without a hop has t_e = t_c = 0; its experts' time, if any, is in t_a.
+        """
+        return [self._hop(layer) for layer in range(self.model.num_layers)]
 
-    A layer without a hop has t_e = t_c = 0; its experts' time, if any, is in t_a.
-    """
-    shares = _host_shares(model, hosts, setting.skew)
-    everyone = shares_of_nodes(model.num_experts, model.top_k, [model.num_experts], setting.skew)
-    found: list[HopTimes] = []
-    known: dict[tuple[object, ...], HopTimes] = {}
-    for layer, kind in enumerate(model.layers):
-        is_local = layer in setting.local_layers
-        formats = (precision_of("attention", layer), precision_of("mlp", layer))
-        key = (kind, is_local, formats, kind.is_moe and precision_of("experts", layer))
-        if key not in known:
-            known[key] = _hop(
-                model,
-                layer,
-                precision_of,
-                replicas,
-                () if is_local or not kind.is_moe else hosts,
-                everyone if is_local else shares,
-                link,
-                setting,
-            )
-        found.append(known[key])
-    return found
+    def _hop(self, layer: int) -> HopTimes:
+        model, (device, rows, threads) = self.model, self.replica
+        t_a = attention_layer_s(device, model, layer, self.precision_of, rows, threads=threads)
+        if not model.layers[layer].is_moe:
+            return HopTimes(t_a, 0.0, 0.0)
+        if layer in self.local_layers:
+            own = PlainHost(device, model.num_experts, threads)
+            (chosen,) = self._chosen([own])
+            return HopTimes(t_a + self._experts_s(own, layer, chosen, rows.total), 0.0, 0.0)
+        there = model.hidden_size * model.itemsize
+        row_bytes = there + model.top_k * _PAIR_BYTES / 2  # the mean of both ways
+        t_e = t_c = sent = 0.0
+        for host, chosen in zip(self.hosts, self._chosen(self.hosts), strict=True):
+            reached = rows_reached(chosen, rows.total)
+            t_e = max(t_e, self._experts_s(host, layer, chosen, reached))
+            t_c = max(t_c, link_s(self.link, reached * row_bytes))
+            sent += reached * row_bytes
+        return HopTimes(t_a, t_e, max(t_c, link_s(self.link, sent)))
 
+    def _chosen(self, hosts: Sequence[PlainHost]) -> list[list[float]]:
+        """Return how often each expert of each host is chosen."""
+        held = [host.held for host in hosts]
+        return shares_of_nodes(self.model.num_experts, self.model.top_k, held, self.skew)
 
-def _host_shares(model: ModelShape, hosts: Sequence[ExpertHost], skew: float) -> list[list[float]]:
-    if not hosts:
-        return []
-    return shares_of_nodes(model.num_experts, model.top_k, [host.held for host in hosts], skew)
-
-
-def _hop(
-    model: ModelShape,
-    layer: int,
-    precision_of: PrecisionOf,
-    replicas: Sequence[Replica],
-    hosts: Sequence[ExpertHost],
-    shares: Sequence[Sequence[float]],
-    link: Link,
-    setting: Setting,
-) -> HopTimes:
-    weight_format = precision_of("experts", layer)
-    moments = []
-    for replica in replicas:
-        mean_s = replica.slow * _replica_s(
-            model, layer, precision_of, replica, None if hosts else shares, setting
-        )
-        more = replica.rows._replace(context=replica.rows.context * (1 + replica.spread))
-        deviation_s = 0.0
-        if replica.spread:
-            moved = replica._replace(rows=more)
-            deviation_s = replica.slow * _replica_s(
-                model, layer, precision_of, moved, None if hosts else shares, setting
-            )
-            deviation_s -= mean_s
-        moments.append((mean_s, max(0.0, deviation_s)))
-    t_a = barrier_s(moments)
-    if not hosts:
-        return HopTimes(t_a, 0.0, 0.0)
-    rows = sum(replica.rows.total for replica in replicas)
-    widest = max(replica.rows.total for replica in replicas)
-    t_e = t_c = 0.0
-    sent = 0.0
-    for host, chosen in zip(hosts, shares, strict=True):
-        factor = rally_factors(
+    def _experts_s(
+        self, host: PlainHost, layer: int, chosen: Sequence[float], reached: float
+    ) -> float:
+        rows = self.replica.rows.total
+        return experts_layer_s(
             host.device,
-            shares_cores=setting.shares_cores,
-            micro_batches=setting.micro_batches,
-            rows=rows,
-        ).experts
-        reached = rows_reached(chosen, rows)
-        host_s = experts_layer_s(
-            host.device,
-            model,
+            self.model,
             layer,
-            weight_format,
+            self.precision_of("experts", layer),
             rows=reached,
             pairs=rows * math.fsum(chosen),
             touched=touched(chosen, rows),
             threads=host.threads,
         )
-        t_e = max(t_e, host.slow * factor * host_s)
-        t_c = max(t_c, link_s(link, reached * _row_bytes(model, setting)))
-        sent += rows_reached(chosen, widest) * _row_bytes(model, setting)
-    return HopTimes(t_a, t_e, max(t_c, link_s(link, sent)))
-
-
-def _row_bytes(model: ModelShape, setting: Setting) -> float:
-    """Return the bytes of a row on the wire, the mean of both ways."""
-    there = model.hidden_size * setting.payload_itemsize + model.top_k * _PAIR_BYTES
-    return (there + model.hidden_size * model.itemsize) / 2
-
-
-def _replica_s(
-    model: ModelShape,
-    layer: int,
-    precision_of: PrecisionOf,
-    replica: Replica,
-    local: Sequence[Sequence[float]] | None,
-    setting: Setting,
-) -> float:
-    """Return the seconds of a layer on a replica; with its experts if they are `local`."""
-    device, rows, threads = replica.device, replica.rows, replica.threads
-    factor = rally_factors(
-        device,
-        shares_cores=setting.shares_cores,
-        micro_batches=setting.micro_batches,
-        rows=rows.total,
-    ).attention
-    found_s = factor * attention_layer_s(device, model, layer, precision_of, rows, threads=threads)
-    if local is None or not model.layers[layer].is_moe:
-        return found_s
-    chosen = local[0]
-    return found_s + experts_layer_s(
-        device,
-        model,
-        layer,
-        precision_of("experts", layer),
-        rows=rows.total,
-        pairs=rows.total * model.top_k,
-        touched=touched(chosen, rows.total),
-        threads=threads,
-    )

@@ -18,9 +18,9 @@ from deploy.placement.search.bits import evaluate
 from deploy.placement.search.layouts import EngineLayout, Host, layouts_of
 from deploy.placement.search.nodes import Binding
 from deploy.placement.search.precision import Precisions
-from deploy.placement.search.rating import Rater, Rating, Trial, running_grid
+from deploy.placement.search.rating import LoadTrial, Rater, Rating, running_grid
 from deploy.placement.search.search import Inputs, Result, search
-from deploy.placement.search.steps import Engine, EngineSteps
+from deploy.placement.search.steps import EngineSetup, EngineSteps
 from deploy.placement.workload import Objective, Targets, asked_load
 from tests.deploy.placement import samples
 
@@ -43,7 +43,7 @@ def every_setting(rater: Rater, layout: EngineLayout, formats: Formats) -> Itera
         ]
     ways = itertools.product(budgets, (1,) if alone else (1, 2, 3, 4), cuts)
     for tokens, m, ends in ways:
-        engine = Engine(layout, formats, held, weights, m, tokens, None, 0, ends)
+        engine = EngineSetup(layout, formats, held, weights, m, tokens, None, 0, ends)
         room = rater.nodes.room(engine)
         if isinstance(room, Binding):
             continue
@@ -53,7 +53,7 @@ def every_setting(rater: Rater, layout: EngineLayout, formats: Formats) -> Itera
             left = rater.nodes.room(engine)
             if isinstance(left, Binding):
                 continue
-            trial = Trial(rater, engine, left)
+            trial = LoadTrial(rater, engine, left)
             good = [n for n in running_grid() if n < 5000 and trial.point(float(n)) is not None]
             if good:
                 yield rater.sharpened(rater.at_most(engine, left, start=good[-1]))

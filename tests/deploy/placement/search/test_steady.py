@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from deploy.placement.search.steady import Chunks, Shape, chunks_of, point
+from deploy.placement.search.steady import Chunks, EngineShape, chunks_of, point
 from deploy.placement.workload import Lengths, Targets, Workload
 from tests.deploy.placement import samples
 
@@ -80,7 +80,7 @@ def test_rates_and_times_are_those_of_a_simulated_scheduler(running: float, with
         arrival_rate=1.0,
         targets=Targets(percentile="p50"),
     )
-    found = point(LinearSteps(), asked, Shape(1, 512), running)
+    found = point(LinearSteps(), asked, EngineShape(1, 512), running)
     assert found is not None
     at_rate = samples.workload(
         prompt=Lengths(mean=300), output=Lengths(mean=80), arrival_rate=found.rate
@@ -92,13 +92,13 @@ def test_rates_and_times_are_those_of_a_simulated_scheduler(running: float, with
 
 def test_a_load_beyond_the_prompts_capacity_has_no_steady_state() -> None:
     asked = samples.workload(prompt=Lengths(mean=4000), output=Lengths(mean=10))
-    assert point(LinearSteps(), asked, Shape(1, 512), 2.0) is None
+    assert point(LinearSteps(), asked, EngineShape(1, 512), 2.0) is None
 
 
 def test_decoding_that_fills_the_budget_leaves_no_room_for_prompts() -> None:
     asked = samples.workload()
-    assert chunks_of(asked, Shape(2, 128), 255.0) is None
-    chunks = chunks_of(asked, Shape(2, 128), 128.0)
+    assert chunks_of(asked, EngineShape(2, 128), 255.0) is None
+    chunks = chunks_of(asked, EngineShape(2, 128), 128.0)
     assert chunks is not None
     assert chunks[1].replicas == 2
     assert chunks[1].tokens == 64
@@ -110,7 +110,7 @@ def test_the_p95_is_later_than_the_mean() -> None:
         point(
             LinearSteps(),
             samples.workload(**lengths, targets=Targets(percentile=percentile)),
-            Shape(1, 512),
+            EngineShape(1, 512),
             16.0,
         )
         for percentile in ("p50", "p95")

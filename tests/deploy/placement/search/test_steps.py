@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.placement.cost import Rows, chain_s, link_s, step_fixed_s, step_s
+from deploy.placement.cost import BatchRows, chain_s, link_s, step_fixed_s, step_s
 from deploy.placement.formats import Formats, LayerFormats
 from deploy.placement.search.steady import Chunks
-from deploy.placement.search.steps import NO_LINK, Clock, Engine, EngineSteps
+from deploy.placement.search.steps import NO_LINK, Clock, EngineSetup, EngineSteps
 from deploy.placement.workload import Lengths
 from tests.deploy.placement import samples
-from tests.deploy.placement.search.plain_steps import ExpertHost, Replica, Setting, layer_hops
+from tests.deploy.placement.search.plain_steps import PlainHost, PlainReplica, PlainStep
 
 FAST, SLOW = samples.gpu("fast"), samples.gpu("slow", gb_per_s=900, tflops=150)
 HOST = samples.host((FAST, 2), (SLOW, 2), (samples.cpu(cores=4), 1))
@@ -45,25 +45,24 @@ def test_a_step_is_that_of_the_cost_model(
     # Prompts and answers of one length: replicas' keys do not differ but by progress.
     asked = samples.workload(expert_skew=skew, output=Lengths(mean=60), prompt=Lengths(mean=300))
     clock = Clock(SHAPE, asked)
-    engine = Engine(layout, MIXED, held, (1 / layout.num_attention,), m, 512)
+    engine = EngineSetup(layout, MIXED, held, (1 / layout.num_attention,), m, 512)
     (slot, count) = layout.attention[0]
     assert count == 1
     hosts = [
-        ExpertHost(slot.device.profile, each, max(1, slot.threads))
+        PlainHost(slot.device.profile, each, max(1, slot.threads))
         for (slot, number), each in zip(layout.experts, held, strict=True)
         for _ in range(number)
     ]
     link = NO_LINK if layout.link is None else layout.link.link
     for running, chunks in ((6.0, None), (30.0, Chunks(1, 128.0, 4.0, 16.0))):
-        rows = Rows(
+        rows = BatchRows(
             running / m,
             clock.context,
             0.0 if chunks is None else chunks.tokens / m,
             0.0 if chunks is None else chunks.start,
         )
-        replica = Replica(slot.device.profile, rows, max(1, slot.threads))
-        setting = Setting(micro_batches=m, shares_cores=layout.takes_turns, skew=skew)
-        hops = layer_hops(SHAPE, MIXED.of, [replica], hosts, link, setting)
+        replica = PlainReplica(slot.device.profile, rows, max(1, slot.threads))
+        hops = PlainStep(SHAPE, MIXED.of, replica, hosts, link, skew).hops()
         sampled = running + (0.0 if chunks is None else chunks.slices)
         fixed_s = step_fixed_s(
             slot.device.profile, SHAPE, MIXED.head, sampled, threads=max(1, slot.threads)
@@ -83,12 +82,11 @@ def test_layer_ranges_have_the_cost_models_times(m: int) -> None:
     )
     assert layout.link is not None
     clock = Clock(SHAPE, samples.workload(output=Lengths(mean=60), prompt=Lengths(mean=300)))
-    engine = Engine(layout, MIXED, (16,), (1.0,), m, 512, None, 0, (3, 4))
-    rows = Rows(12.0 / m, clock.context)
-    hosts = [ExpertHost(FAST, 16)]
-    link, setting = layout.link.link, Setting(micro_batches=m)
+    engine = EngineSetup(layout, MIXED, (16,), (1.0,), m, 512, None, 0, (3, 4))
+    rows = BatchRows(12.0 / m, clock.context)
+    hosts, link = [PlainHost(FAST, 16)], layout.link.link
     by_device = [
-        layer_hops(SHAPE, MIXED.of, [Replica(each, rows, cores)], hosts, link, setting)
+        PlainStep(SHAPE, MIXED.of, PlainReplica(each, rows, cores), hosts, link).hops()
         for each, cores in ((fast, 8), (slow, 1))
     ]
     hops = [*by_device[0][:3], by_device[1][3]]
@@ -107,8 +105,8 @@ def test_more_replicas_wait_for_the_one_with_the_longest_contexts() -> None:
         samples.layout_named(HOST, "attention on 1 slow, experts on 1 fast"),
         samples.layout_named(HOST, "attention on 2 slow, experts on 1 fast"),
     )
-    alone = EngineSteps(Engine(one, MIXED, (16,), (1.0,), 1, 512), clock).step(8.0, None)
-    both = EngineSteps(Engine(two, MIXED, (16,), (0.5,), 1, 512), clock).step(16.0, None)
+    alone = EngineSteps(EngineSetup(one, MIXED, (16,), (1.0,), 1, 512), clock).step(8.0, None)
+    both = EngineSteps(EngineSetup(two, MIXED, (16,), (0.5,), 1, 512), clock).step(16.0, None)
     assert both.hop.t_a > alone.hop.t_a * 1.01
 
 
@@ -116,14 +114,15 @@ def test_more_replicas_wait_for_the_one_with_the_longest_contexts() -> None:
 def test_local_layers_have_the_cost_models_times(m: int) -> None:
     layout = samples.layout_named(HOST, "attention on 1 slow, experts on 2 fast")
     clock = Clock(SHAPE, samples.workload(output=Lengths(mean=60), prompt=Lengths(mean=300)))
-    engine = Engine(layout, MIXED, (8,), (1.0,), m, 512, None, 3)
+    engine = EngineSetup(layout, MIXED, (8,), (1.0,), m, 512, None, 3)
     assert engine.local_layers == (0, 1, 2)
     assert layout.link is not None
     slot, other = layout.attention[0][0], layout.experts[0][0]
-    replica = Replica(slot.device.profile, Rows(12.0 / m, clock.context))
-    hosts = [ExpertHost(other.device.profile, 8)] * 2
-    setting = Setting(micro_batches=m, local_layers=frozenset((0, 1, 2)))
-    hops = layer_hops(SHAPE, MIXED.of, [replica], hosts, layout.link.link, setting)
+    replica = PlainReplica(slot.device.profile, BatchRows(12.0 / m, clock.context))
+    hosts = [PlainHost(other.device.profile, 8)] * 2
+    local = frozenset((0, 1, 2))
+    plain = PlainStep(SHAPE, MIXED.of, replica, hosts, layout.link.link, local_layers=local)
+    hops = plain.hops()
     fixed_s = step_fixed_s(slot.device.profile, SHAPE, MIXED.head, 12.0, threads=1)
     expected = step_s(hops, fixed_s=fixed_s, micro_batches=m, shares_cores=False)
     # Every row reaches a node that has all experts; routing.rows_reached says 99.9 % of them.

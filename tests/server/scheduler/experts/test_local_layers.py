@@ -63,15 +63,14 @@ def test_fast_expert_nodes_keep_their_layers_after_one_trial(noise: float) -> No
 
 
 def test_equal_sides_do_not_alternate() -> None:
-    for seed in range(2):
-        sides = run(lambda step, rows, here: 0.01, steps=20_000, noise=0.3, seed=seed)
-        assert changes(sides) <= 20
+    sides = run(lambda step, rows, here: 0.01, steps=16_000, noise=0.3)
+    assert changes(sides) <= 16
 
 
 def test_what_the_trials_of_a_worse_side_cost_is_little() -> None:
-    steps = 40_000
+    steps = 20_000
     sides = run(lambda step, rows, here: 0.03 if here else 0.01, steps=steps, noise=0.1)
-    assert 3 <= changes(sides) // 2 <= 6
+    assert 2 <= changes(sides) // 2 <= 4
     assert sum(sides) < 0.02 * steps
 
 
@@ -81,7 +80,7 @@ def test_a_link_that_becomes_slow_and_fast_again_is_followed() -> None:
     def time_of(step: int, rows: int, here: bool) -> float:
         return 0.02 if here else 0.1 if slow_from <= step < slow_to else 0.01
 
-    sides = run(time_of, steps=slow_to + 5 * RETRY_STEPS, noise=0.1)
+    sides = run(time_of, steps=slow_to + 3 * RETRY_STEPS, noise=0.1)
     assert not sides[slow_from - 1]
     assert sides[slow_from + 200]
     assert changes(sides[:slow_to]) <= 2 + 1 + 2 * 2

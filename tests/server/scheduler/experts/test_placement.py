@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,14 +24,11 @@ from topspin.expert_table import ExpertTable, contiguous_table, even_shares, uni
 
 
 def plan(
-    old: ExpertTable,
-    loads: list[list[float]],
-    *,
-    min_gain: float = 0.05,
-    required: list[int] | None = None,
+    old: ExpertTable, loads: list[list[float]], *, min_gain: float = 0.05, **settings: Any
 ) -> ExpertTable | None:
-    turns = plan_table(old, loads, min_gain=min_gain, required=required)
-    for _ in old.slots:
+    """Return the table that is planned, a layer a turn."""
+    turns = plan_table(old, loads, min_gain=min_gain, **settings)
+    for _ in range(len(old.slots) - len(old.local)):
         next(turns)
     with pytest.raises(StopIteration) as stop:
         next(turns)
@@ -127,6 +126,15 @@ def test_an_untouched_layer_stays_and_one_exchange_is_enough_for_the_other() -> 
     assert new.slots[0] == old.slots[0]
     assert migrations(old, new) == 2
     assert balance(new, [even, skewed]) < 1.01
+
+
+def test_layers_that_are_local_stay_as_they_are() -> None:
+    apart = uniform_table(num_layers=2, num_experts=4, num_nodes=2)
+    old = msgspec.structs.replace(apart, slots=(((), ()), apart.slots[1]), local=(0,))
+    new = plan(old, [[80.0, 80.0, 20.0, 20.0]] * 2)
+    assert new is not None
+    assert (new.slots[0], new.local) == (((), ()), (0,))
+    assert new.slots[1] != old.slots[1]
 
 
 def test_a_hot_expert_gets_the_spare_slot() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations, product
 from random import Random
 
@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from server.scheduler.experts.balance import balance, node_times, place_global
 from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.experts.load import ExpertLoad
-from server.scheduler.experts.placement import plan_table
 from server.scheduler.experts.speeds import NodeSpeeds
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member
-from tests.server.scheduler.experts.test_placement import tables_and_loads
+from tests.server.scheduler.experts.test_placement import plan, tables_and_loads
 from topspin.errors import ProtocolError
 from topspin.expert_table import ACTIVATION_ROWS, ExpertTable, shares_by_speed, uniform_table
 from topspin.messages import ExpertCounts, pack_ints
@@ -83,18 +82,9 @@ def test_equal_speeds_change_no_table(
     case: tuple[ExpertTable, list[list[float]]], speed: float
 ) -> None:
     old, loads = case
-    plain = _result(plan_table(old, loads, min_gain=0.0))
-    found = _result(plan_table(old, loads, min_gain=0.0, speeds=[speed] * old.num_nodes))
+    plain = plan(old, loads, min_gain=0.0)
+    found = plan(old, loads, min_gain=0.0, speeds=[speed] * old.num_nodes)
     assert (found and found.slots) == (plain and plain.slots)
-
-
-def _result(turns: Iterator[None]) -> ExpertTable | None:
-    while True:
-        try:
-            next(turns)
-        except StopIteration as stop:
-            found: ExpertTable | None = stop.value
-            return found
 
 
 def least_peak(loads: Sequence[float], capacities: Sequence[int], speeds: Sequence[float]) -> float:
@@ -111,7 +101,8 @@ def test_placements_are_near_the_best() -> None:
     rng, ratios = Random(7), []
     for _ in range(60):
         loads = [rng.paretovariate(1.2) for _ in range(6)]
-        speeds = [1.0, rng.choice([0.5, 0.25, 0.8]), rng.choice([0.5, 1.0])]
+        slow = [1.0, rng.choice([0.5, 0.25, 0.8]), rng.choice([0.5, 1.0])]
+        speeds = rng.choice([slow, [1.0, 1.0, 1.0]])
         capacities = rng.choice([[2, 2, 2], [4, 1, 1], [3, 2, 2], [3, 3, 3], [6, 2, 4]])
         bins = place_global(loads, capacities, speeds)
         assert [len(held) for held in bins] == capacities
@@ -124,8 +115,8 @@ def test_placements_are_near_the_best() -> None:
 def test_the_fast_node_gets_the_busy_experts() -> None:
     table = uniform_table(num_layers=1, num_experts=4, num_nodes=2)
     loads = [[40.0, 10.0, 40.0, 10.0]]
-    assert _result(plan_table(table, loads, min_gain=0.05)) is None  # even, for equal nodes
-    found = _result(plan_table(table, loads, min_gain=0.05, speeds=HALF))
+    assert plan(table, loads) is None  # even, for equal nodes
+    found = plan(table, loads, speeds=HALF)
     assert found is not None
     assert found.speeds == HALF
     assert [set(experts) for experts in found.slots[0]] == [{0, 2}, {1, 3}]
@@ -136,11 +127,11 @@ def test_the_fast_node_gets_the_busy_experts() -> None:
 def test_where_all_experts_are_twice_speeds_alone_are_reason_for_a_table() -> None:
     table = uniform_table(num_layers=2, num_experts=3, num_nodes=2, num_redundant=3)
     loads = [[5.0, 5.0, 5.0]] * 2
-    found = _result(plan_table(table, loads, min_gain=0.05, speeds=HALF))
+    found = plan(table, loads, speeds=HALF)
     assert found is not None
     assert found.slots == table.slots
     assert balance(found, loads, HALF) == pytest.approx(1.0)
-    assert _result(plan_table(found, loads, min_gain=0.05, speeds=HALF)) is None
+    assert plan(found, loads, speeds=HALF) is None
 
 
 def report(load: ExpertLoad, table: ExpertTable, pairs: Sequence[int], *seconds: float) -> None:

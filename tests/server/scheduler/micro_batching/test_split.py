@@ -32,28 +32,8 @@ BALANCED = CostModel(
 LOAD = NodeLoad(num_slices=8, num_tokens=8, slices_s=8 * 2e-3)
 
 
-def test_both_sides_share_the_micro_batches_evenly() -> None:
-    assert hop_times(BALANCED, [LOAD], 1) == pytest.approx((8e-3, 8e-3, 0.0))
-    assert hop_times(BALANCED, [LOAD], 2) == pytest.approx((4e-3, 4e-3, 0.0))
-
-
 def test_experts_see_the_tokens_of_all_nodes() -> None:
     assert hop_times(BALANCED, [LOAD, LOAD], 1) == pytest.approx((8e-3, 16e-3, 0.0))
-
-
-def test_auto_takes_two_when_both_sides_can_overlap() -> None:
-    assert choose_num_micro_batches(BALANCED, [LOAD], shares_cores=False) == 2
-
-
-def test_auto_takes_one_on_shared_cores() -> None:
-    assert choose_num_micro_batches(BALANCED, [LOAD], shares_cores=True) == 1
-
-
-def test_auto_does_not_split_what_would_lose() -> None:
-    # Reading the experts' weights dominates: twice that is more than one round trip.
-    cost = CostModel(expert_fixed_s=2e-3)
-    load = NodeLoad(num_slices=8, num_tokens=8, slices_s=8 * cost.slice_s(1, 100))
-    assert choose_num_micro_batches(cost, [load], shares_cores=False) == 1
 
 
 def test_auto_hides_a_slow_link() -> None:
@@ -106,12 +86,6 @@ def test_the_pipelines_time_is_the_simulations(m: int, num_layers: int) -> None:
         times = HopTimes(rng.random(), rng.random(), rng.choice((0.0, 0.1, 1.0)) * rng.random())
         shape = {"num_micro_batches": m, "num_layers": num_layers, "shares_cores": False}
         assert pipeline_s(times, **shape) == pytest.approx(simulate(times, **shape))
-
-
-def test_full_overlap_is_the_papers_formula() -> None:
-    times = HopTimes(3.0, 4.0, 1.0)
-    found = pipeline_s(times, num_micro_batches=3, num_layers=10, shares_cores=False)
-    assert found == pytest.approx((3 + 4 + 2 * 1) + 4 * (3 * 10 - 1))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
@@ -250,10 +224,6 @@ def test_split_is_within_grahams_bound_of_the_best(num_micro_batches: int) -> No
         parts = split_slices(times, num_micro_batches)
         found = max(sum(times[idx] for idx in part) for part in parts)
         assert found <= best * (4 / 3 - 1 / (3 * num_micro_batches)) + 1e-12
-
-
-def test_split_balances_time_and_not_counts() -> None:
-    assert split_slices([10.0, 1.0, 1.0, 1.0], 2) == [[0], [1, 2, 3]]
 
 
 @pytest.mark.parametrize(("rows", "bucket"), [(0, 0), (1, 1), (2, 2), (3, 4), (8, 8), (9, 16)])

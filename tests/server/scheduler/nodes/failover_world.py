@@ -18,7 +18,7 @@ from server.scheduler.nodes.recovery import table_without
 from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.side import NodeSide
-from server.scheduler.planning.outbox import Delivery
+from server.scheduler.planning.outbox import Outbox
 from server.scheduler.traces import Tracer
 from tests.server.scheduler.engine import Engine, make_config
 from tests.structs import changed
@@ -170,8 +170,8 @@ class World:
         if state != "ready":
             self.engine.abandon()
 
-    def deliver(self, deliveries: list[Delivery]) -> None:
-        self.engine.receive(deliveries)
+    def deliver(self, outbox: Outbox) -> None:
+        self.engine.receive(outbox)
 
     # What happens to nodes.
 

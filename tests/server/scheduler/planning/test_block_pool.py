@@ -18,23 +18,6 @@ def published(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     return blocks
 
 
-def test_acquire_and_release_are_a_pair() -> None:
-    pool = BlockPool(4)
-    blocks = pool.acquire(3)
-    assert len(set(blocks)) == 3
-    assert pool.num_available == 1
-    pool.check_integrity([blocks])
-    pool.release(blocks)
-    assert pool.num_available == 4
-    pool.check_integrity([])
-
-
-def test_an_unpublished_block_is_not_found_after_release() -> None:
-    pool = BlockPool(2)
-    pool.release(pool.acquire(1))
-    assert pool.match_prefix([b"a"]) == []
-
-
 def test_match_stops_at_the_first_unknown_block() -> None:
     pool = BlockPool(4)
     first, second, third = published(pool, [b"a", b"b", b"c"])
@@ -87,26 +70,6 @@ def test_a_content_keeps_its_first_block() -> None:
     pool.release([first, second])
     assert pool.match_prefix([b"a"]) == [first]
     pool.check_integrity([])
-
-
-def test_a_held_published_block_is_never_evicted() -> None:
-    pool = BlockPool(2)
-    (block,) = pool.acquire(1)
-    pool.publish(block, b"a")
-    assert pool.num_available == 1
-    assert pool.acquire(1) != [block]
-    with pytest.raises(AssertionError):
-        pool.acquire(1)
-
-
-def test_misuse_is_caught() -> None:
-    pool = BlockPool(2)
-    (block,) = pool.acquire(1)
-    pool.release([block])
-    with pytest.raises(AssertionError):
-        pool.release([block])
-    with pytest.raises(AssertionError):
-        pool.publish(block, b"a")
 
 
 @pytest.mark.parametrize("tables", [[], [[0], [0]], [[0, 0]], [[1]]])

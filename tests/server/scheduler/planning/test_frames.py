@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.sequence import Sequence
 from tests.server.scheduler.engine import Engine, make_config, make_request
-from tests.server.scheduler.planning.test_sequence import make_request as made
+from tests.server.scheduler.planning.test_intake import INTAKE
 from topspin.messages import pack_ints
 from topspin.plan.retrieval import SEGMENT_TOKENS, RetrievalPolicy, SpillSpec
 from topspin.plan.spec import EnginePlan
@@ -63,7 +63,7 @@ def test_the_budget_covers_what_a_node_keeps(
         begin = min(-(-num_sinks // block_size), first)
         needed = begin + num_blocks - first - (-policy.num_hot // block_size)
     sequence = Sequence(
-        request=made([]),
+        request=INTAKE.request(make_request("r", [1]), peer=b"gateway", arrival=0),
         seq_id=1,
         replica_idx=0,
         blocks=list(range(num_blocks)),

@@ -16,6 +16,7 @@ from topspin.errors import InvalidRequest, ProtocolError
 from topspin.messages import AddRequest, SamplingParams, decode, encode, pack_ints
 
 VOCAB = 64
+INTAKE = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
 
 
 def take(**sampling: Any) -> Request:
@@ -23,8 +24,7 @@ def take(**sampling: Any) -> Request:
     message = AddRequest(
         request_id="r", prompt=pack_ints([1, 2, 3]), sampling=SamplingParams(**fields)
     )
-    intake = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
-    return intake.request(message, peer=b"gateway", arrival=0)
+    return INTAKE.request(message, peer=b"gateway", arrival=0)
 
 
 OUTSIDE = [
@@ -90,13 +90,12 @@ def test_a_prompt_without_output_may_fill_the_context() -> None:
         prompt=pack_ints([1] * 32),
         sampling=SamplingParams(max_tokens=0, seed=0, prompt_logprobs=0),
     )
-    intake = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
-    taken = intake.request(request, peer=b"gateway", arrival=0)
+    taken = INTAKE.request(request, peer=b"gateway", arrival=0)
     assert (taken.max_length, taken.position_limit, taken.max_blocks) == (32, 32, 8)
     assert taken.num_to_score == 31
     with_output = msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=1, seed=0))
     with pytest.raises(InvalidRequest, match="leaves no room for output"):
-        intake.request(with_output, peer=b"gateway", arrival=0)
+        INTAKE.request(with_output, peer=b"gateway", arrival=0)
 
 
 def test_what_another_scheduler_delivered_is_no_prompt_and_has_its_limits() -> None:
@@ -108,8 +107,7 @@ def test_what_another_scheduler_delivered_is_no_prompt_and_has_its_limits() -> N
         output=pack_ints([4, 5]),
         num_scored=2,
     )
-    intake = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
-    taken = intake.request(begun, peer=b"gateway", arrival=0)
+    taken = INTAKE.request(begun, peer=b"gateway", arrival=0)
     assert list(taken.tokens) == [1, 2, 3, 4, 5]
     assert (taken.num_prompt_tokens, taken.num_output_tokens, taken.num_scored) == (3, 2, 2)
     assert taken.max_length == 7
@@ -121,7 +119,7 @@ def test_what_another_scheduler_delivered_is_no_prompt_and_has_its_limits() -> N
         ({"num_scored": -1}, "num_scored"),
     ):
         with pytest.raises(InvalidRequest, match=param):
-            intake.request(msgspec.structs.replace(begun, **changes), peer=b"", arrival=0)
+            INTAKE.request(msgspec.structs.replace(begun, **changes), peer=b"", arrival=0)
 
 
 ADDED = [
@@ -157,9 +155,8 @@ def test_any_request_of_a_gateway_is_taken_within_its_limits_or_refused(data: by
         return
     if not isinstance(message, AddRequest):
         return
-    intake = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
     try:
-        taken = intake.request(message, peer=b"gateway", arrival=0)
+        taken = INTAKE.request(message, peer=b"gateway", arrival=0)
     except InvalidRequest:
         return
     assert 0 < taken.num_prompt_tokens <= taken.max_length <= 32

@@ -61,20 +61,26 @@ def test_preemptions_are_told() -> None:
     assert told.count("finished") == 2
 
 
-def test_replays_and_their_end_are_told() -> None:
+def test_what_kills_every_generation_is_replayed_and_fails_and_the_others_do_not() -> None:
     notes = Entries()
-    engine = Engine(make_config(), note=notes)
+    engine = Engine(make_config(max_num_seqs=1), note=notes)
     engine.add(make_request("r", [1, 2, 3], max_tokens=4))
+    engine.add(make_request("waits", [3], max_tokens=9, seed=1))
     for _ in range(MAX_REPLAYS + 1):
         assert engine.schedule()
         engine.halt()
         engine.resume()
+    failure = engine.clients["r"].failure
+    assert failure is not None
+    assert (failure.code, failure.status) == ("node_lost", 503)
     rounds = ["admitted", "replayed"] * (MAX_REPLAYS + 1)
     assert notes.of("r") == [*rounds, "failed"]
     _, _, fields, is_bad = notes[-1]
     assert is_bad
     assert fields["code"] == "node_lost"
     assert [each[2]["replays"] for each in notes if each[0] == "replayed"][-1] == MAX_REPLAYS + 1
+    engine.finish()
+    assert engine.clients["waits"].failure is None
 
 
 def test_an_abort_and_a_failure_on_a_node_are_told() -> None:

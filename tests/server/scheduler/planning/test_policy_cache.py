@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from tests.server.scheduler.engine import (
     Engine,
-    first_stop,
     make_config,
     make_request,
-    num_tokens_of,
 )
 from topspin.messages import (
     unpack_ints,
@@ -32,15 +30,6 @@ def test_a_prefix_is_reused_once_its_step_has_succeeded() -> None:
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (30, 8)
 
 
-def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
-    engine = Engine(make_config())
-    for number in range(2):
-        engine.add(make_request(f"r{number}", list(range(8)), max_tokens=1, seed=number))
-        engine.finish()
-    assert engine.clients["r1"].outputs[0].num_cached_tokens == 4
-    assert num_tokens_of(engine.steps[1]) == [4]
-
-
 def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
     engine = Engine(make_config())
     engine.add(make_request("a", [1, 2, 3], max_tokens=10, seed=0))
@@ -49,16 +38,6 @@ def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
     engine.add(make_request("b", conversation, max_tokens=1, seed=1))
     engine.finish()
     assert engine.clients["b"].outputs[0].num_cached_tokens == 12
-
-
-def test_tenants_share_nothing() -> None:
-    engine = Engine(make_config())
-    for number, salt in enumerate(("x", "y", "x")):
-        request = make_request(f"r{number}", list(range(9)), max_tokens=1, seed=number, salt=salt)
-        engine.add(request)
-        engine.finish()
-    cached = [engine.clients[f"r{n}"].outputs[0].num_cached_tokens for n in range(3)]
-    assert cached == [0, 0, 8]
 
 
 def test_prefix_caching_can_be_off() -> None:
@@ -80,34 +59,7 @@ def test_the_prefix_decides_the_node() -> None:
     assert tuple(engine.steps[-1].plans) == (1,)
 
 
-def test_a_failed_sequence_publishes_nothing() -> None:
-    engine = Engine(make_config(), fails=lambda seq_id: seq_id == 1)
-    engine.add(make_request("a", list(range(9)), seed=0))
-    engine.finish()
-    engine.add(make_request("b", list(range(9)), seed=1))
-    engine.finish()
-    assert engine.clients["b"].outputs[0].num_cached_tokens == 0
-
-
 # Blocks and preemption.
-
-
-def test_blocks_return_with_the_last_step_that_touches_them() -> None:
-    prompt, seed = [1, 2, 3], 4
-    stop = first_stop(prompt, seed, 2)
-    engine = Engine(make_config(), num_blocks=16)
-    engine.add(make_request("r", prompt, max_tokens=20, seed=seed, stop_token_ids=(stop,)))
-    for _ in range(3):
-        engine.schedule()
-        engine.schedule()
-        engine.answer(0)
-    assert engine.clients["r"].ended
-    assert engine.policy.num_running == 0
-    assert engine.policy.stats(0, (), engine.now).kv_cache_usage > 0
-    engine.policy.check_integrity()
-    engine.answer(0)
-    assert engine.policy.stats(0, (), engine.now).kv_cache_usage == 0
-    engine.policy.check_integrity()
 
 
 def test_the_latest_arrival_gives_way_and_keeps_its_place_and_tokens() -> None:

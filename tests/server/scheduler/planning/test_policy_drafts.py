@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-import pytest
-
 from server.scheduler.micro_batching.cost_fit import StepLoad
 from server.scheduler.planning.in_flight import NodePart, fed
-from tests.server.scheduler.engine import GATEWAY, Engine, make_config, make_policy, make_request
-from tests.server.scheduler.fake_nodes import TIMINGS, generate, score
-from topspin.errors import ProtocolError
-from topspin.messages import SAMPLE, SCORE, StepResult, pack_ints, unpack_ints
+from tests.server.scheduler.engine import GATEWAY, Engine, make_config, make_request
+from topspin.messages import pack_ints, unpack_ints
 
 
 def slices_of(engine: Engine, step: int) -> list[tuple[int, int, int]]:
@@ -76,104 +69,6 @@ def test_no_sequence_is_preempted_for_a_draft() -> None:
     assert engine.policy.stats(0, (), 0.0).num_preemptions == 0
 
 
-def test_a_stop_token_in_an_accepted_draft_ends_the_request_there() -> None:
-    prompt = [4, 5, 6]
-    message = make_request("r", prompt, max_tokens=20, seed=2)
-    output = generate(prompt, message.sampling, 64)
-    stop = output[5]
-    length = output.index(stop) + 1
-    engine = Engine(make_config(), draft_tokens=lambda request: 9, accepts=lambda at_most: at_most)
-    engine.add(make_request("r", prompt, max_tokens=20, seed=2, stop_token_ids=(stop,)))
-    engine.finish()
-    client = engine.clients["r"]
-    assert client.tokens == output[:length]
-    assert client.outputs[-1].stop_token_id == stop
-    assert engine.policy.stats(0, (), 0.0).generation_tokens == length
-    # What was fed behind the stop token is found by nobody.
-    engine.add(make_request("again", [*prompt, *output], max_tokens=1, seed=3))
-    engine.finish()
-    assert engine.clients["again"].outputs[0].num_cached_tokens <= 3 + length
-
-
-def answer(changes: dict[str, Any], *, draft: int = 0) -> None:
-    """Answer the first step of two prompts, the second of which wants scores."""
-    policy = make_policy(make_config(), draft_tokens=lambda request: draft)
-    policy.add(make_request("a", [1, 2], seed=0), peer=GATEWAY, now=0.0)
-    policy.add(make_request("b", [3, 4, 5], seed=1, prompt_logprobs=0), peer=GATEWAY, now=0.0)
-    step = policy.schedule(0.0)
-    assert step is not None
-    (part,) = step.plans[0].micro_batches
-    assert list(part.wanted) == [SAMPLE, SAMPLE | SCORE]
-    result = StepResult(
-        step=1,
-        generation=step.ticket.generation,
-        index=0,
-        seq_ids=part.seq_ids,
-        tokens=pack_ints([7, 8]),
-        timings=TIMINGS,
-        prompt_logprobs={2: (score([3, 4, 5], 1), score([3, 4, 5], 2))},
-    )
-    try:
-        policy.update(msgspec.structs.replace(result, **changes), 0.0)
-    finally:
-        policy.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"counts": pack_ints([1])}, "2 tokens for 2 sequences"),
-        ({"counts": pack_ints([2, 1])}, "2 tokens for 2 sequences"),
-        ({"counts": pack_ints([3, -1])}, "2 tokens for 2 sequences"),
-        ({"counts": pack_ints([0, 2])}, "0 tokens for sequence 1, where 1 to 1 are possible"),
-        ({"counts": pack_ints([1, 2]), "tokens": pack_ints([7, 8, 9])}, "2 tokens for sequence 2"),
-        ({"prompt_logprobs": {}}, "by sequence: {}, where {2: 2} were wanted"),
-        ({"prompt_logprobs": {1: (score([1, 2], 1),)}}, "{1: 1}, where {2: 2}"),
-        ({"prompt_logprobs": {2: (score([3, 4], 1),)}}, "{2: 1}, where {2: 2}"),
-    ],
-)
-def test_an_answer_that_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ProtocolError, match=reason):
-        answer(changes)
-
-
-@pytest.mark.parametrize(
-    ("drafted", "count", "reason"),
-    [
-        ([3], 1, "3 tokens in the draft of sequence 1, where 2 were planned"),
-        ([-1], 1, "-1 tokens in the draft of sequence 1"),
-        ([1, 1], 1, "2 drafts for 1 sequences"),
-        ([1], 3, "3 tokens for sequence 1, where 1 to 2 are possible"),
-        ([], 2, "2 tokens for sequence 1, where 1 to 1 are possible"),
-    ],
-)
-def test_a_draft_that_was_not_planned_is_refused(
-    drafted: list[int], count: int, reason: str
-) -> None:
-    policy = make_policy(make_config(), draft_tokens=lambda request: 2)
-    policy.add(make_request("a", [1, 2], max_tokens=9), peer=GATEWAY, now=0.0)
-    for step in (1, 2):
-        assert policy.schedule(0.0) is not None
-        result = StepResult(
-            step=step,
-            generation=1,
-            index=0,
-            seq_ids=pack_ints([1]),
-            tokens=pack_ints([7]),
-            timings=TIMINGS,
-        )
-        if step == 2:
-            changes = {
-                "tokens": pack_ints([7] * count),
-                "counts": pack_ints([count]),
-                "drafted": pack_ints(drafted),
-            }
-            with pytest.raises(ProtocolError, match=reason):
-                policy.update(msgspec.structs.replace(result, **changes), 0.0)
-        policy.update(result, 0.0)
-    policy.check_integrity()
-
-
 def test_half_of_the_budget_is_left_for_prompts_and_rows_are_bounded() -> None:
     engine = Engine(
         make_config(max_num_batched_tokens=32), draft_tokens=lambda request: 9, num_blocks=64
@@ -205,13 +100,6 @@ def test_what_nodes_draft_and_keep_is_counted() -> None:
     none.finish()
     stats = none.policy.stats(0, (), 0.0)
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (0, 0, ())
-
-
-def test_answers_that_fit_are_taken() -> None:
-    answer({})
-    answer({"counts": pack_ints([1, 1])})
-    failed = {"seq_ids": pack_ints([1]), "tokens": pack_ints([7]), "errors": {2: "no number"}}
-    answer({**failed, "prompt_logprobs": {}})
 
 
 def test_only_rows_that_were_fed_are_learned_from() -> None:

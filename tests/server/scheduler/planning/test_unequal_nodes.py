@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
-import pytest
 
 from server.scheduler.micro_batching.cost_fit import StepLoad
 from tests.server.scheduler.engine import Engine, make_config, make_request, num_tokens_of
-from tests.server.scheduler.planning.test_policy_random import random_request
 from topspin.plan.spec import EnginePlan
 
 SMALL, LARGE = 4, 12
@@ -63,8 +59,8 @@ def test_an_optional_node_comes_with_its_cache_and_makes_no_request_longer() -> 
     assert engine.schedule()
     assert set(engine.steps[-1].plans) == {0}
     engine.halt()
-    engine.nodes[1]._num_blocks = LARGE
     engine.policy.equip(1, LARGE, LARGE)
+    engine.renew(1)
     engine.resume([1])
     assert engine.schedule()
     assert set(engine.steps[-1].plans) == {0, 1}
@@ -99,28 +95,4 @@ def test_a_slow_node_alone_has_its_whole_budget() -> None:
     engine.resume([])
     assert engine.schedule()
     assert num_tokens_of(engine.steps[-1], 1) == [16]
-    engine.finish()
-
-
-@pytest.mark.parametrize(
-    "seed", [*range(12), *(pytest.param(each, marks=pytest.mark.slow) for each in range(12, 30))]
-)
-def test_outputs_equal_direct_generation_on_any_mix(seed: int) -> None:
-    rng = random.Random(seed)
-    num_nodes = rng.choice((2, 3))
-    seats = [rng.randrange(1, 6) for _ in range(num_nodes)]
-    plan = unequal(
-        make_config(block_size=2, max_model_len=40, num_nodes=num_nodes, micro_batches=None),
-        max_num_seqs=list(seats),
-        max_num_batched_tokens=[each + rng.randrange(0, 20) for each in seats],
-    )
-    # One node holds the longest request; others may be too small for it.
-    num_blocks = [20 + rng.choice((0, 5)), *(rng.randrange(2, 30) for _ in seats[1:])]
-    engine = Engine(plan, num_blocks=num_blocks)
-    for number in range(20):
-        assert engine.add(random_request(rng, number, max_total=40)) is None
-        for _ in range(rng.randrange(3)):
-            engine.schedule()
-            engine.answer(rng.randrange(num_nodes))
-        engine.policy.check_integrity()
     engine.finish()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.waiting import MIN_COMPACTED, WaitingQueue
-from tests.server.scheduler.planning.test_sequence import make_request
+from tests.server.scheduler.engine import make_request
+from tests.server.scheduler.planning.test_intake import INTAKE
 
 
 def request(arrival: int) -> Request:
     """Return the request that arrived as number `arrival`."""
-    made = make_request([])
-    made.arrival = arrival
-    return made
+    return INTAKE.request(make_request("r", [1]), peer=b"gateway", arrival=arrival)
 
 
 def test_a_request_that_comes_back_has_its_old_place() -> None:
