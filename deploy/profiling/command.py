@@ -27,11 +27,11 @@ from deploy.placement.devices import (
     save_profile,
 )
 from deploy.placement.shapes import ModelShape
+from deploy.profiling.rally import Load
 from deploy.profiling.reports import links_of, rallies_of, rates_from
 from deploy.profiling.resident import MeasuredRole, Resident
 from deploy.profiling.solo import Grid
-from deploy.profiling.steps import Load
-from deploy.profiling.worker import Job, RallyJob, Report
+from deploy.profiling.worker import ProfileJob, ProfileReport, RallyJob
 from models.description.config import load_model_config
 from models.sources.hub import resolve_model
 from topspin.cores import node_environment
@@ -144,9 +144,9 @@ def _measure_model(
     dtype: Dtype = args.dtype
     config = load_model_config(path)
     shape = ModelShape.from_config(config, dtype=dtype)
-    base = Job(str(path), dtype, UNQUANTISED, args.device, kernels, list(threads), grid)
+    base = ProfileJob(str(path), dtype, UNQUANTISED, args.device, kernels, list(threads), grid)
     tables: list[Table] = []
-    first: Report | None = None
+    first: ProfileReport | None = None
     for idx, weight_format in enumerate(formats):
         task = progress.add_task(f"{path.name} in {weight_format}", total=None)
         # How a rally differs from its sides is much the same in all formats.
@@ -195,7 +195,7 @@ def _measure_model(
     return profile
 
 
-def process_memory(job: Job, *, has_experts: bool) -> ProcessMemory:
+def process_memory(job: ProfileJob, *, has_experts: bool) -> ProcessMemory:
     """Return what nodes of each role take beside their data, by a process of each.
 
     Without routed experts there are no expert nodes, and the attention node's stands for both.
@@ -235,7 +235,9 @@ def rally_jobs(grid: Grid) -> list[RallyJob]:
     ]
 
 
-def run_worker(job: Job, on_visit: Callable[[int], None] = lambda count: None) -> Report:
+def run_worker(
+    job: ProfileJob, on_visit: Callable[[int], None] = lambda count: None
+) -> ProfileReport:
     """Do a job in a process of its own; raises ProfileError with its last words."""
     on_device, cores = job.device != CPU, len(os.sched_getaffinity(0))
     environment = {
@@ -269,12 +271,12 @@ def run_worker(job: Job, on_visit: Callable[[int], None] = lambda count: None) -
         return report
 
 
-def _read(lines: IO[bytes], on_visit: Callable[[int], None]) -> Report | None:
+def _read(lines: IO[bytes], on_visit: Callable[[int], None]) -> ProfileReport | None:
     for line in lines:
         if line.strip().isdigit():
             on_visit(int(line))
         else:
-            return msgspec.json.decode(line, type=Report)
+            return msgspec.json.decode(line, type=ProfileReport)
     return None
 
 

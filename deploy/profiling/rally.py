@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
-from deploy.profiling.forks import fork
 from deploy.profiling.hops import (
     ATTENTION_WORK,
     CAPACITY,
@@ -27,21 +25,35 @@ from deploy.profiling.hops import (
     lower_quartile,
     work_s,
 )
-from deploy.profiling.parts import Measured, config_of, table_of
+from deploy.profiling.slices import BLOCK_SIZE, GROWTH, config_of
 from deploy.profiling.solo import Sides
-from deploy.profiling.steps import Load, plans, tickets
+from deploy.rig.forks import fork
+from deploy.rig.nets import ProcessPair
+from deploy.rig.steps import Batch
 from expert_nodes.worker import graphs_of, run_ticket
-from m2n_comm.net import wait_policy
-from m2n_comm.open import ExpertListener, connect_attention, listen_expert
-from m2n_comm.pairing.hello import Identity
-from m2n_comm.waits import Waits
-from topspin.cores import split_cores
-from topspin.messages import ExpertPeer, StepTicket, StepTimings
+from topspin.cores import Layout, split_cores
+from topspin.messages import StepPlan, StepTimings
+from topspin.plan.spec import NodeConfig
 from topspin.trace import Ring
 
-TIMEOUT_S = 60.0
 # Steps of a visit that are not counted: inputs are new, and the caches another visit's.
 NUM_SETTLING = 2
+
+
+class Load(NamedTuple):
+    """The work of a visit's steps.
+
+    `rows` sequences whose new token attends to `context` keys, in `micro_batches`.
+    """
+
+    rows: int
+    context: int
+    micro_batches: int = 1
+
+    @property
+    def num_keys(self) -> int:
+        """Return the keys that the cache must have room for."""
+        return self.rows * (self.context + GROWTH + 1)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -62,22 +74,20 @@ class Sample(msgspec.Struct, frozen=True):
     touched: float = 0.0
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Visits in order; every load is visited once a round, after a round of warm-up."""
 
     loads: Sequence[Load]
     rounds: int
     steps: int
 
-    def visits(self) -> list[tuple[Load, list[StepTicket]]]:
-        """Return each visit's load and tickets; the first round is for compiling and recording."""
-        found, first = [], 1
-        for _ in range(1 + self.rounds):
-            for load in self.loads:
-                count = NUM_SETTLING + self.steps
-                found.append((load, tickets(load, first, count)))
-                first += count
+    def visits(self, batch: Batch) -> list[tuple[Load, list[StepPlan]]]:
+        """Return each visit's load and plans; the first round is for compiling and recording."""
+        found = []
+        for load in [*self.loads] * (1 + self.rounds):
+            batch.begin(load.rows, max(0, load.context - 1), growth=GROWTH)
+            plans = [batch.decode(load.micro_batches) for _ in range(NUM_SETTLING + self.steps)]
+            found.append((load, plans))
         return found
 
 
@@ -99,12 +109,12 @@ def run_rally(
     threads: int | None = None,
 ) -> list[Sample]:
     """Measure the loads of a schedule; call in a process that has started no threads."""
-    measured = sides.measured._replace(
-        transport=transport,
-        layout="shared" if shares_cores else "split",
+    measured = sides.measured
+    layout: Layout = "shared" if shares_cores else "split"
+    rally = _Rally(
+        sides, schedule, config_of(measured._replace(transport=transport, layout=layout))
     )
     attention, experts = cores_of(shares_cores)
-    listener = listen_expert(transport)
 
     def settle(cores: Sequence[int]) -> None:
         if not shares_cores:
@@ -113,15 +123,15 @@ def run_rally(
 
     def serve() -> list[tuple[float, float]]:
         settle(experts)
-        return _serve(sides, measured, schedule, listener)
+        return rally.serve()
 
     def play() -> list[Sample]:
         settle(attention)
-        return _play(sides, measured, schedule, listener.address)
+        return rally.play()
 
     served = fork(serve, list[tuple[float, float]])
     played = fork(play, list[Sample])
-    listener.close()
+    rally.pair.close()
     found = played()
     return [
         msgspec.structs.replace(sample, experts_s=experts_s, touched=touched)
@@ -129,63 +139,65 @@ def run_rally(
     ]
 
 
-@torch.inference_mode()
-def _serve(
-    sides: Sides, measured: Measured, schedule: Schedule, listener: ExpertListener
-) -> list[tuple[float, float]]:
-    """Serve all tickets; return, by load, a batch's seconds and how many experts it touched."""
-    config, experts = config_of(measured), sides.experts
-    assert experts is not None
-    experts.runtime.prepare_capture()
-    ring = experts.trace = Ring(CAPACITY)
-    graphs = graphs_of(config, experts)
-    counted: dict[Load, list[int]] = {load: [0, 0] for load in schedule.loads}
-    found: dict[Load, list[Durations]] = {load: [] for load in schedule.loads}
-    net = listener.accept(
-        Identity(role="expert", index=0, incarnation=2, shape=experts.net_shape(config)),
-        [1],
-        table_of(measured.model),
-        Waits(timeout_s=TIMEOUT_S, policy=wait_policy(config)),
-    )
-    with closing(net):
-        for idx, (load, stamped) in enumerate(schedule.visits()):
-            for step, ticket in enumerate(stamped):
-                run_ticket(net, experts, ticket, graphs=graphs)
-                taken = durations(ring, EXPERT_WORK)
-                if idx >= len(schedule.loads) and step >= NUM_SETTLING:
-                    found[load].append(taken)
-            for counts in experts.take_counts():
-                counted[load][0] += counts.activations
-                counted[load][1] += counts.batches
-    return [
-        (work_s(join(found[load])), counted[load][0] / max(1, counted[load][1]))
-        for load in schedule.loads
-    ]
+class _Rally:
+    """What both processes do."""
 
+    def __init__(self, sides: Sides, schedule: Schedule, config: NodeConfig) -> None:
+        self._sides, self._config, self._loads = sides, config, schedule.loads
+        self.pair = ProcessPair(sides.rig, config)
+        self._visits = schedule.visits(
+            Batch(
+                range(sides.runner.num_blocks),
+                block_size=BLOCK_SIZE,
+                vocab_size=sides.measured.model.vocab_size,
+            )
+        )
+        # The first round only warms up.
+        self._num_warm_up = len(schedule.loads)
 
-@torch.inference_mode()
-def _play(sides: Sides, measured: Measured, schedule: Schedule, address: str) -> list[Sample]:
-    config, runner = config_of(measured), sides.runner
-    runner.runtime.prepare_capture()
-    ring = runner.trace = Ring(CAPACITY)
-    net = connect_attention(
-        Identity(role="attention", index=0, incarnation=1, shape=runner.net_shape(config)),
-        [ExpertPeer(address=address, incarnation=2)],
-        table_of(measured.model),
-        Waits(timeout_s=TIMEOUT_S, policy=wait_policy(config)),
-    )
-    timings: dict[Load, list[StepTimings]] = {load: [] for load in schedule.loads}
-    found: dict[Load, list[Durations]] = {load: [] for load in schedule.loads}
-    with closing(net):
-        for idx, (load, stamped) in enumerate(schedule.visits()):
-            for step, plan in enumerate(plans(load, stamped, num_blocks=runner.num_blocks)):
-                result = runner.execute(plan, net, index=0)
-                taken = durations(ring, ATTENTION_WORK)
-                if idx >= len(schedule.loads) and step >= NUM_SETTLING:
-                    timings[load].append(result.timings)
-                    found[load].append(taken)
-    num_layers = measured.model.num_layers
-    return [_sample(load, timings[load], join(found[load]), num_layers) for load in schedule.loads]
+    @torch.inference_mode()
+    def serve(self) -> list[tuple[float, float]]:
+        """Serve all steps; return, by load, a batch's seconds and how many experts it touched."""
+        experts = self._sides.experts
+        assert experts is not None
+        experts.runtime.prepare_capture()
+        ring = experts.trace = Ring(CAPACITY)
+        graphs = graphs_of(self._config, experts)
+        counted: dict[Load, list[int]] = {load: [0, 0] for load in self._loads}
+        found: dict[Load, list[Durations]] = {load: [] for load in self._loads}
+        with closing(self.pair.accept(experts)) as net:
+            for idx, (load, plans) in enumerate(self._visits):
+                for step, plan in enumerate(plans):
+                    run_ticket(net, experts, plan.ticket, graphs=graphs)
+                    taken = durations(ring, EXPERT_WORK)
+                    if idx >= self._num_warm_up and step >= NUM_SETTLING:
+                        found[load].append(taken)
+                for counts in experts.take_counts():
+                    counted[load][0] += counts.activations
+                    counted[load][1] += counts.batches
+        return [
+            (work_s(join(found[load])), counted[load][0] / max(1, counted[load][1]))
+            for load in self._loads
+        ]
+
+    @torch.inference_mode()
+    def play(self) -> list[Sample]:
+        """Play all steps; return a sample by load, without what the experts have measured."""
+        runner = self._sides.runner
+        runner.runtime.prepare_capture()
+        ring = runner.trace = Ring(CAPACITY)
+        timings: dict[Load, list[StepTimings]] = {load: [] for load in self._loads}
+        found: dict[Load, list[Durations]] = {load: [] for load in self._loads}
+        with closing(self.pair.connect(runner)) as net:
+            for idx, (load, plans) in enumerate(self._visits):
+                for step, plan in enumerate(plans):
+                    result = runner.execute(plan, net, index=0)
+                    taken = durations(ring, ATTENTION_WORK)
+                    if idx >= self._num_warm_up and step >= NUM_SETTLING:
+                        timings[load].append(result.timings)
+                        found[load].append(taken)
+        num_layers = self._sides.measured.model.num_layers
+        return [_sample(load, timings[load], join(found[load]), num_layers) for load in self._loads]
 
 
 def _sample(

@@ -68,7 +68,7 @@ def rates_from(
 
 def message_bytes(sample: Sample, shape: ModelShape) -> float:
     """Return the bytes of a micro-batch's message, the mean of both ways."""
-    rows = sample.load.num_rows / sample.load.micro_batches
+    rows = sample.load.rows / sample.load.micro_batches
     return rows * (shape.hidden_size * shape.itemsize + 4 * shape.top_k)
 
 

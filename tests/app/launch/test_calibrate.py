@@ -15,7 +15,7 @@ import pytest
 
 from app.cli.serve import plan_of
 from app.launch import calibrate
-from app.launch.calibrate import CalibrationError, Candidate, choose_layout, measure_all
+from app.launch.calibrate import CalibrationError, LayoutCandidate, choose_layout, measure_all
 from app.launch.display import CompiledKernels
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
@@ -66,7 +66,7 @@ class Chooser:
             cache=self._cache / "layouts.json",
         )
 
-    def _measure(self, candidates: Sequence[Candidate]) -> list[float]:
+    def _measure(self, candidates: Sequence[LayoutCandidate]) -> list[float]:
         self.tried += [each.choice for each in candidates]
         return [self._times.get(each.choice, 9.0) for each in candidates]
 
@@ -166,7 +166,7 @@ def test_a_trial_that_fails_leaves_the_default_and_is_not_remembered(
 ) -> None:
     chooser = Chooser(checkpoint, tmp_path, {})
 
-    def fail(candidates: Sequence[Candidate]) -> list[float]:
+    def fail(candidates: Sequence[LayoutCandidate]) -> list[float]:
         raise CalibrationError("it broke")
 
     chooser._measure = fail  # type: ignore[method-assign]
@@ -177,7 +177,7 @@ def test_a_trial_that_fails_leaves_the_default_and_is_not_remembered(
 
 def candidates(
     path: Path, *choices: LayoutChoice, model_len: int | None = None, num_seqs: int | None = None
-) -> list[Candidate]:
+) -> list[LayoutCandidate]:
     asked = {"max_model_len": model_len, "max_num_seqs": num_seqs}
     cores = sorted(os.sched_getaffinity(0))
     return [
