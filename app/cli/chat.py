@@ -2,11 +2,12 @@
 
 Owns the loop (read a line, stream the answer, keep the history), the commands, and both
 screens: rich on a terminal; on pipes one message per line in and one answer after the other
-out. Knows no engine, only HTTP. Called by app.cli.
+out. Knows no engine, only HTTP. Loaded by app.cli.main.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -15,13 +16,23 @@ from typing import Any, NamedTuple, Protocol
 import httpx
 import msgspec
 
-from app.cli.chat_settings import SETTINGS
-from app.cli.flags import key_header
+from app.cli.flags import add_url, key_header
 from topspin.errors import TopspinError
 
 CONNECT_TIMEOUT_S = 5.0
 # Between two tokens: a request may wait in a full queue for a long time.
 READ_TIMEOUT_S = 600.0
+
+# The sampling parameters that flags and /set can change; the server checks their values.
+SETTINGS: Mapping[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "max_tokens": int,
+    "seed": int,
+}
 
 HELP = f"""\
 /set NAME VALUE  changes a setting (VALUE default: as the server has it); /set shows them
@@ -40,7 +51,7 @@ class ChatError(TopspinError):
     code = "chat_failed"
 
 
-class ChatMessage(NamedTuple):
+class ChatTurn(NamedTuple):
     """One turn of the conversation."""
 
     role: str
@@ -79,7 +90,7 @@ class ChatClient:
             raise ChatError(f"{self._url}/v1/models is no list of models") from error
 
     def stream(
-        self, model: str, messages: list[ChatMessage], settings: Mapping[str, float]
+        self, model: str, messages: list[ChatTurn], settings: Mapping[str, float]
     ) -> Generator[str, None, None]:
         """Yield the answer to `messages` piece by piece; raises ChatError.
 
@@ -240,7 +251,7 @@ class Conversation:
         self._model = model
         self._system = system
         self._settings = dict(settings or {})
-        self._turns: list[tuple[ChatMessage, ChatMessage]] = []
+        self._turns: list[tuple[ChatTurn, ChatTurn]] = []
 
     def run(self) -> None:
         """Answer message after message until the user ends.
@@ -250,7 +261,7 @@ class Conversation:
         while (text := self._screen.read()) is not None:
             if not text.startswith("/"):
                 if text.strip():
-                    self._answer(ChatMessage("user", text))
+                    self._answer(ChatTurn("user", text))
                 continue
             name, _, rest = text.strip().partition(" ")
             if name in ("/quit", "/exit"):
@@ -293,9 +304,9 @@ class Conversation:
         shown = [f"{key} {value:g}" for key, value in self._settings.items()]
         return ", ".join([*shown, "all else as the server has it"])
 
-    def _answer(self, question: ChatMessage) -> bool:
+    def _answer(self, question: ChatTurn) -> bool:
         """Answer `question` and keep the turn; returns whether there is an answer."""
-        opening = [] if self._system is None else [ChatMessage("system", self._system)]
+        opening = [] if self._system is None else [ChatTurn("system", self._system)]
         asked = [*opening, *(message for turn in self._turns for message in turn), question]
         try:
             # Closing the stream closes the connection, which makes the server stop too.
@@ -307,17 +318,31 @@ class Conversation:
             self._screen.tell(f"error: {error}")
             return False
         if answer:
-            self._turns.append((question, ChatMessage("assistant", answer)))
+            self._turns.append((question, ChatTurn("assistant", answer)))
         return bool(answer)
 
 
-def chat(*, url: str, model: str | None, system: str | None, settings: Mapping[str, float]) -> int:
-    """Run `topspin chat` on stdin and stdout; returns the exit status. Raises ChatError."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_url(parser)
+    parser.add_argument("--model", metavar="NAME", help="served model (the server's first)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    for name, kind in SETTINGS.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=kind, metavar="X", help="sent if given (the server's)")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Converse on stdin and stdout; returns the exit status. Raises ChatError."""
+    given = {name: getattr(parsed, name) for name in SETTINGS}
+    settings = {name: value for name, value in given.items() if value is not None}
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     screen: Screen = TerminalScreen() if interactive else PipeScreen()
-    with ChatClient(url) as client:
-        name = model or client.first_model()
+    with ChatClient(parsed.url) as client:
+        name = parsed.model or client.first_model()
         if interactive:
-            screen.tell(f"{name} at {url}. /help shows the commands, /quit (or Ctrl-D) ends.")
-        Conversation(client, screen, model=name, system=system, settings=settings).run()
+            screen.tell(
+                f"{name} at {parsed.url}. /help shows the commands, /quit (or Ctrl-D) ends."
+            )
+        Conversation(client, screen, model=name, system=parsed.system, settings=settings).run()
     return 0

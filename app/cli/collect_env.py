@@ -1,11 +1,12 @@
 """`topspin collect-env`: the facts about machine and versions that a bug report needs.
 
 Owns gathering and printing; reads no setting and changes nothing. torch is asked in a separate
-process: the command line itself never imports it. Called by app.cli.
+process: the command line itself never imports it. Loaded by app.cli.main.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import subprocess
@@ -157,7 +158,11 @@ def _is_relevant(name: str) -> bool:
     )
 
 
-def collect_env() -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no flag."""
+
+
+def run(parsed: argparse.Namespace) -> int:
     """Print the facts, one per line; returns the exit status."""
     facts = collect()
     width = max(len(fact.name) for fact in facts)

@@ -2,7 +2,7 @@
 
 Owns the form: one process per node, one thread per micro-batch, a slice per span named by its
 activity, an arrow per frame, and waits as slices of a separate thread. Times are microseconds on
-the scheduler's clock. Called by trace_command.py.
+the scheduler's clock. Called by command.py.
 """
 
 from __future__ import annotations

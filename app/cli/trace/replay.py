@@ -1,7 +1,7 @@
 """Replays steps as a dependency graph: how long they would take if a node were faster.
 
 Owns the pipeline's exact recurrence and the what-if analysis of nodes. Pure: maps durations to
-times, in any one unit. Called by trace_report.py; the scheduler's model of equal micro-batches is
+times, in any one unit. Called by report.py; the scheduler's model of equal micro-batches is
 tested against it.
 
 Order, as m2n_comm.net prescribes it: every node serves (layer, micro-batch) in turn; an

@@ -1,8 +1,8 @@
 """The report on a trace: spans, the times of the pipeline's model, bubbles and the straggler.
 
 Owns the reading of stamps (topspin.trace) as a timeline on one clock and pure arithmetic
-over it. Knows no server, no file and no picture (trace_export.py and trace_plot.py draw).
-Called by trace_command.py and by benchmarks.
+over it. Knows no server, no file and no picture (export.py and plot.py draw).
+Called by command.py and by benchmarks.
 
 T_a: an attention node's work per MoE layer and micro-batch, T_e: an expert node's, T_c: one way
 over the link; each is a median. A bubble is the share of a role's time, within steps, spent
@@ -197,7 +197,7 @@ def link_ns(lanes: Sequence[Lane]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TraceReport:
     """A trace in numbers. Times are medians in seconds; None if the trace lacks the data.
 
     `replay_error`: the replayed graph's mean step time against the recorded one, as a share.
@@ -255,7 +255,7 @@ class _Shape(NamedTuple):
     steps: list[int]
 
 
-def make_report(lanes: Sequence[Lane]) -> Report | None:
+def make_report(lanes: Sequence[Lane]) -> TraceReport | None:
     """Return the numbers of the steps whose stamps are complete, or None if there are none.
 
     Only steps of the most common shape (layers, micro-batches) count.
@@ -280,7 +280,7 @@ def make_report(lanes: Sequence[Lane]) -> Report | None:
     if graphs:
         replayed = fmean(replay(g.attention, g.experts, delay_ns or 0.0) for g in graphs)
         error = replayed / fmean(step_ns) - 1.0
-    return Report(
+    return TraceReport(
         steps=chosen,
         num_micro_batches=shape.num_micro_batches,
         num_layers=len(shape.layers),

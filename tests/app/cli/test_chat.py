@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.cli.chat import ChatClient, ChatError, ChatMessage, Conversation
-from app.cli.chat_settings import SETTINGS
+from app.cli.chat import SETTINGS, ChatClient, ChatError, ChatTurn, Conversation
 from tests.app.launch.roles import ROOT
 
 URL = "http://127.0.0.1:9"
@@ -42,7 +41,7 @@ def client(answer: Handler | bytes, *, status: int = 200) -> ChatClient:
 
 def ask(chat: ChatClient, **settings: float) -> list[str]:
     with chat:
-        return list(chat.stream("m", [ChatMessage("user", "hi")], settings))
+        return list(chat.stream("m", [ChatTurn("user", "hi")], settings))
 
 
 class ScriptedScreen:
