@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -147,35 +147,19 @@ def _refusal(status: int, body: bytes) -> str:
         return f"the server answered with status {status}"
 
 
-class Screen(Protocol):
-    """The source of messages and the destination of answers."""
+class Screen:
+    """The source of messages and the destination of answers: stdin and stdout, a line for each."""
 
-    @property
-    def ends_on_error(self) -> bool:
-        """Whether a failed answer ends the conversation."""
+    ends_on_error = True
+    """Whether a failed answer ends the conversation."""
 
     def read(self) -> str | None:
         """Return the user's next message, None at the end."""
-
-    def show(self, pieces: Iterator[str]) -> str:
-        """Show an answer while it comes; return it, or its part before Ctrl-C."""
-
-    def tell(self, text: str) -> None:
-        """Tell the user something that is not an answer."""
-
-
-class PipeScreen:
-    """One message per line of stdin, each answer on stdout with a newline behind it."""
-
-    ends_on_error = True
-
-    def read(self) -> str | None:
-        """Return the next line, None at the end of stdin."""
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
 
     def show(self, pieces: Iterator[str]) -> str:
-        """Write the pieces as they come."""
+        """Show an answer while it comes; return it, or its part before Ctrl-C."""
         answer = ""
         for piece in pieces:
             sys.stdout.write(piece)
@@ -186,11 +170,11 @@ class PipeScreen:
         return answer
 
     def tell(self, text: str) -> None:
-        """Write to stderr: stdout holds answers only."""
+        """Tell the user something that is not an answer, on stderr."""
         print(text, file=sys.stderr)
 
 
-class TerminalScreen:
+class TerminalScreen(Screen):
     """A prompt with line editing; an error ends the answer and not the conversation."""
 
     ends_on_error = False
@@ -337,7 +321,7 @@ def run(parsed: argparse.Namespace) -> int:
     given = {name: getattr(parsed, name) for name in SETTINGS}
     settings = {name: value for name, value in given.items() if value is not None}
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    screen: Screen = TerminalScreen() if interactive else PipeScreen()
+    screen = TerminalScreen() if interactive else Screen()
     with ChatClient(parsed.url) as client:
         name = parsed.model or client.first_model()
         if interactive:

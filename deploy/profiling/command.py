@@ -27,11 +27,11 @@ from deploy.placement.devices import (
     save_profile,
 )
 from deploy.placement.shapes import ModelShape
-from deploy.profiling.rally import Load
+from deploy.profiling.rally import Load, RallyJob
 from deploy.profiling.reports import links_of, rallies_of, rates_from
 from deploy.profiling.resident import MeasuredRole, Resident
 from deploy.profiling.solo import Grid
-from deploy.profiling.worker import ProfileJob, ProfileReport, RallyJob
+from deploy.profiling.worker import ProfileJob, ProfileReport
 from models.description.config import load_model_config
 from models.sources.hub import resolve_model
 from topspin.cores import node_environment

@@ -33,7 +33,6 @@ from deploy.rig.steps import Batch
 from expert_nodes.worker import graphs_of, run_ticket
 from topspin.cores import Layout, split_cores
 from topspin.messages import StepPlan, StepTimings
-from topspin.plan.spec import NodeConfig
 from topspin.trace import Ring
 
 # Steps of a visit that are not counted: inputs are new, and the caches another visit's.
@@ -74,21 +73,31 @@ class Sample(msgspec.Struct, frozen=True):
     touched: float = 0.0
 
 
-class Schedule(NamedTuple):
-    """Visits in order; every load is visited once a round, after a round of warm-up."""
+class RallyJob(msgspec.Struct, frozen=True):
+    """A rally to measure: every load is visited once a round, for `steps` that count."""
 
-    loads: Sequence[Load]
+    transport: Literal["shm", "tcp"]
+    shares_cores: bool
+    loads: list[Load]
     rounds: int
     steps: int
 
     def visits(self, batch: Batch) -> list[tuple[Load, list[StepPlan]]]:
-        """Return each visit's load and plans; the first round is for compiling and recording."""
+        """Return each visit's load and plans; one more round is for compiling and recording."""
         found = []
-        for load in [*self.loads] * (1 + self.rounds):
+        for load in self.loads * (1 + self.rounds):
             batch.begin(load.rows, max(0, load.context - 1), growth=GROWTH)
             plans = [batch.decode(load.micro_batches) for _ in range(NUM_SETTLING + self.steps)]
             found.append((load, plans))
         return found
+
+
+class RallyReport(msgspec.Struct, frozen=True):
+    """The samples of a RallyJob, one for each of its loads."""
+
+    transport: str
+    shares_cores: bool
+    samples: list[Sample]
 
 
 def cores_of(shares_cores: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -100,26 +109,15 @@ def cores_of(shares_cores: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return first, second
 
 
-def run_rally(
-    sides: Sides,
-    schedule: Schedule,
-    *,
-    shares_cores: bool,
-    transport: Literal["shm", "tcp"] = "shm",
-    threads: int | None = None,
-) -> list[Sample]:
-    """Measure the loads of a schedule; call in a process that has started no threads."""
-    measured = sides.measured
-    layout: Layout = "shared" if shares_cores else "split"
-    rally = _Rally(
-        sides, schedule, config_of(measured._replace(transport=transport, layout=layout))
-    )
-    attention, experts = cores_of(shares_cores)
+def run_rally(sides: Sides, job: RallyJob) -> RallyReport:
+    """Measure the loads of a rally; call in a process that has started no threads."""
+    attention, experts = cores_of(job.shares_cores)
+    rally = _Rally(sides, job)
 
     def settle(cores: Sequence[int]) -> None:
-        if not shares_cores:
+        if not job.shares_cores:
             os.sched_setaffinity(0, cores)
-        torch.set_num_threads(threads or len(cores))
+        torch.set_num_threads(len(cores))
 
     def serve() -> list[tuple[float, float]]:
         settle(experts)
@@ -132,20 +130,22 @@ def run_rally(
     served = fork(serve, list[tuple[float, float]])
     played = fork(play, list[Sample])
     rally.pair.close()
-    found = played()
-    return [
+    samples = [
         msgspec.structs.replace(sample, experts_s=experts_s, touched=touched)
-        for sample, (experts_s, touched) in zip(found, served(), strict=True)
+        for sample, (experts_s, touched) in zip(played(), served(), strict=True)
     ]
+    return RallyReport(job.transport, job.shares_cores, samples)
 
 
 class _Rally:
     """What both processes do."""
 
-    def __init__(self, sides: Sides, schedule: Schedule, config: NodeConfig) -> None:
-        self._sides, self._config, self._loads = sides, config, schedule.loads
-        self.pair = ProcessPair(sides.rig, config)
-        self._visits = schedule.visits(
+    def __init__(self, sides: Sides, job: RallyJob) -> None:
+        self._sides, self._loads = sides, job.loads
+        layout: Layout = "shared" if job.shares_cores else "split"
+        self._config = config_of(sides.measured._replace(transport=job.transport, layout=layout))
+        self.pair = ProcessPair(sides.rig, self._config)
+        self._visits = job.visits(
             Batch(
                 range(sides.runner.num_blocks),
                 block_size=BLOCK_SIZE,
@@ -153,7 +153,7 @@ class _Rally:
             )
         )
         # The first round only warms up.
-        self._num_warm_up = len(schedule.loads)
+        self._num_warm_up = len(job.loads)
 
     @torch.inference_mode()
     def serve(self) -> list[tuple[float, float]]:

@@ -12,8 +12,7 @@ from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step
 from deploy.placement.devices import DeviceProfile, Link, Rally, Rates, Table
 from deploy.placement.shapes import Kernels, ModelShape
 from deploy.profiling.hops import lower_quartile
-from deploy.profiling.rally import Sample
-from deploy.profiling.worker import RallyReport
+from deploy.profiling.rally import RallyReport, Sample
 from topspin.errors import EngineError
 from topspin.pipeline import HopTimes
 from topspin.plan.precision import UNQUANTISED, Format

@@ -23,6 +23,7 @@ from deploy.placement.devices import AXES, Operation, Table
 from deploy.placement.shapes import ModelShape
 from deploy.profiling.hops import CAPACITY, durations, lower_quartile
 from deploy.profiling.slices import ATTENTION_BYTES, BLOCK_SIZE, GROWTH, Measured, rig_of
+from deploy.rig.nodes import Rig
 from deploy.rig.steps import Batch
 from kernels.runtime import Runtime
 from m2n_comm.net import ExpertBatch
@@ -178,22 +179,22 @@ class TimedLayers:
                 self._stamps.stamp(Kind.COMPUTED, layer)
 
 
-def expert_batches(measured: Measured, *, touched: int, pairs: int) -> list[ExpertBatch]:
+def expert_batches(rig: Rig, *, touched: int, pairs: int) -> list[ExpertBatch]:
     """Return for each layer a batch with `pairs` rows for each of `touched` experts.
 
     A row has up to top_k of them, all different; other layers have other experts.
     """
-    moe, device = measured.model.moe, torch.device(measured.device)
+    moe, device = rig.model.moe, rig.runtime.device
     assert moe is not None
     each = min(touched, moe.top_k)
     total = touched * pairs
     num_rows = -(-total // each)
     order = torch.arange(num_rows * each)
     slots = torch.where(order < total, order % touched, -1).view(num_rows, each)
-    rows = torch.randn(num_rows, measured.model.hidden_size).to(measured.torch_dtype).to(device)
+    rows = torch.randn(num_rows, rig.model.hidden_size).to(rig.dtype).to(device)
     stride = moe.num_experts // touched
     found = []
-    for layer in range(measured.model.num_layers):
+    for layer in range(rig.model.num_layers):
         padded = torch.full((num_rows, moe.top_k), -1, dtype=torch.int32)
         padded[:, :each] = torch.where(slots < 0, -1, (slots * stride + layer) % moe.num_experts)
         found.append(
@@ -284,7 +285,7 @@ class Sides:
         visits = []
         for touched in sorted({min(each, moe.num_experts) for each in grid.touched}):
             for pairs in grid.pairs:
-                batches = expert_batches(self.measured, touched=touched, pairs=pairs)
+                batches = expert_batches(self.rig, touched=touched, pairs=pairs)
                 name = ("experts", touched, pairs)
                 works = [partial(experts.compute, batch) for batch in batches]
                 visits.append(Visit(name, partial(layers.time, name, works)))
@@ -294,8 +295,8 @@ class Sides:
         visits = []
         for width, decoder in self._mlps.items():
             for count in grid.rows:
-                like = torch.randn(count, self.measured.model.hidden_size)
-                rows = like.to(self.measured.torch_dtype).to(self.measured.device)
+                like = torch.randn(count, self.rig.model.hidden_size)
+                rows = like.to(self.rig.dtype).to(self.rig.runtime.device)
                 name = (f"mlp {width}", count, 0)
                 works = [partial(decoder.local_mlp, each, rows) for each in decoder.layers]
                 visits.append(Visit(name, partial(layers.time, name, works)))

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
 
 from deploy.placement.devices import Table
 from deploy.placement.shapes import ModelShape
-from deploy.profiling.rally import Load, Sample, Schedule, run_rally
+from deploy.profiling.rally import RallyJob, RallyReport, run_rally
 from deploy.profiling.resident import MeasuredRole, Resident, resident
 from deploy.profiling.slices import CPU_DEVICE, Measured, slice_of
 from deploy.profiling.solo import Grid, Sides
@@ -33,16 +32,6 @@ Tick = Callable[[int], None]
 Done = Callable[[], None]
 
 
-class RallyJob(msgspec.Struct, frozen=True):
-    """A rally to measure."""
-
-    transport: Literal["shm", "tcp"]
-    shares_cores: bool
-    loads: list[Load]
-    rounds: int
-    steps: int
-
-
 class ProfileJob(msgspec.Struct, frozen=True):
     """What to measure. `resident`: only what a node of this role takes beside its data."""
 
@@ -55,14 +44,6 @@ class ProfileJob(msgspec.Struct, frozen=True):
     grid: Grid
     rallies: list[RallyJob] = []
     resident: MeasuredRole | None = None
-
-
-class RallyReport(msgspec.Struct, frozen=True):
-    """The samples of a RallyJob."""
-
-    transport: str
-    shares_cores: bool
-    samples: list[Sample]
 
 
 class ProfileReport(msgspec.Struct, frozen=True):
@@ -99,20 +80,7 @@ def measure(job: ProfileJob, tick: Tick) -> ProfileReport:
         work = partial(_tables, sides, job.grid, threads, lambda: tick(0))
         # A GPU's runtime does not survive a fork.
         tables += work() if job.device != CPU_DEVICE else fork(work, list[Table])()
-    rallies = [
-        RallyReport(
-            each.transport,
-            each.shares_cores,
-            run_rally(
-                sides,
-                Schedule(each.loads, each.rounds, each.steps),
-                shares_cores=each.shares_cores,
-                transport=each.transport,
-            ),
-        )
-        for each in job.rallies
-    ]
-    return ProfileReport(tables, rallies)
+    return ProfileReport(tables, [run_rally(sides, each) for each in job.rallies])
 
 
 @torch.inference_mode()

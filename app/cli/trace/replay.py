@@ -64,31 +64,28 @@ def what_if(graphs: Sequence[StepGraph], link: float) -> list[WhatIf]:
     if not total:
         return []
     found = []
-    for is_attention in (True, False):
-        names = {name for graph in graphs for name in _side(graph, is_attention)}
-        for name in sorted(names):
-            if any(len(_side(graph, is_attention)) > 1 for graph in graphs):
-                changed = sum(_replay_without(graph, name, is_attention, link) for graph in graphs)
+    for side in ("attention", "experts"):
+        grids: list[Durations] = [getattr(graph, side) for graph in graphs]
+        if max(map(len, grids)) > 1:
+            for name in sorted({name for grid in grids for name in grid}):
+                changed = sum(
+                    replay(graph.attention, graph.experts, link)
+                    for graph in (
+                        graph._replace(**{side: _averaged(grid, name)})
+                        for graph, grid in zip(graphs, grids, strict=True)
+                    )
+                )
                 found.append(WhatIf(name, 1.0 - changed / total))
     return sorted(found, key=lambda each: -each.gain)
 
 
-def _side(graph: StepGraph, is_attention: bool) -> Durations:
-    return graph.attention if is_attention else graph.experts
-
-
-def _replay_without(graph: StepGraph, name: str, is_attention: bool, link: float) -> float:
-    """Replay one step with `name` made average."""
-    side = dict(_side(graph, is_attention))
+def _averaged(side: Durations, name: str) -> Durations:
+    """Return one side of a step with `name` made average."""
     others = [grid for other, grid in side.items() if other != name]
-    if name in side and others:
-        side[name] = [
-            [
-                min(own, fmean(grid[layer][micro_batch] for grid in others))
-                for micro_batch, own in enumerate(row)
-            ]
-            for layer, row in enumerate(side[name])
-        ]
-    if is_attention:
-        return replay(side, graph.experts, link)
-    return replay(graph.attention, side, link)
+    if name not in side or not others:
+        return side
+    average = [
+        [min(own, fmean(grid[layer][idx] for grid in others)) for idx, own in enumerate(row)]
+        for layer, row in enumerate(side[name])
+    ]
+    return {**side, name: average}

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from app.cli.serve import plan_of
@@ -195,13 +194,13 @@ def test_real_candidates_are_timed(checkpoint: Path) -> None:
         assert 0 < step_s < 10
 
 
-@pytest.mark.usefixtures("patience")
-def test_a_candidate_that_cannot_run_says_why(checkpoint: Path) -> None:
-    [candidate] = candidates(checkpoint, ALONE)
-    nowhere = msgspec.structs.replace(candidate.config.model, path="/nowhere")
-    config = msgspec.structs.replace(candidate.config, model=nowhere)
-    with pytest.raises(CalibrationError, match="/nowhere"):
-        measure_all([msgspec.structs.replace(candidate, config=config)])
+def test_a_candidate_that_cannot_run_says_why(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = (sys.executable, "-c", "raise SystemExit('there is no /nowhere')")
+    monkeypatch.setattr(calibrate, "module_argv", lambda name: trial)
+    with pytest.raises(CalibrationError, match="^there is no /nowhere$"):
+        measure_all(candidates(checkpoint, ALONE))
 
 
 def test_a_compiled_kernel_renews_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

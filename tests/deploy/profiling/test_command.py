@@ -12,10 +12,9 @@ from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step
 from deploy.placement.devices import load_profile
 from deploy.placement.shapes import ModelShape, precision_by
 from deploy.profiling import command
-from deploy.profiling.rally import Load, Sample
+from deploy.profiling.rally import Load, RallyReport, Sample
 from deploy.profiling.reports import rallies_of
 from deploy.profiling.solo import Grid
-from deploy.profiling.worker import RallyReport
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from topspin.errors import ConfigError, EngineError
