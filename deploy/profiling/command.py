@@ -70,13 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="few points, for a first look")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write the file; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="topspin profile", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and write the file; returns the exit status."""
     kernels = args.kernels or ("cpu" if args.device == CPU else TRITON)

@@ -20,8 +20,7 @@ from deploy.profiling.hops import (
     CAPACITY,
     EXPERT_WORK,
     Durations,
-    durations,
-    join,
+    add_durations,
     lower_quartile,
     work_s,
 )
@@ -73,6 +72,14 @@ class Sample(msgspec.Struct, frozen=True):
     touched: float = 0.0
 
 
+class RallyStep(NamedTuple):
+    """A step of a visit to a load; the first ones of a visit are not counted."""
+
+    load: Load
+    plan: StepPlan
+    is_counted: bool
+
+
 class RallyJob(msgspec.Struct, frozen=True):
     """A rally to measure: every load is visited once a round, for `steps` that count."""
 
@@ -82,13 +89,15 @@ class RallyJob(msgspec.Struct, frozen=True):
     rounds: int
     steps: int
 
-    def visits(self, batch: Batch) -> list[tuple[Load, list[StepPlan]]]:
-        """Return each visit's load and plans; one more round is for compiling and recording."""
+    def plan(self, batch: Batch) -> list[RallyStep]:
+        """Return all steps; one more round is for compiling and recording."""
         found = []
-        for load in self.loads * (1 + self.rounds):
-            batch.begin(load.rows, max(0, load.context - 1), growth=GROWTH)
-            plans = [batch.decode(load.micro_batches) for _ in range(NUM_SETTLING + self.steps)]
-            found.append((load, plans))
+        for turn in range(1 + self.rounds):
+            for load in self.loads:
+                batch.begin(load.rows, max(0, load.context - 1), growth=GROWTH)
+                for idx in range(NUM_SETTLING + self.steps):
+                    is_counted = turn > 0 and idx >= NUM_SETTLING
+                    found.append(RallyStep(load, batch.decode(load.micro_batches), is_counted))
         return found
 
 
@@ -145,15 +154,13 @@ class _Rally:
         layout: Layout = "shared" if job.shares_cores else "split"
         self._config = config_of(sides.measured._replace(transport=job.transport, layout=layout))
         self.pair = ProcessPair(sides.rig, self._config)
-        self._visits = job.visits(
+        self._steps = job.plan(
             Batch(
                 range(sides.runner.num_blocks),
                 block_size=BLOCK_SIZE,
                 vocab_size=sides.measured.model.vocab_size,
             )
         )
-        # The first round only warms up.
-        self._num_warm_up = len(job.loads)
 
     @torch.inference_mode()
     def serve(self) -> list[tuple[float, float]]:
@@ -164,19 +171,16 @@ class _Rally:
         ring = experts.trace = Ring(CAPACITY)
         graphs = graphs_of(self._config, experts)
         counted: dict[Load, list[int]] = {load: [0, 0] for load in self._loads}
-        found: dict[Load, list[Durations]] = {load: [] for load in self._loads}
+        found: dict[Load, Durations] = {load: {} for load in self._loads}
         with closing(self.pair.accept(experts)) as net:
-            for idx, (load, plans) in enumerate(self._visits):
-                for step, plan in enumerate(plans):
-                    run_ticket(net, experts, plan.ticket, graphs=graphs)
-                    taken = durations(ring, EXPERT_WORK)
-                    if idx >= self._num_warm_up and step >= NUM_SETTLING:
-                        found[load].append(taken)
+            for load, plan, is_counted in self._steps:
+                run_ticket(net, experts, plan.ticket, graphs=graphs)
+                add_durations(found[load] if is_counted else {}, ring, EXPERT_WORK)
                 for counts in experts.take_counts():
                     counted[load][0] += counts.activations
                     counted[load][1] += counts.batches
         return [
-            (work_s(join(found[load])), counted[load][0] / max(1, counted[load][1]))
+            (work_s(found[load]), counted[load][0] / max(1, counted[load][1]))
             for load in self._loads
         ]
 
@@ -187,17 +191,15 @@ class _Rally:
         runner.runtime.prepare_capture()
         ring = runner.trace = Ring(CAPACITY)
         timings: dict[Load, list[StepTimings]] = {load: [] for load in self._loads}
-        found: dict[Load, list[Durations]] = {load: [] for load in self._loads}
+        found: dict[Load, Durations] = {load: {} for load in self._loads}
         with closing(self.pair.connect(runner)) as net:
-            for idx, (load, plans) in enumerate(self._visits):
-                for step, plan in enumerate(plans):
-                    result = runner.execute(plan, net, index=0)
-                    taken = durations(ring, ATTENTION_WORK)
-                    if idx >= self._num_warm_up and step >= NUM_SETTLING:
-                        timings[load].append(result.timings)
-                        found[load].append(taken)
+            for load, plan, is_counted in self._steps:
+                result = runner.execute(plan, net, index=0)
+                add_durations(found[load] if is_counted else {}, ring, ATTENTION_WORK)
+                if is_counted:
+                    timings[load].append(result.timings)
         num_layers = self._sides.measured.model.num_layers
-        return [_sample(load, timings[load], join(found[load]), num_layers) for load in self._loads]
+        return [_sample(load, timings[load], found[load], num_layers) for load in self._loads]
 
 
 def _sample(

@@ -21,7 +21,7 @@ from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import ModelRunner
 from deploy.placement.devices import AXES, Operation, Table
 from deploy.placement.shapes import ModelShape
-from deploy.profiling.hops import CAPACITY, durations, lower_quartile
+from deploy.profiling.hops import CAPACITY, Durations, add_durations, lower_quartile
 from deploy.profiling.slices import ATTENTION_BYTES, BLOCK_SIZE, GROWTH, Measured, rig_of
 from deploy.rig.nodes import Rig
 from deploy.rig.steps import Batch
@@ -102,6 +102,13 @@ class NoExperts(AbsentExperts):
         return out
 
 
+def samples_of(ring: Ring, kind: Kind) -> list[float]:
+    """Return how long each event of a kind took, and empty the ring."""
+    found: Durations = {}
+    add_durations(found, ring, (kind,))
+    return found.get(kind, [])
+
+
 class Attention:
     """An attention node that is visited."""
 
@@ -144,7 +151,7 @@ class Attention:
             fixed.append(timings.total_s - timings.attention_s)
             samples.append(timings.attention_s / len(self._decoder.layers))
         if self._ring is not None:
-            samples = durations(self._ring, (Kind.ATTENTION,))[Kind.ATTENTION] or samples
+            samples = samples_of(self._ring, Kind.ATTENTION) or samples
         return fixed, samples
 
 
@@ -170,7 +177,7 @@ class TimedLayers:
         whole_s = (time.perf_counter() - started) / len(works)
         if self._ring is None:
             return [whole_s]
-        return durations(self._ring, (Kind.COMPUTED,))[Kind.COMPUTED] or [whole_s]
+        return samples_of(self._ring, Kind.COMPUTED) or [whole_s]
 
     def _run(self, works: Sequence[Callable[[], object]]) -> None:
         for layer, work in enumerate(works):
