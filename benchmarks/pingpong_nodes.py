@@ -18,7 +18,6 @@ import torch
 from deploy.rig.forks import fork
 from deploy.rig.nets import ProcessPair
 from deploy.rig.nodes import Rig, model_of
-from deploy.rig.steps import Batch
 from expert_nodes.worker import run_ticket
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.net import AttentionNet
@@ -116,9 +115,7 @@ class Node:
         self.runner = self._rig.runner(self._rig.decoder(shape.num_blocks))
         self._experts = self._rig.experts()
         self._experts.warm_up()
-        self._batch = Batch(
-            range(shape.num_blocks), block_size=BLOCK_SIZE, vocab_size=model.vocab_size
-        )
+        self._batch = self._rig.batch(range(shape.num_blocks))
         self._ring = Ring()
         self._pipe: Connection | None = None
         self._net: AttentionNet | None = None

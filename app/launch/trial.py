@@ -27,7 +27,6 @@ from attention_nodes.step.absent_experts import AbsentExperts
 from deploy.rig.forks import fork
 from deploy.rig.nets import ProcessPair, local_net
 from deploy.rig.nodes import Rig
-from deploy.rig.steps import Batch
 from expert_nodes.experts import Experts
 from expert_nodes.worker import graphs_of, run_ticket
 from kernels.runtime import open_runtime
@@ -67,9 +66,10 @@ class LayoutTrial:
         self._whole_over_part = whole.num_layers / model.num_layers
         self._num_rows = min(NUM_ROWS, config.attention.max_num_seqs)
         context = max(1, min(CONTEXT, config.model.max_model_len - NUM_STEPS - 1))
-        block_size = config.kv_cache.block_size
-        num_blocks = self._num_rows * -(-(context + NUM_STEPS + 2) // block_size)
-        batch = Batch(range(num_blocks), block_size=block_size, vocab_size=model.vocab_size)
+        blocks_each = -(-(context + NUM_STEPS + 2) // config.kv_cache.block_size)
+        num_blocks = self._num_rows * blocks_each
+        self._rig = Rig(model, config, path)
+        batch = self._rig.batch(range(num_blocks))
         batch.begin(self._num_rows, context, growth=NUM_STEPS + 1)
         first = batch.decode()
         # One user and a batch, in turn.
@@ -78,7 +78,6 @@ class LayoutTrial:
             for step in range(2, NUM_STEPS + 1)
             for rows in (1 if step % 2 else self._num_rows,)
         ]
-        self._rig = Rig(model, config, path)
         # Compiled kernels are kept, so the two halves are compiled side by side, as by the nodes.
         compiled = fork(self._compile, int)
         self._runner = self._rig.runner(self._rig.decoder(num_blocks))

@@ -24,7 +24,6 @@ from attention_nodes.step.model_runner import MAX_LAUNCHED
 from benchmarks.gpu.workload import Variant, Workload
 from benchmarks.kernels.byte_floor import decode_floor
 from deploy.rig.nodes import Rig, model_of
-from deploy.rig.steps import Batch
 from kernels.runtime import DeviceMemory, Runtime, open_runtime
 from m2n_comm.net import ExpertBatch
 from models.description.config import ModelConfig
@@ -116,9 +115,8 @@ class GpuEngine:
         self.model = model
         self._num_micro_batches = num_micro_batches
         self._rig = rig = Rig(model, config, runtime=runtime)
-        block_size = config.kv_cache.block_size
         block_bytes = kv_cache.bytes_per_block(
-            kv_cache.layer_specs(model, rig.dtype), block_size=block_size
+            kv_cache.layer_specs(model, rig.dtype), block_size=BLOCK_SIZE
         )
         assert config.attention.kv_cache_bytes is not None, "just enough for the workload"
         num_blocks = config.attention.kv_cache_bytes // block_bytes
@@ -132,7 +130,7 @@ class GpuEngine:
         self._net = rig.device_net(self._runner, self._touched.watch(experts.compute))
         # In random order, as after a while of serving.
         blocks = np.random.default_rng(SEED).permutation(num_blocks).tolist()
-        self._batch = Batch(blocks, block_size=block_size, vocab_size=model.vocab_size)
+        self._batch = rig.batch(blocks)
         self._rows: tuple[int, ...] = ()
         self.last_result: StepResult | None = None
 

@@ -24,7 +24,7 @@ from deploy.profiling.hops import (
     lower_quartile,
     work_s,
 )
-from deploy.profiling.slices import BLOCK_SIZE, GROWTH, config_of
+from deploy.profiling.slices import GROWTH, config_of
 from deploy.profiling.solo import Sides
 from deploy.rig.forks import fork
 from deploy.rig.nets import ProcessPair
@@ -154,13 +154,7 @@ class _Rally:
         layout: Layout = "shared" if job.shares_cores else "split"
         self._config = config_of(sides.measured._replace(transport=job.transport, layout=layout))
         self.pair = ProcessPair(sides.rig, self._config)
-        self._steps = job.plan(
-            Batch(
-                range(sides.runner.num_blocks),
-                block_size=BLOCK_SIZE,
-                vocab_size=sides.measured.model.vocab_size,
-            )
-        )
+        self._steps = job.plan(sides.rig.batch(range(sides.runner.num_blocks)))
 
     @torch.inference_mode()
     def serve(self) -> list[tuple[float, float]]:

@@ -84,7 +84,7 @@ def resident(measured: Measured, role: MeasuredRole, path: Path) -> Resident:
         rig.experts().warm_up()
     else:
         decoder = rig.decoder(small.num_blocks)
-        visited = Attention(rig.runner(decoder), decoder, 3, vocab_size=64)
+        visited = Attention(rig, decoder, rig.runner(decoder), steps=3)
         visited.decode(1, 16)
         visited.prompt(16, 0)
         grammars = Grammars(path, vocab_size=tiny.vocab_size, eos_token_ids=tiny.eos_token_ids)

@@ -22,9 +22,8 @@ from attention_nodes.step.model_runner import ModelRunner
 from deploy.placement.devices import AXES, Operation, Table
 from deploy.placement.shapes import ModelShape
 from deploy.profiling.hops import CAPACITY, Durations, add_durations, lower_quartile
-from deploy.profiling.slices import ATTENTION_BYTES, BLOCK_SIZE, GROWTH, Measured, rig_of
+from deploy.profiling.slices import ATTENTION_BYTES, GROWTH, Measured, rig_of
 from deploy.rig.nodes import Rig
-from deploy.rig.steps import Batch
 from kernels.runtime import Runtime
 from m2n_comm.net import ExpertBatch
 from models.description.config import LayerConfig
@@ -112,12 +111,10 @@ def samples_of(ring: Ring, kind: Kind) -> list[float]:
 class Attention:
     """An attention node that is visited."""
 
-    def __init__(
-        self, runner: ModelRunner, decoder: Decoder, steps: int, *, vocab_size: int
-    ) -> None:
+    def __init__(self, rig: Rig, decoder: Decoder, runner: ModelRunner, *, steps: int) -> None:
         self._runner, self._decoder = runner, decoder
         self._steps = steps
-        self._batch = Batch(range(runner.num_blocks), block_size=BLOCK_SIZE, vocab_size=vocab_size)
+        self._batch = rig.batch(range(runner.num_blocks))
         self._net = NoExperts()
         # A GPU's work has no stamps: there a step's time counts.
         self._ring = None if runner.runtime.is_asynchronous else Ring(CAPACITY)
@@ -243,12 +240,7 @@ class Sides:
         if runtime.is_asynchronous:
             self.runner.record_steps(NoExperts(), self.rig.config, check=lambda: None)
         first = grids[0]
-        attention = Attention(
-            self.runner,
-            self.decoder,
-            first.steps,
-            vocab_size=self.measured.model.vocab_size,
-        )
+        attention = Attention(self.rig, self.decoder, self.runner, steps=first.steps)
         visits = [visit for grid in grids for visit in self._visits(grid, attention)]
         # The first visit of each compiles, allocates and records.
         for visit in visits:

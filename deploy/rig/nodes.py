@@ -1,16 +1,16 @@
 """One attention node and one expert node without a scheduler.
 
 Owns the composition: the nodes' own parts, over weights of a checkpoint or random ones, with an
-expert table that gives every expert to the one expert node. Knows no step (steps.py) and no socket
-(nets.py), and needs neither: a machine with a GPU may have torch and nothing else. Called by all
-that measures nodes: app.launch.trial, deploy.profiling and benchmarks.
+expert table that gives every expert to the one expert node. Knows no socket (nets.py): a machine
+with a GPU may have torch and nothing else. Called by all that measures nodes: app.launch.trial,
+deploy.profiling and benchmarks.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from attention_nodes.step import kv_cache
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import ModelRunner
 from deploy.rig.random_weights import RandomWeights
+from deploy.rig.steps import Batch
 from expert_nodes.experts import Experts
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import Runtime, open_runtime
@@ -100,6 +101,11 @@ class Rig:
     def runner(self, decoder: Decoder) -> ModelRunner:
         """Return the attention node of `decoder`."""
         return ModelRunner(self.model, decoder, decoder.kv.num_blocks, self.config, self.runtime)
+
+    def batch(self, blocks: Sequence[int]) -> Batch:
+        """Return the steps of sequences in these blocks of a cache."""
+        block_size = self.config.kv_cache.block_size
+        return Batch(blocks, block_size=block_size, vocab_size=self.model.vocab_size)
 
     def experts(self, *, counts: bool = True) -> Experts:
         """Return the expert node; without `counts` the uses of its experts are not counted."""

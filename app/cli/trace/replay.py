@@ -64,18 +64,18 @@ def what_if(graphs: Sequence[StepGraph], link: float) -> list[WhatIf]:
     if not total:
         return []
     found = []
-    for side in ("attention", "experts"):
-        grids: list[Durations] = [getattr(graph, side) for graph in graphs]
-        if max(map(len, grids)) > 1:
-            for name in sorted({name for grid in grids for name in grid}):
-                changed = sum(
-                    replay(graph.attention, graph.experts, link)
-                    for graph in (
-                        graph._replace(**{side: _averaged(grid, name)})
-                        for graph, grid in zip(graphs, grids, strict=True)
-                    )
-                )
-                found.append(WhatIf(name, 1.0 - changed / total))
+    for is_attention in (True, False):
+        sides = [graph.attention if is_attention else graph.experts for graph in graphs]
+        if max(map(len, sides)) == 1:
+            continue
+        for name in sorted({name for side in sides for name in side}):
+            changed = 0.0
+            for graph, side in zip(graphs, sides, strict=True):
+                averaged = _averaged(side, name)
+                attention = averaged if is_attention else graph.attention
+                experts = graph.experts if is_attention else averaged
+                changed += replay(attention, experts, link)
+            found.append(WhatIf(name, 1.0 - changed / total))
     return sorted(found, key=lambda each: -each.gain)
 
 

@@ -13,7 +13,6 @@ import torch
 from deploy.rig.forks import ForkError, fork
 from deploy.rig.nets import ProcessPair, local_net
 from deploy.rig.nodes import Rig
-from deploy.rig.steps import Batch
 from expert_nodes.worker import run_ticket
 from m2n_comm.gpu.local import DeviceNet
 from models.description.config import load_model_config
@@ -49,9 +48,9 @@ def make_rig(path: Path, transport: Transport, kernels: str) -> Rig:
     return Rig(model, config, path)
 
 
-def make_plans(vocab_size: int) -> list[StepPlan]:
+def make_plans(rig: Rig) -> list[StepPlan]:
     """Return the steps of a prompt in two parts, and of tokens behind it."""
-    batch = Batch(range(NUM_BLOCKS), block_size=4, vocab_size=vocab_size)
+    batch = rig.batch(range(NUM_BLOCKS))
     prompt = batch.prefill(PROMPT, most=4, growth=DECODED + 1)
     return [*prompt, *(batch.decode() for _ in range(DECODED))]
 
@@ -63,7 +62,7 @@ def test_tokens_do_not_depend_on_the_net(net: str, checkpoint: Path) -> None:
     # Answers of each expert are what DeviceNet does not have.
     rig = make_rig(checkpoint, transport, "deterministic" if net == "local" else "reference")
     runner, experts = rig.runner(rig.decoder(NUM_BLOCKS)), rig.experts()
-    plans = make_plans(rig.model.vocab_size)
+    plans = make_plans(rig)
 
     def serve(pair: ProcessPair) -> None:
         with torch.inference_mode(), closing(pair.accept(experts)) as end:
