@@ -2,26 +2,37 @@
 
 Owns the loop (read a line, stream the answer, keep the history), the commands, and both
 screens: rich on a terminal; on pipes one message per line in and one answer after the other
-out. Knows no engine, only HTTP. Called by app.cli.
+out. Knows no engine, only HTTP. Loaded by app.cli.main.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
 
-from app.cli.chat_settings import SETTINGS
-from app.cli.flags import key_header
+from app.cli.flags import add_url, key_header
 from topspin.errors import TopspinError
 
 CONNECT_TIMEOUT_S = 5.0
 # Between two tokens: a request may wait in a full queue for a long time.
 READ_TIMEOUT_S = 600.0
+
+# The sampling parameters that flags and /set can change; the server checks their values.
+SETTINGS: Mapping[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "max_tokens": int,
+    "seed": int,
+}
 
 HELP = f"""\
 /set NAME VALUE  changes a setting (VALUE default: as the server has it); /set shows them
@@ -136,35 +147,19 @@ def _refusal(status: int, body: bytes) -> str:
         return f"the server answered with status {status}"
 
 
-class Screen(Protocol):
-    """The source of messages and the destination of answers."""
+class Screen:
+    """The source of messages and the destination of answers: stdin and stdout, a line for each."""
 
-    @property
-    def ends_on_error(self) -> bool:
-        """Whether a failed answer ends the conversation."""
+    ends_on_error = True
+    """Whether a failed answer ends the conversation."""
 
     def read(self) -> str | None:
         """Return the user's next message, None at the end."""
-
-    def show(self, pieces: Iterator[str]) -> str:
-        """Show an answer while it comes; return it, or its part before Ctrl-C."""
-
-    def tell(self, text: str) -> None:
-        """Tell the user something that is not an answer."""
-
-
-class PipeScreen:
-    """One message per line of stdin, each answer on stdout with a newline behind it."""
-
-    ends_on_error = True
-
-    def read(self) -> str | None:
-        """Return the next line, None at the end of stdin."""
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
 
     def show(self, pieces: Iterator[str]) -> str:
-        """Write the pieces as they come."""
+        """Show an answer while it comes; return it, or its part before Ctrl-C."""
         answer = ""
         for piece in pieces:
             sys.stdout.write(piece)
@@ -175,11 +170,11 @@ class PipeScreen:
         return answer
 
     def tell(self, text: str) -> None:
-        """Write to stderr: stdout holds answers only."""
+        """Tell the user something that is not an answer, on stderr."""
         print(text, file=sys.stderr)
 
 
-class TerminalScreen:
+class TerminalScreen(Screen):
     """A prompt with line editing; an error ends the answer and not the conversation."""
 
     ends_on_error = False
@@ -311,13 +306,27 @@ class Conversation:
         return bool(answer)
 
 
-def chat(*, url: str, model: str | None, system: str | None, settings: Mapping[str, float]) -> int:
-    """Run `topspin chat` on stdin and stdout; returns the exit status. Raises ChatError."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_url(parser)
+    parser.add_argument("--model", metavar="NAME", help="served model (the server's first)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    for name, kind in SETTINGS.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=kind, metavar="X", help="sent if given (the server's)")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Converse on stdin and stdout; returns the exit status. Raises ChatError."""
+    given = {name: getattr(parsed, name) for name in SETTINGS}
+    settings = {name: value for name, value in given.items() if value is not None}
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    screen: Screen = TerminalScreen() if interactive else PipeScreen()
-    with ChatClient(url) as client:
-        name = model or client.first_model()
+    screen = TerminalScreen() if interactive else Screen()
+    with ChatClient(parsed.url) as client:
+        name = parsed.model or client.first_model()
         if interactive:
-            screen.tell(f"{name} at {url}. /help shows the commands, /quit (or Ctrl-D) ends.")
-        Conversation(client, screen, model=name, system=system, settings=settings).run()
+            screen.tell(
+                f"{name} at {parsed.url}. /help shows the commands, /quit (or Ctrl-D) ends."
+            )
+        Conversation(client, screen, model=name, system=parsed.system, settings=settings).run()
     return 0

@@ -1,18 +1,18 @@
 """`topspin collect-env`: the facts about machine and versions that a bug report needs.
 
 Owns gathering and printing; reads no setting and changes nothing. torch is asked in a separate
-process: the command line itself never imports it. Called by app.cli.
+process: the command line itself never imports it. Loaded by app.cli.main.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -62,43 +62,36 @@ print(json.dumps({
 """
 
 
-class Fact(NamedTuple):
-    """One line of the report."""
-
-    name: str
-    value: str
-
-
-def collect() -> list[Fact]:
-    """Return the facts in printing order; a fact that cannot be found out says so in its value."""
-    return [
-        Fact("topspin", topspin.__version__),
-        Fact("python", f"{platform.python_version()} ({sys.executable})"),
-        Fact("system", platform.platform()),
-        *_machine(),
-        Fact("gpu driver", _gpu_driver()),
-        *(Fact(name, _version(name)) for name in PACKAGES),
-        *_torch(),
-        *(Fact(name, value) for name, value in sorted(os.environ.items()) if _is_relevant(name)),
-    ]
+def collect() -> dict[str, str]:
+    """Return the facts in printing order; one that cannot be found out says so."""
+    settings = {name: value for name, value in sorted(os.environ.items()) if _is_relevant(name)}
+    return {
+        "topspin": topspin.__version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
+        **_machine(),
+        "gpu driver": _gpu_driver(),
+        **{name: _version(name) for name in PACKAGES},
+        **_torch(),
+        **settings,
+    }
 
 
-def _machine() -> list[Fact]:
+def _machine() -> dict[str, str]:
     fields: dict[str, str] = {}
     for line in _read(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
         fields[name.strip()] = value.strip()
     flags = fields.get("flags", "").split()
-    usable = len(os.sched_getaffinity(0))
     page_bytes = os.sysconf("SC_PAGE_SIZE")
-    return [
-        Fact("cpu", fields.get("model name", "unknown")),
-        Fact("cpu flags", " ".join(flag for flag in CPU_FLAGS if flag in flags) or "none of note"),
-        Fact("cores", f"{usable} usable of {os.cpu_count()}"),
-        Fact("cgroup cpu limit", _read(Path("/sys/fs/cgroup/cpu.max")).strip() or "unknown"),
-        Fact("memory", format_size(page_bytes * os.sysconf("SC_PHYS_PAGES"))),
-        Fact("memory free", format_size(page_bytes * os.sysconf("SC_AVPHYS_PAGES"))),
-    ]
+    return {
+        "cpu": fields.get("model name", "unknown"),
+        "cpu flags": " ".join(flag for flag in CPU_FLAGS if flag in flags) or "none of note",
+        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "cgroup cpu limit": _read(Path("/sys/fs/cgroup/cpu.max")).strip() or "unknown",
+        "memory": format_size(page_bytes * os.sysconf("SC_PHYS_PAGES")),
+        "memory free": format_size(page_bytes * os.sysconf("SC_AVPHYS_PAGES")),
+    }
 
 
 def _gpu_driver() -> str:
@@ -110,7 +103,7 @@ def _gpu_driver() -> str:
     return "none loaded"
 
 
-def _torch() -> list[Fact]:
+def _torch() -> dict[str, str]:
     """Return the facts about torch, asked in a separate process."""
     try:
         asked = subprocess.run(
@@ -122,10 +115,10 @@ def _torch() -> list[Fact]:
         answers = msgspec.json.decode(asked.stdout, type=dict[str, str | int | bool | list[str]])
     except subprocess.CalledProcessError as error:
         last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        return [Fact("torch facts", f"not available: {' '.join(last)}")]
+        return {"torch facts": f"not available: {' '.join(last)}"}
     except (subprocess.TimeoutExpired, OSError, ValueError, msgspec.DecodeError) as error:
-        return [Fact("torch facts", f"not available: {error}")]
-    return [Fact(f"torch {name}", _format(value)) for name, value in answers.items()]
+        return {"torch facts": f"not available: {error}"}
+    return {f"torch {name}": _format(value) for name, value in answers.items()}
 
 
 def _format(value: str | int | bool | list[str]) -> str:
@@ -157,10 +150,14 @@ def _is_relevant(name: str) -> bool:
     )
 
 
-def collect_env() -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no flag."""
+
+
+def run(parsed: argparse.Namespace) -> int:
     """Print the facts, one per line; returns the exit status."""
     facts = collect()
-    width = max(len(fact.name) for fact in facts)
-    for fact in facts:
-        print(f"{fact.name:{width}}  {fact.value}")
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name:{width}}  {value}")
     return 0

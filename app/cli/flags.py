@@ -88,6 +88,11 @@ def hide_api_key(arguments: argparse.Namespace) -> None:
     os.execv(sys.executable, [sys.executable, *kept])
 
 
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of a client that says where the server is."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+
+
 def key_header() -> dict[str, str]:
     """Return the header with the key of this process's environment, for a client."""
     key = os.environ.get(API_KEY_VARIABLE)

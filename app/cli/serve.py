@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from app.cli import flags
 from app.cli.flags import hide_api_key, read_engine, read_gateway
 from app.launch.calibrate import choose_layout
 from app.launch.display import write_line
@@ -37,7 +38,7 @@ from topspin.plan.spec import EnginePlan, NodeSpec, ServeConfig
 from topspin.plan.speculation import SELF_INT4
 
 
-class Asked(NamedTuple):
+class AskedEngine(NamedTuple):
     """The engine that a user asked for: its plan, its HTTP side, and the model's directory."""
 
     plan: EnginePlan
@@ -45,7 +46,12 @@ class Asked(NamedTuple):
     path: Path
 
 
-def serve(arguments: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    flags.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Run an engine until it is stopped; returns the exit status (see launch).
 
     With `--print-plan`, print its plan instead. Raises ConfigError before any process is started,
@@ -68,7 +74,7 @@ def serve(arguments: argparse.Namespace) -> int:
     return launch(serve_config(asked))
 
 
-def say_ignored(asked: Asked) -> None:
+def say_ignored(asked: AskedEngine) -> None:
     """Name on stderr what the checkpoint says and is not followed; once for an engine."""
     plan, gateway, path = asked
     model = load_model_config(path, plan.model.hf_overrides)
@@ -106,7 +112,7 @@ def check_host(plan: EnginePlan, nodes: Sequence[NodeSpec]) -> None:
     check_gpus([node.device for node in nodes])
 
 
-def asked_for(arguments: argparse.Namespace) -> Asked:
+def asked_for(arguments: argparse.Namespace) -> AskedEngine:
     """Return the plan of the flags, or of `--plan`, and the settings of the HTTP side.
 
     Raises ConfigError naming what cannot be served, and why.
@@ -122,10 +128,10 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
     on_device = any(node.place.is_device for node in plan.attention)
     if "gpu_memory_utilization" in asked and not on_device:
         _to_stderr("topspin: --gpu-memory-utilization has no effect: attention is not on a GPU")
-    return Asked(plan, gateway, path)
+    return AskedEngine(plan, gateway, path)
 
 
-def asked_by_plan(file: str, gateway: GatewaySection) -> Asked:
+def asked_by_plan(file: str, gateway: GatewaySection) -> AskedEngine:
     """Return the plan in `file`, checked against its model. Raises ConfigError."""
     plan = read_plan(file)
     path = resolve_model(plan.model.path)
@@ -133,7 +139,7 @@ def asked_by_plan(file: str, gateway: GatewaySection) -> Asked:
     check_model(plan, facts_of(model, path))
     check_draft_model(plan, model)
     load_sampling_defaults(path, gateway.generation_config)
-    return Asked(plan, gateway, path)
+    return AskedEngine(plan, gateway, path)
 
 
 def measured_plan(asked: Mapping[str, Any], path: Path) -> EnginePlan:
@@ -191,7 +197,7 @@ def check_draft_model(plan: EnginePlan, model: ModelConfig) -> None:
         )
 
 
-def serve_config(asked: Asked) -> ServeConfig:
+def serve_config(asked: AskedEngine) -> ServeConfig:
     """Return the configuration of all processes: the model is a directory, with a name.
 
     Without a name in its settings the model has its user's: a directory's last part, a hub id.

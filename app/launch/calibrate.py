@@ -52,7 +52,7 @@ MANY_CORES = 4
 MAX_LAYER_BYTES = 256 * 2**20
 
 Settle = Callable[[LayoutChoice | None], EnginePlan]
-Measure = Callable[[Sequence["Candidate"]], list[float]]
+Measure = Callable[[Sequence["LayoutCandidate"]], list[float]]
 
 
 class CalibrationError(TopspinError):
@@ -66,7 +66,7 @@ class CandidateNode(msgspec.Struct, frozen=True):
     cores: tuple[int, ...] = ()
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class LayoutCandidate(msgspec.Struct, frozen=True):
     """A layout to try, as app.launch.trial reads it: the attention and the expert node."""
 
     choice: LayoutChoice
@@ -159,7 +159,9 @@ def _choices(asked: Mapping[str, Any], num_cores: int) -> list[LayoutChoice]:
     return choices
 
 
-def _candidate(choice: LayoutChoice, settle: Settle, path: Path, cores: Sequence[int]) -> Candidate:
+def _candidate(
+    choice: LayoutChoice, settle: Settle, path: Path, cores: Sequence[int]
+) -> LayoutCandidate:
     config = settle(choice).for_node()
     model = msgspec.structs.replace(config.model, path=str(path))
     config = msgspec.structs.replace(config, model=model)
@@ -168,9 +170,9 @@ def _candidate(choice: LayoutChoice, settle: Settle, path: Path, cores: Sequence
             CandidateNode(min(config.node.num_threads or len(share), len(share)), share)
             for share in split_cores(cores, 2)
         )
-        return Candidate(choice, config, (first, second))
+        return LayoutCandidate(choice, config, (first, second))
     node = CandidateNode(_num_threads(choice, cores))
-    return Candidate(choice, config, (node, node))
+    return LayoutCandidate(choice, config, (node, node))
 
 
 def _num_threads(choice: LayoutChoice, cores: Sequence[int]) -> int:
@@ -201,7 +203,7 @@ def _describe(choice: LayoutChoice, cores: Sequence[int]) -> str:
     return f"{name}, {_num_threads(choice, cores)} threads"
 
 
-def measure_all(candidates: Sequence[Candidate]) -> list[float]:
+def measure_all(candidates: Sequence[LayoutCandidate]) -> list[float]:
     """Return the seconds of a decode step of each candidate; raises CalibrationError."""
     spin_count = candidates[0].config.execution.spin_count
     process = subprocess.Popen(
@@ -239,7 +241,7 @@ class _Answers:
         assert process.stderr is not None
         self._out, self._err = process.stdout, process.stderr
         self._display = open_display()
-        self._kernels = CompiledKernels(self)
+        self._kernels = CompiledKernels(self._keep)
         self._last_line = "the trial ended without a word"
         self._started = time.monotonic()
 
@@ -264,7 +266,7 @@ class _Answers:
                 return answer
         raise CalibrationError("it takes too long on this machine as it is now")
 
-    def line(self, text: str) -> None:
+    def _keep(self, text: str) -> None:
         """Keep a line of the trial's log that does not report a compiled kernel."""
         self._last_line = text or self._last_line
 

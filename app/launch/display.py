@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Protocol, TextIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
 
 from topspin.logs import is_json, json_line, shows_json
 
@@ -20,55 +21,33 @@ if TYPE_CHECKING:
     from rich.spinner import Spinner
 
 
-class Lines(Protocol):
-    """A place for lines of output."""
-
-    def line(self, text: str) -> None:
-        """Take one line."""
-
-
-class Display(Protocol):
-    """The interface through which the supervisor shows output."""
-
-    def line(self, text: str) -> None:
-        """Show one line of a role's output, or of the supervisor's own."""
-
-    def progress(self, state: str, elapsed_s: float) -> None:
-        """Show the state that the start waits for; called repeatedly."""
-
-    def finish(self) -> None:
-        """End the progress; lines may still follow."""
-
-    def announce(self, text: str) -> None:
-        """Show a result of the start, on stdout."""
-
-
-class PlainDisplay:
-    """Lines only; a progress line whenever the state changes."""
+class Display:
+    """Lines only, on stderr; a progress line whenever the state changes."""
 
     def __init__(self) -> None:
         self._state = ""
 
     def line(self, text: str) -> None:
-        """Write `text` to stderr."""
+        """Show one line of a role's output, or of the supervisor's own."""
         write_line(sys.stderr, text)
 
     def progress(self, state: str, elapsed_s: float) -> None:
-        """Write the state to stderr if it has changed."""
+        """Show the state that the start waits for; called repeatedly."""
         if state != self._state:
             self._state = state
             self.line(f"{state} ({elapsed_s:.1f} s)")
 
     def finish(self) -> None:
-        """Forget the state."""
+        """End the progress; lines may still follow."""
         self._state = ""
 
     def announce(self, text: str) -> None:
-        """Write `text` to stdout."""
+        """Show a result of the start, on stdout, below the ended progress."""
+        self.finish()
         write_line(sys.stdout, text)
 
 
-class JsonDisplay(PlainDisplay):
+class JsonDisplay(Display):
     """The same with each line on stderr as JSON: roles' are, the supervisor's become it."""
 
     def line(self, text: str) -> None:
@@ -76,17 +55,18 @@ class JsonDisplay(PlainDisplay):
         super().line(text if is_json(text) else json_line("topspin", text))
 
 
-class TerminalDisplay:
+class TerminalDisplay(Display):
     """A live status line below the roles' output while the engine starts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._live: Live | None = None
         self._spinner: Spinner | None = None
 
     def line(self, text: str) -> None:
         """Write `text` to stderr, above the status line."""
         if self._live is None:
-            write_line(sys.stderr, text)
+            super().line(text)
         else:
             self._live.console.out(text, highlight=False)
 
@@ -119,25 +99,20 @@ class TerminalDisplay:
             self._live.stop()
             self._live = self._spinner = None
 
-    def announce(self, text: str) -> None:
-        """Write `text` to stdout."""
-        self.finish()
-        write_line(sys.stdout, text)
-
 
 class CompiledKernels:
     """Counts the kernels that nodes compile during a start, in place of their log lines."""
 
     _COMPILED = re.compile(r" compiled kernel \S+ for this processor")
 
-    def __init__(self, display: Lines) -> None:
-        self._display = display
+    def __init__(self, show: Callable[[str], object]) -> None:
+        self._show = show
         self._count: int | None = 0
 
     def line(self, text: str) -> bool:
         """Count a line that reports a compiled kernel and return True, else show it."""
         if self._count is None or not self._COMPILED.search(text):
-            self._display.line(text)
+            self._show(text)
             return False
         self._count += 1
         return True
@@ -157,7 +132,7 @@ def open_display() -> Display:
     """Return JSON lines if logs are JSON, else a live display if stderr is a terminal."""
     if shows_json():
         return JsonDisplay()
-    return TerminalDisplay() if sys.stderr.isatty() else PlainDisplay()
+    return TerminalDisplay() if sys.stderr.isatty() else Display()
 
 
 def write_line(stream: TextIO, text: str) -> None:

@@ -132,7 +132,7 @@ def launch(
         dead_reader = stack.enter_context(os.fdopen(dead_reader_fd, "rb", buffering=0))
         stack.callback(os.close, dead_writer_fd)  # a scheduler that is restarted inherits it
         stack.callback(display.finish)
-        kernels = CompiledKernels(display)
+        kernels = CompiledKernels(display.line)
         graces = StopGraces(front_s=STOP_MARGIN_S + config.gateway.shutdown_timeout_s)
         supervisor = stack.enter_context(Supervisor(emit=kernels.line, graces=graces))
         config_fd = inherited_config(config)

@@ -39,15 +39,14 @@ from deploy.placement.routing import choice_probabilities, touched
 from deploy.placement.shapes import ModelShape, precision_by
 from deploy.placement.tables import rally_factors
 from deploy.profiling.command import DEFAULT_MODEL, RALLY_ROWS, process_memory
-from deploy.profiling.forks import fork
 from deploy.profiling.hops import lower_quartile
-from deploy.profiling.parts import Measured, slice_of
-from deploy.profiling.rally import Sample, Schedule, run_rally
+from deploy.profiling.rally import Load, RallyJob, RallyReport, Sample, run_rally
 from deploy.profiling.reports import links_of, message_bytes, rallies_of, threads_of
 from deploy.profiling.resident import resident_bytes
+from deploy.profiling.slices import Measured, slice_of
 from deploy.profiling.solo import Grid, Sides
-from deploy.profiling.steps import Load
-from deploy.profiling.worker import Job, RallyReport
+from deploy.profiling.worker import ProfileJob
+from deploy.rig.forks import fork
 from models.description.config import load_model_config
 from models.sources.hub import resolve_model
 from topspin.cores import node_environment
@@ -171,7 +170,8 @@ def compare_steps(sides: Sides, device: DeviceProfile, *, shares_cores: bool) ->
         for m in (1, 2)
         for r, context in ((2, 500), (8, 128), (8, 600), (24, 250))
     ]
-    samples = run_rally(sides, Schedule([*known, *asked], 8, 3), shares_cores=shares_cores)
+    job = RallyJob("shm", shares_cores, [*known, *asked], rounds=8, steps=3)
+    samples = run_rally(sides, job).samples
     reports = [RallyReport("shm", shares_cores, samples[: len(known)])]
     link = links_of(reports, sides.shape)[0]
     device = msgspec.structs.replace(
@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for shares_cores in (True, False) if cores > 1 else (True,):
                 rows += compare_steps(sides, device, shares_cores=shares_cores)
     if "memory" in args.parts:
-        job = Job(str(path), "bfloat16", UNQUANTISED, "cpu", "cpu", [cores], Grid())
+        job = ProfileJob(str(path), "bfloat16", UNQUANTISED, "cpu", "cpu", [cores], Grid())
         process = process_memory(job, has_experts=True)
         device = msgspec.structs.replace(device, process=process)
         formats: tuple[Format, ...] = (UNQUANTISED, "int8", "int4")

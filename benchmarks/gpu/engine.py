@@ -1,9 +1,8 @@
 """One attention node and its experts on one device, without a checkpoint and without sockets.
 
-Owns the composition that benchmarks.gpu.decode times: the nodes' ModelRunner, Experts and
-DeviceNet, as `topspin serve --transport local` joins them on a GPU, over random weights and
-random cached keys and values; only the scheduler is a simple one (benchmarks.gpu.plans). On the
-CPU the same runs under Triton's interpreter, for tests.
+Owns what benchmarks.gpu.decode times: the nodes of deploy.rig, as `topspin serve --transport local`
+joins them on a GPU, over random weights and random cached keys and values, two steps at a time. On
+the CPU the same runs under Triton's interpreter, for tests.
 
 The experts that a step touched are read after it from its computed slots, in the memory where
 the step or its recording has written them, so the step itself takes no longer.
@@ -12,34 +11,26 @@ the step or its recording has written them, so the step itself takes no longer.
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attention_nodes.step import kv_cache
-from attention_nodes.step.decoder import Decoder
-from attention_nodes.step.model_runner import MAX_LAUNCHED, ModelRunner
-from benchmarks.gpu.plans import Plans
-from benchmarks.gpu.weights import RandomWeights
-from benchmarks.gpu.workload import Fields, Variant, Workload
+from attention_nodes.step.model_runner import MAX_LAUNCHED
+from benchmarks.gpu.workload import Variant, Workload
 from benchmarks.kernels.byte_floor import decode_floor
-from expert_nodes.experts import Experts
-from kernels.dispatch import select_ops
+from deploy.rig.nodes import Rig, model_of
 from kernels.runtime import DeviceMemory, Runtime, open_runtime
-from m2n_comm.gpu.local import DeviceNet
-from m2n_comm.net import ExpertBatch, NetShape
-from models.description.config import ModelConfig, load_model_config
+from m2n_comm.net import ExpertBatch
+from models.description.config import ModelConfig
+from models.description.facts import facts_of
 from topspin.errors import ConfigError
-from topspin.expert_table import uniform_table
 from topspin.messages import StepPlan, StepResult
 from topspin.plan.from_flags import resolve
-from topspin.plan.model_facts import ModelFacts
 from topspin.plan.settings import TraceSection
 from topspin.plan.spec import NodeConfig
 
@@ -122,77 +113,47 @@ class GpuEngine:
     ) -> None:
         """Draw the weights and fill the cache; `config` is an attention node's, resolved."""
         self.model = model
-        self._runtime = runtime
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._itemsize = dtype.itemsize
-        ops = select_ops(
-            config.node.kernels,
-            dtype,
-            device=config.node.device,
+        self._num_micro_batches = num_micro_batches
+        self._rig = rig = Rig(model, config, runtime=runtime)
+        block_bytes = kv_cache.bytes_per_block(
+            kv_cache.layer_specs(model, rig.dtype), block_size=BLOCK_SIZE
         )
-        assert model.moe is not None
+        assert config.attention.kv_cache_bytes is not None, "just enough for the workload"
+        num_blocks = config.attention.kv_cache_bytes // block_bytes
         with torch.inference_mode():
-            weights = RandomWeights(model, device=runtime.device, dtype=dtype, seed=SEED)
-            cache = kv_cache.allocate(
-                kv_cache.layer_specs(model, dtype),
-                block_size=config.kv_cache.block_size,
-                size_bytes=config.attention.kv_cache_bytes,
-                max_len=config.model.max_model_len,
-                runtime=runtime,
-            )
-            decoder = Decoder(model, weights.attention(), ops, cache)
-            everyone = tuple(range(model.moe.num_experts))
-            experts = Experts(
-                model,
-                weights.experts(),
-                ops,
-                held=[everyone] * len(model.moe_layers),
-                runtime=runtime,
-                counts=False,
-            )
+            decoder, experts = rig.decoder(num_blocks), rig.experts(counts=False)
             generator = torch.Generator(runtime.device).manual_seed(SEED)
-            for cached in (*cache.keys, *cache.values):
+            for cached in (*decoder.kv.keys, *decoder.kv.values):
                 cached.normal_(generator=generator)
-        self._runner = ModelRunner(model, decoder, cache.num_blocks, config, runtime)
+        self._runner = rig.runner(decoder)
         self._touched = Touched(_recording_on(runtime))
-        self._net = DeviceNet(
-            runtime,
-            NetShape.from_config(
-                config,
-                hidden_size=model.hidden_size,
-                top_k=model.moe.top_k,
-                num_layers=len(model.moe_layers),
-            ),
-            index=0,
-            serves=[self._touched.watch(experts.compute)],
-            table=uniform_table(
-                num_layers=len(model.moe_layers), num_experts=model.moe.num_experts, num_nodes=1
-            ),
-            num_streams=config.execution.gpu_streams,
-        )
-        self._plans = Plans(
-            block_size=config.kv_cache.block_size,
-            num_blocks=cache.num_blocks,
-            vocab_size=model.vocab_size,
-            max_tokens=config.attention.max_num_batched_tokens,
-            num_micro_batches=num_micro_batches,
-            seed=SEED,
-        )
+        self._net = rig.device_net(self._runner, self._touched.watch(experts.compute))
+        # In random order, as after a while of serving.
+        blocks = np.random.default_rng(SEED).permutation(num_blocks).tolist()
+        self._batch = rig.batch(blocks)
+        self._rows: tuple[int, ...] = ()
         self.last_result: StepResult | None = None
 
     def start_decode(self, batch: int, context: int) -> None:
         """Drop all sequences and begin `batch` new ones with `context` positions cached."""
         self.finish()
-        self._plans.start_decode(batch, context)
+        self._batch.begin(batch, context, growth=self._room(batch) - context - 1)
 
     def decode_step(self) -> None:
         """Launch one step of all sequences; the one before it may still be running."""
-        self._launch(self._plans.decode())
+        self._launch(self._batch.decode(self._num_micro_batches))
 
     def prefill(self, num_tokens: int) -> None:
         """Drop all sequences and launch the prefill of one prompt of `num_tokens` tokens."""
-        for plan in self._plans.prefill(num_tokens):
+        most = self._rig.config.attention.max_num_batched_tokens
+        growth = self._room(1) - num_tokens
+        for plan in self._batch.prefill(num_tokens, most=most, growth=growth):
             self._launch(plan)
+
+    def _room(self, batch: int) -> int:
+        """Return the positions that each of `batch` sequences may have."""
+        blocks = self._runner.num_blocks // batch
+        return min(blocks * BLOCK_SIZE, self._rig.config.model.max_model_len)
 
     def finish(self) -> None:
         """Wait until all launched steps have completed and their tokens are on the host."""
@@ -204,9 +165,9 @@ class GpuEngine:
         self.finish()
         return decode_floor(
             self.model,
-            itemsize=self._itemsize,
-            touched=self._touched.counts(self._plans.rows),
-            contexts=self._plans.contexts,
+            itemsize=self._rig.dtype.itemsize,
+            touched=self._touched.counts(self._rows),
+            contexts=self._batch.contexts,
         )
 
     def close(self) -> None:
@@ -215,7 +176,7 @@ class GpuEngine:
         self._net.close()
         del self._runner, self._net, self._touched
         gc.collect()
-        if self._runtime.device.type == "cuda":
+        if self._rig.runtime.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
@@ -223,6 +184,7 @@ class GpuEngine:
         while self._runner.num_launched >= MAX_LAUNCHED:
             self.last_result = self._runner.collect()
         self._touched.begin_step()
+        self._rows = tuple(len(each.wanted) for each in plan.micro_batches)
         self._runner.launch(plan, self._net, index=0)
 
 
@@ -231,13 +193,6 @@ def _recording_on(runtime: Runtime) -> Callable[[], bool]:
     if runtime.device.type == "cuda":
         return torch.cuda.is_current_stream_capturing
     return lambda: False
-
-
-def read_fields(fields: Fields) -> ModelConfig:
-    """Return the model of a checkpoint's config.json. Raises ConfigError as for a checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(fields))
-        return load_model_config(Path(folder))
 
 
 def node_config(
@@ -253,15 +208,8 @@ def node_config(
     block_bytes = kv_cache.bytes_per_block(
         kv_cache.layer_specs(model, getattr(torch, dtype)), block_size=BLOCK_SIZE
     )
-    facts = ModelFacts(
-        dtype=model.dtype,
-        max_positions=model.context_length,
-        num_layers=model.num_layers,
-        moe_layers=tuple(model.moe_layers),
-        num_experts=0 if model.moe is None else model.moe.num_experts,
-    )
     return resolve(
-        facts,
+        facts_of(model),
         path="random",
         dtype=dtype,
         max_model_len=max(workload.max_len, workload.prefill_tokens) + 1,
@@ -283,7 +231,7 @@ def fitting(workload: Workload, memory: DeviceMemory) -> Workload:
 
     Raises ConfigError if the weights alone leave no room for a context.
     """
-    model = read_fields(workload.fields)
+    model = model_of(workload.fields)
     assert model.moe is not None
     itemsize = 4 if model.dtype == "float32" else 2
     embeddings = model.vocab_size * model.hidden_size * itemsize
@@ -305,7 +253,7 @@ def fitting(workload: Workload, memory: DeviceMemory) -> Workload:
 
 def open_engine(workload: Workload, device: str, variant: Variant) -> GpuEngine:
     """Build the engine of one variant. Raises ConfigError if the machine cannot run it."""
-    model = read_fields(workload.fields)
+    model = model_of(workload.fields)
     config = node_config(model, workload, device, variant)
     runtime = open_runtime(config.node.device)
     # With two streams the experts of one half overlap with the attention of the other half.

@@ -11,7 +11,6 @@ and pingpong_rally.png, the Gantt chart. Run as `topspin bench pingpong`.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ from app.cli.trace.plot import draw_gantt, gantt_window
 from app.cli.trace.report import lanes_of
 from benchmarks import report
 from benchmarks.experiment import Experiment, Result, Table, number, table
-from benchmarks.pingpong_nodes import MAX_M, WARM_UP_STEPS, Node, Shape, serve
+from benchmarks.pingpong_nodes import MAX_M, WARM_UP_STEPS, Node, Shape
 from server.scheduler.micro_batching.cost import linked_cost_model
 from server.scheduler.micro_batching.cost_fit import CostFit, StepLoad
 from server.scheduler.micro_batching.split import (
@@ -233,24 +232,18 @@ def run(shape: Shape, *, num_steps: int, rounds: int, png: Path) -> dict[str, An
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("two cores are needed: each role has one of its own")
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, shape, cores[-1]), daemon=True)
-    process.start()
     os.sched_setaffinity(0, {cores[0]})
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     batches: list[dict[str, Any]] = []
     with torch.inference_mode():
-        node = Node(shape, ours)
+        node = Node(shape, expert_core=cores[-1])
         hops = measure_hops(node, 2 * num_steps)
         for ratio in RATIOS:
             rows += constant_rows(node, hops, ratio, num_steps=num_steps, rounds=rounds)
             batches.append(constant_batch(node, hops, ratio, num_steps=num_steps, rounds=rounds))
         cost = trace_cost(node, hops, num_steps=2 * num_steps, rounds=rounds, png=png)
         hops_after = measure_hops(node, 2 * num_steps)
-    ours.send(False)
-    process.join(30.0)
     os.sched_setaffinity(0, set(cores))
     return {
         "shape": shape._asdict(),

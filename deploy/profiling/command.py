@@ -27,11 +27,11 @@ from deploy.placement.devices import (
     save_profile,
 )
 from deploy.placement.shapes import ModelShape
+from deploy.profiling.rally import Load, RallyJob
 from deploy.profiling.reports import links_of, rallies_of, rates_from
 from deploy.profiling.resident import MeasuredRole, Resident
 from deploy.profiling.solo import Grid
-from deploy.profiling.steps import Load
-from deploy.profiling.worker import Job, RallyJob, Report
+from deploy.profiling.worker import ProfileJob, ProfileReport
 from models.description.config import load_model_config
 from models.sources.hub import resolve_model
 from topspin.cores import node_environment
@@ -68,13 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", help="the device's name (the processor's)")
     add("--price", type=float, default=0.0, help="per hour, in the cluster's unit")
     add("--quick", action="store_true", help="few points, for a first look")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write the file; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="topspin profile", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,9 +137,9 @@ def _measure_model(
     dtype: Dtype = args.dtype
     config = load_model_config(path)
     shape = ModelShape.from_config(config, dtype=dtype)
-    base = Job(str(path), dtype, UNQUANTISED, args.device, kernels, list(threads), grid)
+    base = ProfileJob(str(path), dtype, UNQUANTISED, args.device, kernels, list(threads), grid)
     tables: list[Table] = []
-    first: Report | None = None
+    first: ProfileReport | None = None
     for idx, weight_format in enumerate(formats):
         task = progress.add_task(f"{path.name} in {weight_format}", total=None)
         # How a rally differs from its sides is much the same in all formats.
@@ -195,7 +188,7 @@ def _measure_model(
     return profile
 
 
-def process_memory(job: Job, *, has_experts: bool) -> ProcessMemory:
+def process_memory(job: ProfileJob, *, has_experts: bool) -> ProcessMemory:
     """Return what nodes of each role take beside their data, by a process of each.
 
     Without routed experts there are no expert nodes, and the attention node's stands for both.
@@ -235,7 +228,9 @@ def rally_jobs(grid: Grid) -> list[RallyJob]:
     ]
 
 
-def run_worker(job: Job, on_visit: Callable[[int], None] = lambda count: None) -> Report:
+def run_worker(
+    job: ProfileJob, on_visit: Callable[[int], None] = lambda count: None
+) -> ProfileReport:
     """Do a job in a process of its own; raises ProfileError with its last words."""
     on_device, cores = job.device != CPU, len(os.sched_getaffinity(0))
     environment = {
@@ -269,12 +264,12 @@ def run_worker(job: Job, on_visit: Callable[[int], None] = lambda count: None) -
         return report
 
 
-def _read(lines: IO[bytes], on_visit: Callable[[int], None]) -> Report | None:
+def _read(lines: IO[bytes], on_visit: Callable[[int], None]) -> ProfileReport | None:
     for line in lines:
         if line.strip().isdigit():
             on_visit(int(line))
         else:
-            return msgspec.json.decode(line, type=Report)
+            return msgspec.json.decode(line, type=ProfileReport)
     return None
 
 

@@ -8,7 +8,6 @@ rally.py.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -29,29 +28,18 @@ def lower_quartile(samples: Sequence[float]) -> float:
     return float(np.quantile(samples, 0.25))
 
 
-def durations(ring: Ring, kinds: Iterable[Kind]) -> Durations:
-    """Return how long each event of these kinds took, and empty the ring.
+def add_durations(found: Durations, ring: Ring, kinds: Iterable[Kind]) -> None:
+    """Add to `found` how long each event of these kinds took, and empty the ring.
 
     The first layer is left out: the end of the step before is in its caches.
     """
-    found: Durations = defaultdict(list)
     wanted = {int(kind) for kind in kinds}
     before: Stamp | None = None
     for stamp in read_stamps(ring.dump()):
         if before is not None and stamp.kind in wanted and stamp.layer > 0:
-            found[stamp.kind].append((stamp.t_ns - before.t_ns) * 1e-9)
+            found.setdefault(stamp.kind, []).append((stamp.t_ns - before.t_ns) * 1e-9)
         before = stamp
     ring.words[0] = 0
-    return found
-
-
-def join(parts: Iterable[Durations]) -> Durations:
-    """Return the samples of several visits together."""
-    found: Durations = defaultdict(list)
-    for part in parts:
-        for kind, samples in part.items():
-            found[kind] += samples
-    return found
 
 
 def work_s(found: Durations) -> float:

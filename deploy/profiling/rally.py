@@ -10,38 +10,48 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
-from deploy.profiling.forks import fork
 from deploy.profiling.hops import (
     ATTENTION_WORK,
     CAPACITY,
     EXPERT_WORK,
     Durations,
-    durations,
-    join,
+    add_durations,
     lower_quartile,
     work_s,
 )
-from deploy.profiling.parts import Measured, config_of, table_of
+from deploy.profiling.slices import GROWTH, config_of
 from deploy.profiling.solo import Sides
-from deploy.profiling.steps import Load, plans, tickets
+from deploy.rig.forks import fork
+from deploy.rig.nets import ProcessPair
+from deploy.rig.steps import Batch
 from expert_nodes.worker import graphs_of, run_ticket
-from m2n_comm.net import wait_policy
-from m2n_comm.open import ExpertListener, connect_attention, listen_expert
-from m2n_comm.pairing.hello import Identity
-from m2n_comm.waits import Waits
-from topspin.cores import split_cores
-from topspin.messages import ExpertPeer, StepTicket, StepTimings
+from topspin.cores import Layout, split_cores
+from topspin.messages import StepPlan, StepTimings
 from topspin.trace import Ring
 
-TIMEOUT_S = 60.0
 # Steps of a visit that are not counted: inputs are new, and the caches another visit's.
 NUM_SETTLING = 2
+
+
+class Load(NamedTuple):
+    """The work of a visit's steps.
+
+    `rows` sequences whose new token attends to `context` keys, in `micro_batches`.
+    """
+
+    rows: int
+    context: int
+    micro_batches: int = 1
+
+    @property
+    def num_keys(self) -> int:
+        """Return the keys that the cache must have room for."""
+        return self.rows * (self.context + GROWTH + 1)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -62,23 +72,41 @@ class Sample(msgspec.Struct, frozen=True):
     touched: float = 0.0
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Visits in order; every load is visited once a round, after a round of warm-up."""
+class RallyStep(NamedTuple):
+    """A step of a visit to a load; the first ones of a visit are not counted."""
 
-    loads: Sequence[Load]
+    load: Load
+    plan: StepPlan
+    is_counted: bool
+
+
+class RallyJob(msgspec.Struct, frozen=True):
+    """A rally to measure: every load is visited once a round, for `steps` that count."""
+
+    transport: Literal["shm", "tcp"]
+    shares_cores: bool
+    loads: list[Load]
     rounds: int
     steps: int
 
-    def visits(self) -> list[tuple[Load, list[StepTicket]]]:
-        """Return each visit's load and tickets; the first round is for compiling and recording."""
-        found, first = [], 1
-        for _ in range(1 + self.rounds):
+    def plan(self, batch: Batch) -> list[RallyStep]:
+        """Return all steps; one more round is for compiling and recording."""
+        found = []
+        for turn in range(1 + self.rounds):
             for load in self.loads:
-                count = NUM_SETTLING + self.steps
-                found.append((load, tickets(load, first, count)))
-                first += count
+                batch.begin(load.rows, max(0, load.context - 1), growth=GROWTH)
+                for idx in range(NUM_SETTLING + self.steps):
+                    is_counted = turn > 0 and idx >= NUM_SETTLING
+                    found.append(RallyStep(load, batch.decode(load.micro_batches), is_counted))
         return found
+
+
+class RallyReport(msgspec.Struct, frozen=True):
+    """The samples of a RallyJob, one for each of its loads."""
+
+    transport: str
+    shares_cores: bool
+    samples: list[Sample]
 
 
 def cores_of(shares_cores: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -90,102 +118,82 @@ def cores_of(shares_cores: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return first, second
 
 
-def run_rally(
-    sides: Sides,
-    schedule: Schedule,
-    *,
-    shares_cores: bool,
-    transport: Literal["shm", "tcp"] = "shm",
-    threads: int | None = None,
-) -> list[Sample]:
-    """Measure the loads of a schedule; call in a process that has started no threads."""
-    measured = sides.measured._replace(
-        transport=transport,
-        layout="shared" if shares_cores else "split",
-    )
-    attention, experts = cores_of(shares_cores)
-    listener = listen_expert(transport)
+def run_rally(sides: Sides, job: RallyJob) -> RallyReport:
+    """Measure the loads of a rally; call in a process that has started no threads."""
+    attention, experts = cores_of(job.shares_cores)
+    rally = _Rally(sides, job)
 
     def settle(cores: Sequence[int]) -> None:
-        if not shares_cores:
+        if not job.shares_cores:
             os.sched_setaffinity(0, cores)
-        torch.set_num_threads(threads or len(cores))
+        torch.set_num_threads(len(cores))
 
     def serve() -> list[tuple[float, float]]:
         settle(experts)
-        return _serve(sides, measured, schedule, listener)
+        return rally.serve()
 
     def play() -> list[Sample]:
         settle(attention)
-        return _play(sides, measured, schedule, listener.address)
+        return rally.play()
 
     served = fork(serve, list[tuple[float, float]])
     played = fork(play, list[Sample])
-    listener.close()
-    found = played()
-    return [
+    rally.pair.close()
+    samples = [
         msgspec.structs.replace(sample, experts_s=experts_s, touched=touched)
-        for sample, (experts_s, touched) in zip(found, served(), strict=True)
+        for sample, (experts_s, touched) in zip(played(), served(), strict=True)
     ]
+    return RallyReport(job.transport, job.shares_cores, samples)
 
 
-@torch.inference_mode()
-def _serve(
-    sides: Sides, measured: Measured, schedule: Schedule, listener: ExpertListener
-) -> list[tuple[float, float]]:
-    """Serve all tickets; return, by load, a batch's seconds and how many experts it touched."""
-    config, experts = config_of(measured), sides.experts
-    assert experts is not None
-    experts.runtime.prepare_capture()
-    ring = experts.trace = Ring(CAPACITY)
-    graphs = graphs_of(config, experts)
-    counted: dict[Load, list[int]] = {load: [0, 0] for load in schedule.loads}
-    found: dict[Load, list[Durations]] = {load: [] for load in schedule.loads}
-    net = listener.accept(
-        Identity(role="expert", index=0, incarnation=2, shape=experts.net_shape(config)),
-        [1],
-        table_of(measured.model),
-        Waits(timeout_s=TIMEOUT_S, policy=wait_policy(config)),
-    )
-    with closing(net):
-        for idx, (load, stamped) in enumerate(schedule.visits()):
-            for step, ticket in enumerate(stamped):
-                run_ticket(net, experts, ticket, graphs=graphs)
-                taken = durations(ring, EXPERT_WORK)
-                if idx >= len(schedule.loads) and step >= NUM_SETTLING:
-                    found[load].append(taken)
-            for counts in experts.take_counts():
-                counted[load][0] += counts.activations
-                counted[load][1] += counts.batches
-    return [
-        (work_s(join(found[load])), counted[load][0] / max(1, counted[load][1]))
-        for load in schedule.loads
-    ]
+class _Rally:
+    """What both processes do."""
 
+    def __init__(self, sides: Sides, job: RallyJob) -> None:
+        self._sides, self._loads = sides, job.loads
+        layout: Layout = "shared" if job.shares_cores else "split"
+        self._config = config_of(sides.measured._replace(transport=job.transport, layout=layout))
+        self.pair = ProcessPair(sides.rig, self._config)
+        self._steps = job.plan(sides.rig.batch(range(sides.runner.num_blocks)))
 
-@torch.inference_mode()
-def _play(sides: Sides, measured: Measured, schedule: Schedule, address: str) -> list[Sample]:
-    config, runner = config_of(measured), sides.runner
-    runner.runtime.prepare_capture()
-    ring = runner.trace = Ring(CAPACITY)
-    net = connect_attention(
-        Identity(role="attention", index=0, incarnation=1, shape=runner.net_shape(config)),
-        [ExpertPeer(address=address, incarnation=2)],
-        table_of(measured.model),
-        Waits(timeout_s=TIMEOUT_S, policy=wait_policy(config)),
-    )
-    timings: dict[Load, list[StepTimings]] = {load: [] for load in schedule.loads}
-    found: dict[Load, list[Durations]] = {load: [] for load in schedule.loads}
-    with closing(net):
-        for idx, (load, stamped) in enumerate(schedule.visits()):
-            for step, plan in enumerate(plans(load, stamped, num_blocks=runner.num_blocks)):
+    @torch.inference_mode()
+    def serve(self) -> list[tuple[float, float]]:
+        """Serve all steps; return, by load, a batch's seconds and how many experts it touched."""
+        experts = self._sides.experts
+        assert experts is not None
+        experts.runtime.prepare_capture()
+        ring = experts.trace = Ring(CAPACITY)
+        graphs = graphs_of(self._config, experts)
+        counted: dict[Load, list[int]] = {load: [0, 0] for load in self._loads}
+        found: dict[Load, Durations] = {load: {} for load in self._loads}
+        with closing(self.pair.accept(experts)) as net:
+            for load, plan, is_counted in self._steps:
+                run_ticket(net, experts, plan.ticket, graphs=graphs)
+                add_durations(found[load] if is_counted else {}, ring, EXPERT_WORK)
+                for counts in experts.take_counts():
+                    counted[load][0] += counts.activations
+                    counted[load][1] += counts.batches
+        return [
+            (work_s(found[load]), counted[load][0] / max(1, counted[load][1]))
+            for load in self._loads
+        ]
+
+    @torch.inference_mode()
+    def play(self) -> list[Sample]:
+        """Play all steps; return a sample by load, without what the experts have measured."""
+        runner = self._sides.runner
+        runner.runtime.prepare_capture()
+        ring = runner.trace = Ring(CAPACITY)
+        timings: dict[Load, list[StepTimings]] = {load: [] for load in self._loads}
+        found: dict[Load, Durations] = {load: {} for load in self._loads}
+        with closing(self.pair.connect(runner)) as net:
+            for load, plan, is_counted in self._steps:
                 result = runner.execute(plan, net, index=0)
-                taken = durations(ring, ATTENTION_WORK)
-                if idx >= len(schedule.loads) and step >= NUM_SETTLING:
+                add_durations(found[load] if is_counted else {}, ring, ATTENTION_WORK)
+                if is_counted:
                     timings[load].append(result.timings)
-                    found[load].append(taken)
-    num_layers = measured.model.num_layers
-    return [_sample(load, timings[load], join(found[load]), num_layers) for load in schedule.loads]
+        num_layers = self._sides.measured.model.num_layers
+        return [_sample(load, timings[load], found[load], num_layers) for load in self._loads]
 
 
 def _sample(

@@ -12,8 +12,7 @@ from deploy.placement.cost import BatchRows, attention_layer_s, experts_layer_s,
 from deploy.placement.devices import DeviceProfile, LinkProfile, Rally, Rates, Table
 from deploy.placement.shapes import Kernels, ModelShape
 from deploy.profiling.hops import lower_quartile
-from deploy.profiling.rally import Sample
-from deploy.profiling.worker import RallyReport
+from deploy.profiling.rally import RallyReport, Sample
 from topspin.errors import EngineError
 from topspin.pipeline import HopTimes
 from topspin.plan.precision import UNQUANTISED, Format
@@ -68,7 +67,7 @@ def rates_from(
 
 def message_bytes(sample: Sample, shape: ModelShape) -> float:
     """Return the bytes of a micro-batch's message, the mean of both ways."""
-    rows = sample.load.num_rows / sample.load.micro_batches
+    rows = sample.load.rows / sample.load.micro_batches
     return rows * (shape.hidden_size * shape.itemsize + 4 * shape.top_k)
 
 

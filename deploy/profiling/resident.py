@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from attention_nodes.grammars.processes import Grammars
-from deploy.profiling.parts import Measured, config_of, make_experts, make_runner
+from deploy.profiling.slices import Measured, rig_of
 from deploy.profiling.solo import Attention
 from topspin.process import release_freed_memory
 
@@ -78,15 +78,13 @@ def resident(measured: Measured, role: MeasuredRole, path: Path) -> Resident:
         max_tokens=16,
         num_keys=64,
     )
-    config = config_of(small)
+    rig = rig_of(small)
+    rig.runtime.prepare_capture()
     if role == "expert":
-        experts = make_experts(small, config)
-        experts.runtime.prepare_capture()
-        experts.warm_up()
+        rig.experts().warm_up()
     else:
-        runner, decoder = make_runner(small, config)
-        runner.runtime.prepare_capture()
-        visited = Attention(runner, decoder, 3)
+        decoder = rig.decoder(small.num_blocks)
+        visited = Attention(rig, decoder, rig.runner(decoder), steps=3)
         visited.decode(1, 16)
         visited.prompt(16, 0)
         grammars = Grammars(path, vocab_size=tiny.vocab_size, eos_token_ids=tiny.eos_token_ids)

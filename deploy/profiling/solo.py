@@ -16,24 +16,18 @@ from typing import Final, NamedTuple
 
 import torch
 
+from attention_nodes.step.absent_experts import AbsentExperts
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.model_runner import ModelRunner
 from deploy.placement.devices import AXES, Operation, Table
 from deploy.placement.shapes import ModelShape
-from deploy.profiling.hops import CAPACITY, durations, lower_quartile
-from deploy.profiling.parts import (
-    ATTENTION_BYTES,
-    Measured,
-    NoExperts,
-    config_of,
-    make_decoder,
-    make_experts,
-    make_runner,
-)
-from deploy.profiling.steps import Load, plans, tickets
+from deploy.profiling.hops import CAPACITY, Durations, add_durations, lower_quartile
+from deploy.profiling.slices import ATTENTION_BYTES, GROWTH, Measured, rig_of
+from deploy.rig.nodes import Rig
 from kernels.runtime import Runtime
 from m2n_comm.net import ExpertBatch
 from models.description.config import LayerConfig
+from topspin.messages import StepPlan
 from topspin.plan.precision import Format, format_of, rules_of
 from topspin.trace import Kind, Ring
 
@@ -95,13 +89,32 @@ def interleaved(
     return {name: lower_quartile(samples) for name, samples in found.items()}
 
 
+class NoExperts(AbsentExperts):
+    """The net of a node that is measured alone: answers are whatever the buffer holds.
+
+    Nothing is done for them, so that a recorded step has attention's work only.
+    """
+
+    is_graph_safe = True
+
+    def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
+        return out
+
+
+def samples_of(ring: Ring, kind: Kind) -> list[float]:
+    """Return how long each event of a kind took, and empty the ring."""
+    found: Durations = {}
+    add_durations(found, ring, (kind,))
+    return found.get(kind, [])
+
+
 class Attention:
     """An attention node that is visited."""
 
-    def __init__(self, runner: ModelRunner, decoder: Decoder, steps: int) -> None:
+    def __init__(self, rig: Rig, decoder: Decoder, runner: ModelRunner, *, steps: int) -> None:
         self._runner, self._decoder = runner, decoder
         self._steps = steps
-        self._next = 1
+        self._batch = rig.batch(range(runner.num_blocks))
         self._net = NoExperts()
         # A GPU's work has no stamps: there a step's time counts.
         self._ring = None if runner.runtime.is_asynchronous else Ring(CAPACITY)
@@ -111,9 +124,9 @@ class Attention:
 
     def decode(self, rows: int, keys: int) -> list[float]:
         """Return samples of the seconds of a layer in which `rows` sequences decode."""
-        load = Load(rows=rows, context=max(1, keys // rows))
+        self._batch.begin(rows, max(1, keys // rows) - 1, growth=GROWTH)
         # The first step has new inputs.
-        fixed, samples = self._visit(load, 1 + self._steps)
+        fixed, samples = self._visit([self._batch.decode() for _ in range(1 + self._steps)])
         self.fixed.setdefault(rows, []).extend(fixed[1:])
         return samples
 
@@ -123,25 +136,23 @@ class Attention:
         # Such steps are not recorded, and too long for the caches to matter.
         decoder.layers = layers[:PROMPT_LAYERS]
         try:
-            return self._visit(Load(rows=1, context=start, chunk=chunk), 1)[1]
+            return self._visit(self._batch.prefill(chunk, start=start, most=chunk))[1]
         finally:
             decoder.layers = layers
 
-    def _visit(self, load: Load, count: int) -> tuple[list[float], list[float]]:
+    def _visit(self, plans: Sequence[StepPlan]) -> tuple[list[float], list[float]]:
         """Return the seconds of steps outside their layers, and samples of a layer's."""
-        stamped = tickets(load, self._next, count)
-        self._next += count
         fixed, samples = [], []
-        for plan in plans(load, stamped, num_blocks=self._runner.num_blocks):
+        for plan in plans:
             timings = self._runner.execute(plan, self._net, index=0).timings
             fixed.append(timings.total_s - timings.attention_s)
             samples.append(timings.attention_s / len(self._decoder.layers))
         if self._ring is not None:
-            samples = durations(self._ring, (Kind.ATTENTION,))[Kind.ATTENTION] or samples
+            samples = samples_of(self._ring, Kind.ATTENTION) or samples
         return fixed, samples
 
 
-class Layers:
+class TimedLayers:
     """An operation on all layers of a slice, recorded as nodes record it, and timed."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -163,7 +174,7 @@ class Layers:
         whole_s = (time.perf_counter() - started) / len(works)
         if self._ring is None:
             return [whole_s]
-        return durations(self._ring, (Kind.COMPUTED,))[Kind.COMPUTED] or [whole_s]
+        return samples_of(self._ring, Kind.COMPUTED) or [whole_s]
 
     def _run(self, works: Sequence[Callable[[], object]]) -> None:
         for layer, work in enumerate(works):
@@ -172,22 +183,22 @@ class Layers:
                 self._stamps.stamp(Kind.COMPUTED, layer)
 
 
-def expert_batches(measured: Measured, *, touched: int, pairs: int) -> list[ExpertBatch]:
+def expert_batches(rig: Rig, *, touched: int, pairs: int) -> list[ExpertBatch]:
     """Return for each layer a batch with `pairs` rows for each of `touched` experts.
 
     A row has up to top_k of them, all different; other layers have other experts.
     """
-    moe, device = measured.model.moe, torch.device(measured.device)
+    moe, device = rig.model.moe, rig.runtime.device
     assert moe is not None
     each = min(touched, moe.top_k)
     total = touched * pairs
     num_rows = -(-total // each)
     order = torch.arange(num_rows * each)
     slots = torch.where(order < total, order % touched, -1).view(num_rows, each)
-    rows = torch.randn(num_rows, measured.model.hidden_size).to(measured.torch_dtype).to(device)
+    rows = torch.randn(num_rows, rig.model.hidden_size).to(rig.dtype).to(device)
     stride = moe.num_experts // touched
     found = []
-    for layer in range(measured.model.num_layers):
+    for layer in range(rig.model.num_layers):
         padded = torch.full((num_rows, moe.top_k), -1, dtype=torch.int32)
         padded[:, :each] = torch.where(slots < 0, -1, (slots * stride + layer) % moe.num_experts)
         found.append(
@@ -212,10 +223,10 @@ class Sides:
 
     def __init__(self, measured: Measured, shape: ModelShape, mlp_widths: Sequence[int]) -> None:
         self.measured, self.shape = measured, shape
-        self.config = config_of(measured)
-        self.runner, self.decoder = make_runner(measured, self.config)
-        has_experts = measured.model.moe is not None
-        self.experts = make_experts(measured, self.config) if has_experts else None
+        self.rig = rig_of(measured)
+        self.decoder = self.rig.decoder(measured.num_blocks)
+        self.runner = self.rig.runner(self.decoder)
+        self.experts = None if measured.model.moe is None else self.rig.experts()
         self._mlps = {width: make_mlps(measured, width) for width in mlp_widths}
 
     def measure(self, grid: Grid, *, threads: int, done: Callable[[], None]) -> list[Table]:
@@ -227,9 +238,9 @@ class Sides:
         runtime = self.runner.runtime
         runtime.prepare_capture()
         if runtime.is_asynchronous:
-            self.runner.record_steps(NoExperts(), self.config, check=lambda: None)
+            self.runner.record_steps(NoExperts(), self.rig.config, check=lambda: None)
         first = grids[0]
-        attention = Attention(self.runner, self.decoder, first.steps)
+        attention = Attention(self.rig, self.decoder, self.runner, steps=first.steps)
         visits = [visit for grid in grids for visit in self._visits(grid, attention)]
         # The first visit of each compiles, allocates and records.
         for visit in visits:
@@ -249,7 +260,7 @@ class Sides:
         return (1 + grid.rounds) * visits
 
     def _visits(self, grid: Grid, attention: Attention) -> list[Visit]:
-        layers = Layers(self.runner.runtime)
+        layers = TimedLayers(self.runner.runtime)
         return [
             *(
                 Visit(("attention", rows, keys), partial(attention.decode, rows, keys))
@@ -265,7 +276,7 @@ class Sides:
             *self._mlp_visits(grid, layers),
         ]
 
-    def _expert_visits(self, grid: Grid, layers: Layers) -> list[Visit]:
+    def _expert_visits(self, grid: Grid, layers: TimedLayers) -> list[Visit]:
         experts, moe = self.experts, self.measured.model.moe
         if experts is None or moe is None:
             return []
@@ -273,18 +284,18 @@ class Sides:
         visits = []
         for touched in sorted({min(each, moe.num_experts) for each in grid.touched}):
             for pairs in grid.pairs:
-                batches = expert_batches(self.measured, touched=touched, pairs=pairs)
+                batches = expert_batches(self.rig, touched=touched, pairs=pairs)
                 name = ("experts", touched, pairs)
                 works = [partial(experts.compute, batch) for batch in batches]
                 visits.append(Visit(name, partial(layers.time, name, works)))
         return visits
 
-    def _mlp_visits(self, grid: Grid, layers: Layers) -> list[Visit]:
+    def _mlp_visits(self, grid: Grid, layers: TimedLayers) -> list[Visit]:
         visits = []
         for width, decoder in self._mlps.items():
             for count in grid.rows:
-                like = torch.randn(count, self.measured.model.hidden_size)
-                rows = like.to(self.measured.torch_dtype).to(self.measured.device)
+                like = torch.randn(count, self.rig.model.hidden_size)
+                rows = like.to(self.rig.dtype).to(self.rig.runtime.device)
                 name = (f"mlp {width}", count, 0)
                 works = [partial(decoder.local_mlp, each, rows) for each in decoder.layers]
                 visits.append(Visit(name, partial(layers.time, name, works)))
@@ -339,5 +350,4 @@ def make_mlps(measured: Measured, width: int) -> Decoder:
         mlp_bias=False,
         layers=(LayerConfig(),) * min(count, 4 * measured.model.num_layers),
     )
-    changed = measured._replace(model=model)
-    return make_decoder(changed, config_of(changed).precision)
+    return rig_of(measured._replace(model=model)).decoder(1)

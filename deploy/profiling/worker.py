@@ -1,8 +1,8 @@
 """The process that measures one model in one format: `python -m deploy.profiling.worker`.
 
-Owns the order of its measurements and the wire to command.py: a Job on stdin; on stdout the number
-of visits, a line for each, and a Report as JSON. Each measurement is a fork of this process, which
-made the weights and starts no threads.
+Owns the order of its measurements and the wire to command.py: a job on stdin; on stdout the number
+of visits, a line for each, and the report as JSON. Each measurement is a fork of this process,
+which made the weights and starts no threads.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
 
 from deploy.placement.devices import Table
 from deploy.placement.shapes import ModelShape
-from deploy.profiling.forks import fork
-from deploy.profiling.parts import CPU_DEVICE, Measured, slice_of
-from deploy.profiling.rally import Sample, Schedule, run_rally
+from deploy.profiling.rally import RallyJob, RallyReport, run_rally
 from deploy.profiling.resident import MeasuredRole, Resident, resident
+from deploy.profiling.slices import CPU_DEVICE, Measured, slice_of
 from deploy.profiling.solo import Grid, Sides
-from deploy.profiling.steps import Load
+from deploy.rig.forks import fork
 from models.description.config import load_model_config
 from topspin.logs import start_logging
 from topspin.plan.precision import Format
@@ -34,17 +32,7 @@ Tick = Callable[[int], None]
 Done = Callable[[], None]
 
 
-class RallyJob(msgspec.Struct, frozen=True):
-    """A rally to measure."""
-
-    transport: Literal["shm", "tcp"]
-    shares_cores: bool
-    loads: list[Load]
-    rounds: int
-    steps: int
-
-
-class Job(msgspec.Struct, frozen=True):
+class ProfileJob(msgspec.Struct, frozen=True):
     """What to measure. `resident`: only what a node of this role takes beside its data."""
 
     path: str
@@ -58,15 +46,7 @@ class Job(msgspec.Struct, frozen=True):
     resident: MeasuredRole | None = None
 
 
-class RallyReport(msgspec.Struct, frozen=True):
-    """The samples of a RallyJob."""
-
-    transport: str
-    shares_cores: bool
-    samples: list[Sample]
-
-
-class Report(msgspec.Struct, frozen=True):
+class ProfileReport(msgspec.Struct, frozen=True):
     """What was measured."""
 
     tables: list[Table] = []
@@ -74,7 +54,7 @@ class Report(msgspec.Struct, frozen=True):
     resident: Resident | None = None
 
 
-def measure(job: Job, tick: Tick) -> Report:
+def measure(job: ProfileJob, tick: Tick) -> ProfileReport:
     """Do a job; `tick` is called with the number of visits, and then at each."""
     model = load_model_config(Path(job.path))
     shape = ModelShape.from_config(model, dtype=job.dtype)
@@ -91,7 +71,7 @@ def measure(job: Job, tick: Tick) -> Report:
         ),
     )
     if job.resident is not None:
-        return Report(resident=resident(measured, job.resident, Path(job.path)))
+        return ProfileReport(resident=resident(measured, job.resident, Path(job.path)))
     widths = sorted({shape.mlp_width(layer) for layer in range(shape.num_layers)} - {0})
     sides = Sides(measured, shape, widths)
     tick(len(job.threads) * sides.num_visits(job.grid))
@@ -100,20 +80,7 @@ def measure(job: Job, tick: Tick) -> Report:
         work = partial(_tables, sides, job.grid, threads, lambda: tick(0))
         # A GPU's runtime does not survive a fork.
         tables += work() if job.device != CPU_DEVICE else fork(work, list[Table])()
-    rallies = [
-        RallyReport(
-            each.transport,
-            each.shares_cores,
-            run_rally(
-                sides,
-                Schedule(each.loads, each.rounds, each.steps),
-                shares_cores=each.shares_cores,
-                transport=each.transport,
-            ),
-        )
-        for each in job.rallies
-    ]
-    return Report(tables, rallies)
+    return ProfileReport(tables, [run_rally(sides, each) for each in job.rallies])
 
 
 @torch.inference_mode()
@@ -131,7 +98,7 @@ def main() -> int:
     follow_parent()
     start_logging("profile")
     torch.set_num_threads(1)
-    job = msgspec.json.decode(sys.stdin.readline(), type=Job)
+    job = msgspec.json.decode(sys.stdin.readline(), type=ProfileJob)
     with torch.inference_mode():
         report = measure(job, _tick)
     print(msgspec.json.encode(report).decode(), flush=True)

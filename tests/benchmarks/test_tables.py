@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.cli.main import BENCHMARKS
+from app.cli.bench import BENCHMARKS
 from benchmarks import report, tables
 from benchmarks.experiment import (
     Experiment,

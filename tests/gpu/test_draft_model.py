@@ -12,9 +12,9 @@ import torch
 from attention_nodes.local_experts import LocalExperts
 from attention_nodes.step import kv_cache
 from attention_nodes.step.decoder import Decoder
-from benchmarks.gpu.engine import read_fields
-from benchmarks.gpu.weights import RandomWeights
 from benchmarks.gpu.workload import TINY
+from deploy.rig.nodes import model_of
+from deploy.rig.random_weights import RandomWeights
 from draft_nodes.kv_layout import KvLayout
 from draft_nodes.model import DraftModel
 from kernels.dispatch import select_ops
@@ -33,7 +33,7 @@ PASSES = (
 
 
 def make(kernels: str, device: torch.device) -> DraftModel:
-    model = read_fields(TINY)
+    model = model_of(TINY)
     runtime = open_runtime(str(device), kernels)
     ops = select_ops(kernels, torch.float32, frozenset(), str(device))
     cache = kv_cache.of_blocks(

@@ -1,35 +1,54 @@
 """`topspin trace`: fetch the stamps of a running server, write them, and report.
 
-Owns the HTTP call, the files and the text. The numbers are trace_report's, the forms
-trace_export's and trace_plot's. Called by app.cli.
+Owns the flags, the HTTP call, the files and the text. The numbers are report.py's, the forms
+export.py's and plot.py's. Loaded by app.cli.main.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import msgspec
 
-from app.cli.flags import key_header
+from app.cli.flags import add_url, key_header
 from app.cli.trace.accounts import accounts_of, explained
 from app.cli.trace.drafts import drafting_of
 from app.cli.trace.export import chrome_trace
 from app.cli.trace.plot import draw_gantt, gantt_window
-from app.cli.trace.report import Lane, Report, lanes_of, make_report
+from app.cli.trace.report import Lane, TraceReport, lanes_of, make_report
 from topspin.errors import ConfigError, EngineUnavailable
 from topspin.messages import Trace
 
 TIMEOUT_S = 15.0
 
 
-def trace(*, url: str, seconds: float, output: Path, png: Path | None) -> int:
-    """Write the last `seconds` of the server at `url` and print the report; returns 0.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_url(parser)
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, metavar="S", help="how far back (%(default)s)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="Chrome/Perfetto JSON to write (%(default)s)",
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the Gantt chart")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Write what the server's nodes did lately and print the report; returns 0.
 
     Raises ConfigError for an answer that cannot be used, EngineUnavailable without one.
     """
-    found = fetch(url, seconds)
+    url, output, png = parsed.url, parsed.output, parsed.png
+    found = fetch(url, parsed.seconds)
     lanes = lanes_of(found)
     output.write_bytes(msgspec.json.encode(chrome_trace(lanes)))
     print(f"written: {output} (open it in https://ui.perfetto.dev)")
@@ -67,7 +86,7 @@ def fetch(url: str, seconds: float) -> Trace:
     raise ConfigError(f"{url}/trace: {answer.status_code}: {answer.text[:200]}")
 
 
-def describe(report: Report | None, lanes: Sequence[Lane]) -> str:
+def describe(report: TraceReport | None, lanes: Sequence[Lane]) -> str:
     """Return the report as text."""
     if report is None:
         return "no whole step was recorded: was the engine idle, or started without trace.enabled?"
@@ -98,7 +117,7 @@ def describe(report: Report | None, lanes: Sequence[Lane]) -> str:
     return "\n".join(lines)
 
 
-def _accounts(report: Report, lanes: Sequence[Lane]) -> list[str]:
+def _accounts(report: TraceReport, lanes: Sequence[Lane]) -> list[str]:
     """Return lines per attention node: where its time goes between two results."""
     experts = [lane for lane in lanes if lane.role == "expert"]
     lines = []
@@ -117,7 +136,7 @@ def _accounts(report: Report, lanes: Sequence[Lane]) -> list[str]:
     return lines
 
 
-def _straggler(report: Report) -> str:
+def _straggler(report: TraceReport) -> str:
     if not report.what_if:
         return "slowest peer: no role has several nodes to compare"
     worst = report.what_if[0]

@@ -16,7 +16,7 @@ from app.cli.trace.report import Lane
 from topspin.trace import Kind
 
 
-class Drafting(NamedTuple):
+class DraftPasses(NamedTuple):
     """A draft node's passes: their number, their median time, and the share that overlaps."""
 
     name: str
@@ -25,7 +25,7 @@ class Drafting(NamedTuple):
     overlap: float
 
 
-def drafting_of(lanes: Sequence[Lane]) -> list[Drafting]:
+def drafting_of(lanes: Sequence[Lane]) -> list[DraftPasses]:
     """Return a line per draft node that has made a pass."""
     steps = _steps(lanes)
     found = []
@@ -35,7 +35,7 @@ def drafting_of(lanes: Sequence[Lane]) -> list[Drafting]:
             times_ns = [end - begin for begin, end in passes]
             together_ns = sum(_shared_ns(begin, end, steps) for begin, end in passes)
             share = together_ns / sum(times_ns) if sum(times_ns) else 0.0
-            found.append(Drafting(lane.name, len(passes), median(times_ns) * 1e-9, share))
+            found.append(DraftPasses(lane.name, len(passes), median(times_ns) * 1e-9, share))
     return found
 
 

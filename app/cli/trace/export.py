@@ -2,15 +2,15 @@
 
 Owns the form: one process per node, one thread per micro-batch, a slice per span named by its
 activity, an arrow per frame, and waits as slices of a separate thread. Times are microseconds on
-the scheduler's clock. Called by trace_command.py.
+the scheduler's clock. Called by command.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from app.cli.trace.report import Lane
+from app.cli.trace.report import Lane, frames_of
 from topspin.trace import WAITS, WHOLE_STEPS, Kind
 
 _WAIT_THREAD = 100
@@ -60,35 +60,11 @@ def _meta(pid: int, tid: int, name: str, value: str) -> Event:
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}
 
 
-def _arrows(lanes: Sequence[Lane]) -> list[Event]:
-    """Return a flow event pair for every frame that was recorded at both ends."""
-    sent: dict[tuple[str, int, int, int, int], tuple[int, int, int]] = {}
-    for pid, lane in enumerate(lanes):
-        for span in lane.spans:
-            if span.kind in (Kind.DISPATCHED, Kind.REPLIED):
-                key = (lane.role, lane.index, span.step, span.layer, span.micro_batch)
-                sent[key] = (pid, span.micro_batch, span.end_ns)
-    events: list[Event] = []
-    for pid, lane in enumerate(lanes):
-        other = "expert" if lane.role == "attention" else "attention"
-        for span in lane.spans:
-            if span.kind not in (Kind.ARRIVED, Kind.GATHERED):
-                continue
-            start = sent.get((other, span.peer, span.step, span.layer, span.micro_batch))
-            if start is None:
-                continue
-            flow = {"name": "frame", "cat": "frame", "id": len(events)}
-            events.append(
-                {**flow, "ph": "s", "pid": start[0], "tid": start[1], "ts": start[2] / 1e3}
-            )
-            events.append(
-                {
-                    **flow,
-                    "ph": "f",
-                    "bp": "e",
-                    "pid": pid,
-                    "tid": _WAIT_THREAD,
-                    "ts": span.end_ns / 1e3,
-                }
-            )
-    return events
+def _arrows(lanes: Sequence[Lane]) -> Iterator[Event]:
+    """Yield a pair of flow events for every frame that was recorded at both ends."""
+    for idx, (sender, sent, reader, read) in enumerate(frames_of(lanes)):
+        flow = {"name": "frame", "cat": "frame", "id": idx}
+        start = {"pid": sender, "tid": sent.micro_batch, "ts": sent.end_ns / 1e3}
+        end = {"pid": reader, "tid": _WAIT_THREAD, "ts": read.end_ns / 1e3}
+        yield {**flow, "ph": "s", **start}
+        yield {**flow, "ph": "f", "bp": "e", **end}

@@ -1,7 +1,7 @@
 """The Gantt chart of the rally: one lane per node, one colour per micro-batch.
 
 Owns the picture and nothing else; needs matplotlib (the extra `plots`), which is imported
-only when a picture is drawn. Called by trace_command.py and by benchmarks.
+only when a picture is drawn. Called by command.py and by benchmarks.
 """
 
 from __future__ import annotations

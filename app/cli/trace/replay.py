@@ -1,7 +1,7 @@
 """Replays steps as a dependency graph: how long they would take if a node were faster.
 
 Owns the pipeline's exact recurrence and the what-if analysis of nodes. Pure: maps durations to
-times, in any one unit. Called by trace_report.py; the scheduler's model of equal micro-batches is
+times, in any one unit. Called by report.py; the scheduler's model of equal micro-batches is
 tested against it.
 
 Order, as m2n_comm.net prescribes it: every node serves (layer, micro-batch) in turn; an
@@ -65,30 +65,27 @@ def what_if(graphs: Sequence[StepGraph], link: float) -> list[WhatIf]:
         return []
     found = []
     for is_attention in (True, False):
-        names = {name for graph in graphs for name in _side(graph, is_attention)}
-        for name in sorted(names):
-            if any(len(_side(graph, is_attention)) > 1 for graph in graphs):
-                changed = sum(_replay_without(graph, name, is_attention, link) for graph in graphs)
-                found.append(WhatIf(name, 1.0 - changed / total))
+        sides = [graph.attention if is_attention else graph.experts for graph in graphs]
+        if max(map(len, sides)) == 1:
+            continue
+        for name in sorted({name for side in sides for name in side}):
+            changed = 0.0
+            for graph, side in zip(graphs, sides, strict=True):
+                averaged = _averaged(side, name)
+                attention = averaged if is_attention else graph.attention
+                experts = graph.experts if is_attention else averaged
+                changed += replay(attention, experts, link)
+            found.append(WhatIf(name, 1.0 - changed / total))
     return sorted(found, key=lambda each: -each.gain)
 
 
-def _side(graph: StepGraph, is_attention: bool) -> Durations:
-    return graph.attention if is_attention else graph.experts
-
-
-def _replay_without(graph: StepGraph, name: str, is_attention: bool, link: float) -> float:
-    """Replay one step with `name` made average."""
-    side = dict(_side(graph, is_attention))
+def _averaged(side: Durations, name: str) -> Durations:
+    """Return one side of a step with `name` made average."""
     others = [grid for other, grid in side.items() if other != name]
-    if name in side and others:
-        side[name] = [
-            [
-                min(own, fmean(grid[layer][micro_batch] for grid in others))
-                for micro_batch, own in enumerate(row)
-            ]
-            for layer, row in enumerate(side[name])
-        ]
-    if is_attention:
-        return replay(side, graph.experts, link)
-    return replay(graph.attention, side, link)
+    if name not in side or not others:
+        return side
+    average = [
+        [min(own, fmean(grid[layer][idx] for grid in others)) for idx, own in enumerate(row)]
+        for layer, row in enumerate(side[name])
+    ]
+    return {**side, name: average}

@@ -1,8 +1,8 @@
 """The report on a trace: spans, the times of the pipeline's model, bubbles and the straggler.
 
 Owns the reading of stamps (topspin.trace) as a timeline on one clock and pure arithmetic
-over it. Knows no server, no file and no picture (trace_export.py and trace_plot.py draw).
-Called by trace_command.py and by benchmarks.
+over it. Knows no server, no file and no picture (export.py and plot.py draw).
+Called by command.py and by benchmarks.
 
 T_a: an attention node's work per MoE layer and micro-batch, T_e: an expert node's, T_c: one way
 over the link; each is a median. A bubble is the share of a role's time, within steps, spent
@@ -170,34 +170,47 @@ def busy_of(lane: Lane, steps: Iterable[int]) -> Busy:
     return Busy(lane.name, lane.role, busy_ns, wait_ns)
 
 
-def link_ns(lanes: Sequence[Lane]) -> float | None:
-    """Return the median one-way time of frames that never waited on either side; None if none.
+class Frame(NamedTuple):
+    """A frame that was recorded at both ends: each end's lane, and its last span.
 
-    A frame's way is from DISPATCHED to GATHERED, or from REPLIED to ARRIVED, if the reader
-    was waiting for it already.
+    The sender's is DISPATCHED or REPLIED, the reader's GATHERED or ARRIVED.
     """
-    sent: dict[tuple[str, int, int, int, int], int] = {}
-    for lane in lanes:
-        sending = Kind.DISPATCHED if lane.role == "attention" else Kind.REPLIED
-        for span in lane.spans:
-            if span.kind == sending:
-                key = (lane.role, lane.index, span.step, span.layer, span.micro_batch)
-                sent[key] = span.end_ns
-    ways = []
-    for lane in lanes:
-        receiving = Kind.ARRIVED if lane.role == "attention" else Kind.GATHERED
+
+    sender: int
+    sent: Span
+    reader: int
+    read: Span
+
+
+def frames_of(lanes: Sequence[Lane]) -> Iterator[Frame]:
+    """Yield all frames, in the order in which each lane has read them."""
+    sent = {
+        (lane.role, lane.index, span.step, span.layer, span.micro_batch): (idx, span)
+        for idx, lane in enumerate(lanes)
+        for span in lane.spans
+        if span.kind in (Kind.DISPATCHED, Kind.REPLIED)
+    }
+    for idx, lane in enumerate(lanes):
         other = "expert" if lane.role == "attention" else "attention"
         for span in lane.spans:
-            if span.kind == receiving:
+            if span.kind in (Kind.ARRIVED, Kind.GATHERED):
                 key = (other, span.peer, span.step, span.layer, span.micro_batch)
-                left_ns = sent.get(key)
-                if left_ns is not None and span.start_ns <= left_ns < span.end_ns:
-                    ways.append(span.end_ns - left_ns)
+                if key in sent:
+                    yield Frame(*sent[key], idx, span)
+
+
+def link_ns(lanes: Sequence[Lane]) -> float | None:
+    """Return the median one-way time of frames that a reader waited for; None if there are none."""
+    ways = [
+        frame.read.end_ns - frame.sent.end_ns
+        for frame in frames_of(lanes)
+        if frame.read.start_ns <= frame.sent.end_ns < frame.read.end_ns
+    ]
     return median(ways) if ways else None
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TraceReport:
     """A trace in numbers. Times are medians in seconds; None if the trace lacks the data.
 
     `replay_error`: the replayed graph's mean step time against the recorded one, as a share.
@@ -255,7 +268,7 @@ class _Shape(NamedTuple):
     steps: list[int]
 
 
-def make_report(lanes: Sequence[Lane]) -> Report | None:
+def make_report(lanes: Sequence[Lane]) -> TraceReport | None:
     """Return the numbers of the steps whose stamps are complete, or None if there are none.
 
     Only steps of the most common shape (layers, micro-batches) count.
@@ -280,7 +293,7 @@ def make_report(lanes: Sequence[Lane]) -> Report | None:
     if graphs:
         replayed = fmean(replay(g.attention, g.experts, delay_ns or 0.0) for g in graphs)
         error = replayed / fmean(step_ns) - 1.0
-    return Report(
+    return TraceReport(
         steps=chosen,
         num_micro_batches=shape.num_micro_batches,
         num_layers=len(shape.layers),

@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.cli.chat import ChatClient, ChatError, ChatTurn, Conversation
-from app.cli.chat_settings import SETTINGS
+from app.cli.chat import SETTINGS, ChatClient, ChatError, ChatTurn, Conversation, Screen
 from tests.app.launch.roles import ROOT
 
 URL = "http://127.0.0.1:9"
@@ -45,7 +44,7 @@ def ask(chat: ChatClient, **settings: float) -> list[str]:
         return list(chat.stream("m", [ChatTurn("user", "hi")], settings))
 
 
-class ScriptedScreen:
+class ScriptedScreen(Screen):
     """Reads the given messages; keeps the answers and notices it is given."""
 
     def __init__(self, *messages: str, ends_on_error: bool = True) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 from topspin.plan.spec import load_serve_config
 from topspin.process import follow_parent
@@ -28,7 +29,12 @@ def on_terminate(action: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def wait() -> None:
+def pause() -> NoReturn:
+    while True:
+        signal.pause()
+
+
+def wait() -> NoReturn:
     """Report the pid, and SIGTERM when it comes; end with status 0."""
 
     def leave() -> None:
@@ -37,8 +43,7 @@ def wait() -> None:
 
     on_terminate(leave)
     say(f"pid {os.getpid()}")
-    while True:
-        signal.pause()
+    pause()
 
 
 def crash() -> None:
@@ -79,8 +84,7 @@ def stubborn() -> None:
     """Ignore SIGTERM."""
     on_terminate(lambda: say("ignored"))
     say("up")
-    while True:
-        signal.pause()
+    pause()
 
 
 def signal_parent(*numbers: str) -> None:
@@ -94,8 +98,7 @@ def signal_parent(*numbers: str) -> None:
 
     on_terminate(send_next)
     send_next()
-    while True:
-        signal.pause()
+    pause()
 
 
 def leave_a_grandchild() -> None:
@@ -174,28 +177,6 @@ def rubbish_port(port_fd: str) -> None:
     wait()
 
 
-BEHAVIOURS: dict[str, Callable[..., None]] = {
-    behaviour.__name__: behaviour
-    for behaviour in (
-        wait,
-        crash,
-        refuse_configuration,
-        raw_output,
-        die_by_signal,
-        speak_and_freeze,
-        stubborn,
-        signal_parent,
-        leave_a_grandchild,
-        outlive,
-        follow,
-        hold,
-        die_on_request,
-        inherited,
-        gateway,
-        rubbish_port,
-    )
-}
-
 if __name__ == "__main__":
     follow_parent()
-    BEHAVIOURS[sys.argv[1]](*sys.argv[2:])
+    vars()[sys.argv[1]](*sys.argv[2:])

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from app.cli.serve import plan_of
 from app.launch import calibrate
-from app.launch.calibrate import CalibrationError, Candidate, choose_layout, measure_all
+from app.launch.calibrate import CalibrationError, LayoutCandidate, choose_layout, measure_all
 from app.launch.display import CompiledKernels
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
@@ -66,7 +65,7 @@ class Chooser:
             cache=self._cache / "layouts.json",
         )
 
-    def _measure(self, candidates: Sequence[Candidate]) -> list[float]:
+    def _measure(self, candidates: Sequence[LayoutCandidate]) -> list[float]:
         self.tried += [each.choice for each in candidates]
         return [self._times.get(each.choice, 9.0) for each in candidates]
 
@@ -166,7 +165,7 @@ def test_a_trial_that_fails_leaves_the_default_and_is_not_remembered(
 ) -> None:
     chooser = Chooser(checkpoint, tmp_path, {})
 
-    def fail(candidates: Sequence[Candidate]) -> list[float]:
+    def fail(candidates: Sequence[LayoutCandidate]) -> list[float]:
         raise CalibrationError("it broke")
 
     chooser._measure = fail  # type: ignore[method-assign]
@@ -177,7 +176,7 @@ def test_a_trial_that_fails_leaves_the_default_and_is_not_remembered(
 
 def candidates(
     path: Path, *choices: LayoutChoice, model_len: int | None = None, num_seqs: int | None = None
-) -> list[Candidate]:
+) -> list[LayoutCandidate]:
     asked = {"max_model_len": model_len, "max_num_seqs": num_seqs}
     cores = sorted(os.sched_getaffinity(0))
     return [
@@ -195,13 +194,13 @@ def test_real_candidates_are_timed(checkpoint: Path) -> None:
         assert 0 < step_s < 10
 
 
-@pytest.mark.usefixtures("patience")
-def test_a_candidate_that_cannot_run_says_why(checkpoint: Path) -> None:
-    [candidate] = candidates(checkpoint, ALONE)
-    nowhere = msgspec.structs.replace(candidate.config.model, path="/nowhere")
-    config = msgspec.structs.replace(candidate.config, model=nowhere)
-    with pytest.raises(CalibrationError, match="/nowhere"):
-        measure_all([msgspec.structs.replace(candidate, config=config)])
+def test_a_candidate_that_cannot_run_says_why(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = (sys.executable, "-c", "raise SystemExit('there is no /nowhere')")
+    monkeypatch.setattr(calibrate, "module_argv", lambda name: trial)
+    with pytest.raises(CalibrationError, match="there is no /nowhere"):
+        measure_all(candidates(checkpoint, ALONE))
 
 
 def test_a_compiled_kernel_renews_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.launch.display import CompiledKernels, PlainDisplay, open_display
+from app.launch.display import CompiledKernels, Display, open_display
 from tests.app.launch.roles import ROOT
 from topspin.logs import FORMAT_VARIABLE, json_line
 
@@ -32,7 +32,7 @@ display.line("after")
 
 def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     display = open_display()
-    assert isinstance(display, PlainDisplay)
+    assert type(display) is Display
     display.progress("waiting", 0.5)
     display.progress("waiting", 0.6)
     display.line("expert 0 | loads")
@@ -87,8 +87,8 @@ def test_on_a_terminal_the_state_is_redrawn_in_place() -> None:
 
 def test_a_reader_that_has_gone_ends_nothing(tmp_path: Path) -> None:
     code = (
-        "from app.launch.display import PlainDisplay\n"
-        "display = PlainDisplay()\n"
+        "from app.launch.display import Display\n"
+        "display = Display()\n"
         "for number in range(3): display.announce(str(number))\n"
         f"open({str(tmp_path / 'done')!r}, 'w').close()"
     )
@@ -105,7 +105,7 @@ def test_a_reader_that_has_gone_ends_nothing(tmp_path: Path) -> None:
 def test_compiled_kernels_are_counted_while_the_engine_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    kernels = CompiledKernels(PlainDisplay())
+    kernels = CompiledKernels(Display().line)
     line = "attention 0 | 10:00:00 INFO compiled kernel attend for this processor (4.6 s)"
     assert kernels.state("starting") == "starting"
     kernels.line(line)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from app.cli.main import main
 from app.launch.commands import inherited_config
 from app.launch.role import (
     find_node,
     gateway_command,
     index_of,
     one_node_command,
-    peer_groups,
     scheduler_command,
 )
 from tests.checkpoints import make_checkpoint
@@ -64,19 +62,14 @@ def test_an_expert_node_listens_where_others_reach_it(monkeypatch: pytest.Monkey
 
 def test_an_attention_node_only_connects() -> None:
     whole = spread("nixl", trusted=True)
+    # Groups follow the keys of the plan.
+    nodes = [changed(node, {"key": f"{node.role}s"}) for node in whole.nodes]
+    whole = changed(whole, {"nodes": tuple(nodes)})
     command = one_node_command(whole, find_node(whole, "attention", 0), keys=KEYS, advertise=None)
     found = flags(command.argv)
     assert "--host" not in found
-    assert found["--peers"] == "expert"
+    assert (found["--group"], found["--peers"]) == ("attentions", "experts")
     assert "--trusted-network" in found
-
-
-def test_groups_of_peers_follow_the_keys_of_the_plan() -> None:
-    whole = spread()
-    nodes = [changed(node, {"key": f"{node.role}s"}) for node in whole.nodes]
-    whole = changed(whole, {"nodes": tuple(nodes)})
-    assert peer_groups(whole, find_node(whole, "attention", 0)) == ("experts",)
-    assert peer_groups(whole, find_node(whole, "expert", 0)) == ("attentions",)
 
 
 def test_a_draft_node_lets_attention_nodes_in() -> None:
@@ -168,31 +161,27 @@ def test_nodes_and_hosts_that_do_not_exist_are_named() -> None:
         one_node_command(whole, whole.nodes[-1], keys=KEYS, advertise=None)
 
 
-@pytest.mark.parametrize("role", ["scheduler", "gateway", "node"])
-def test_commands_name_what_is_wrong_with_a_plan(role: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["scheduler", "gateway", "node expert --index 0"])
+def test_commands_name_what_is_wrong_with_a_plan(
+    role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "plan.yaml").write_text("version: 1\n")
-    which = ("expert", "--index", "0") if role == "node" else ()
-    command = [sys.executable, "-m", "topspin", role, *which, "--plan", str(tmp_path / "plan.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert "plan.yaml: Object missing required field" in ended.stderr
+    assert main([*role.split(), "--plan", str(tmp_path / "plan.yaml")]) == 2
+    assert "plan.yaml: Object missing required field" in capsys.readouterr().err
 
 
-def test_serve_leaves_several_hosts_to_the_other_commands(tiny_plan: Path) -> None:
-    command = [sys.executable, "-m", "topspin", "serve", "--plan", str(tiny_plan)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert (
-        "start each with `topspin scheduler`, `topspin gateway` and `topspin node`" in ended.stderr
-    )
-
-
-@pytest.fixture
-def tiny_plan(tmp_path: Path) -> Path:
-    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
+def test_serve_leaves_several_hosts_to_the_other_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = spread()
-    planned = msgspec.structs.replace(
-        whole.model, path=str(model), dtype="float32", max_model_len=128, hf_overrides=None
+    model = msgspec.structs.replace(
+        whole.model,
+        path=str(make_checkpoint(tmp_path / "model", "qwen3_moe")),
+        dtype="float32",
+        max_model_len=128,
+        hf_overrides=None,
     )
-    (tmp_path / "plan.yaml").write_text(print_plan(changed(whole, {"model": planned})))
-    return tmp_path / "plan.yaml"
+    (tmp_path / "plan.yaml").write_text(print_plan(changed(whole, {"model": model})))
+    assert main(["serve", "--plan", str(tmp_path / "plan.yaml")]) == 2
+    told = "start each with `topspin scheduler`, `topspin gateway` and `topspin node`"
+    assert told in capsys.readouterr().err

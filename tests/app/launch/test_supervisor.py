@@ -5,47 +5,63 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from app.launch import supervisor as supervision
-from app.launch.supervisor import (
-    NUM_TAIL_LINES,
-    Part,
-    RoleCommand,
-    RoleExit,
-    StopGraces,
-    Supervisor,
-)
+from app.launch.supervisor import NUM_TAIL_LINES, Part, RoleCommand, StopGraces, Supervisor
 from tests.app.launch.roles import dummy, wait_until_gone
 from topspin.errors import EngineError
 
 STEP_TIMEOUT_S = 20.0
 
 
-def run_until_an_exit(supervisor: Supervisor, commands: Iterable[RoleCommand]) -> None:
-    for command in commands:
-        supervisor.start(command)
-    step_until_ending(supervisor)
+class Watched(Supervisor):
+    """A supervisor that keeps the lines of its roles."""
+
+    def __init__(self, **graces: float) -> None:
+        self.lines: list[str] = []
+        super().__init__(emit=self.lines.append, graces=StopGraces(**graces))
+
+    def run(self, *commands: RoleCommand, until: Callable[[], bool] | None = None) -> None:
+        """Start roles; run until something is so, by default until an exit or a signal."""
+        for command in commands:
+            self.start(command)
+        while not (self.is_ending if until is None else until()):
+            assert until is None or not self.is_ending, self.lines
+            self.step(STEP_TIMEOUT_S)
+
+    def run_until_said(self, *commands: RoleCommand, words: str, times: int = 1) -> None:
+        """Start roles; run until so many lines have `words`."""
+        self.run(*commands, until=lambda: self.count(words) >= times)
+
+    def count(self, words: str) -> int:
+        """Return how many lines have `words`."""
+        return sum(words in line for line in self.lines)
+
+    def pid(self, name: str) -> int:
+        """Return the process id that the role `name` said last."""
+        said = [line for line in self.lines if line.startswith(f"{name} | pid ")]
+        return int(said[-1].split()[-1])
+
+    @property
+    def ended(self) -> list[tuple[str, int]]:
+        """Return who has ended, in order, with the status."""
+        return [(gone.name, gone.returncode) for gone in self.exits]
 
 
-def step_until_ending(supervisor: Supervisor) -> None:
-    while not supervisor.is_ending:
-        supervisor.step(STEP_TIMEOUT_S)
-
-
-def step_until_said(supervisor: Supervisor, lines: list[str], *wanted: str) -> None:
-    while not set(wanted) <= set(lines):
-        assert not supervisor.is_ending, lines
-        supervisor.step(STEP_TIMEOUT_S)
+@pytest.fixture
+def fifo(tmp_path: Path) -> str:
+    os.mkfifo(tmp_path / "fifo")
+    return str(tmp_path / "fifo")
 
 
 def test_output_is_forwarded_line_by_line_under_the_roles_name() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        run_until_an_exit(supervisor, [dummy("expert 0", "raw_output")])
+    with Watched() as watched:
+        watched.run(dummy("expert 0", "raw_output"))
+    lines = watched.lines
     assert lines[:3] == ["expert 0 | to stderr", "expert 0 | bad � byte", "expert 0 | "]
     assert lines[-1] == "expert 0 | no newline"
     # A line without end is cut, so that it cannot fill the memory; no byte of it is lost.
@@ -53,107 +69,84 @@ def test_output_is_forwarded_line_by_line_under_the_roles_name() -> None:
     assert max(map(len, lines)) < 150_000
 
 
-def test_an_exit_is_told_with_status_and_last_lines() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        run_until_an_exit(supervisor, [dummy("expert 1", "crash")])
-        (gone,) = supervisor.exits
-    assert gone.describe() == "expert 1 exited with status 3"
-    assert gone.last_lines == tuple(f"line {n}" for n in range(25 - NUM_TAIL_LINES, 25))
-    assert lines == [f"expert 1 | line {n}" for n in range(25)]
-
-
-def test_a_signal_is_told_by_name() -> None:
-    with Supervisor(emit=lambda line: None) as supervisor:
-        run_until_an_exit(supervisor, [dummy("attention 0", "die_by_signal")])
-        assert supervisor.exits == [RoleExit("attention 0", -9, ())]
-        assert supervisor.exits[0].describe() == "attention 0 was killed by SIGKILL"
-
-
-def start_and_wait_until_up(
-    supervisor: Supervisor, lines: list[str], *commands: RoleCommand
+@pytest.mark.parametrize(
+    ("behaviour", "ending", "num_lines"),
+    [("crash", "exited with status 3", 25), ("die_by_signal", "was killed by SIGKILL", 0)],
+)
+def test_an_exit_is_told_with_its_cause_and_last_lines(
+    behaviour: str, ending: str, num_lines: int
 ) -> None:
-    for command in commands:
-        supervisor.start(command)
-    while sum(" | pid " in line for line in lines) < len(commands):
-        supervisor.step(STEP_TIMEOUT_S)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with Watched() as watched:
+        watched.run(dummy("expert 1", behaviour))
+        (gone,) = watched.exits
+    assert gone.describe() == f"expert 1 {ending}"
+    said = [f"line {n}" for n in range(num_lines)]
+    assert gone.last_lines == tuple(said[-NUM_TAIL_LINES:])
+    assert watched.lines == [f"expert 1 | {line}" for line in said]
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_gateway_is_asked_to_stop_first_then_the_scheduler_then_who_is_left() -> None:
-    lines: list[str] = []
     # No node here hears from the scheduler; the grace period for that ends at once.
-    with Supervisor(emit=lines.append, graces=StopGraces(coordinated_s=0.5)) as supervisor:
-        start_and_wait_until_up(
-            supervisor,
-            lines,
+    with Watched(coordinated_s=0.2) as watched:
+        watched.run_until_said(
             dummy("expert 0", "wait"),
             dummy("scheduler", "wait", part="coordinator"),
             dummy("gateway", "wait", part="front"),
+            words=" | pid ",
+            times=3,
         )
-        supervisor.stop()
-        assert [line for line in lines if "terminated" in line] == [
-            "gateway | terminated",
-            "scheduler | terminated",
-            "expert 0 | terminated",
-        ]
-        assert [(gone.name, gone.returncode) for gone in supervisor.exits] == [
-            ("gateway", 0),
-            ("scheduler", 0),
-            ("expert 0", 0),
-        ]
+        watched.stop()
+        assert watched.ended == [("gateway", 0), ("scheduler", 0), ("expert 0", 0)]
+    assert [line.split()[0] for line in watched.lines if "terminated" in line] == [
+        *("gateway", "scheduler", "expert")
+    ]
 
 
-def test_nodes_that_hear_from_the_scheduler_need_no_signal(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    lines: list[str] = []
+def test_nodes_that_hear_from_the_scheduler_need_no_signal(fifo: str) -> None:
     # With this grace period, a needless wait for a node would be noticed.
-    with Supervisor(emit=lines.append, graces=StopGraces(coordinated_s=20.0)) as supervisor:
-        start_and_wait_until_up(
-            supervisor,
-            lines,
-            dummy("expert 0", "follow", str(fifo)),
-            dummy("scheduler", "hold", str(fifo), part="coordinator"),
+    with Watched(coordinated_s=20.0) as watched:
+        watched.run_until_said(
+            dummy("expert 0", "follow", fifo),
+            dummy("scheduler", "hold", fifo, part="coordinator"),
+            words=" | pid ",
+            times=2,
         )
-        supervisor.stop()
-        assert [(gone.name, gone.returncode) for gone in supervisor.exits] == [
-            ("scheduler", 0),
-            ("expert 0", 0),
-        ]
-    assert lines[-1] == "expert 0 | saw the others end"
+        watched.stop()
+        assert watched.ended == [("scheduler", 0), ("expert 0", 0)]
+    assert watched.lines[-1] == "expert 0 | saw the others end"
 
 
-def test_a_busy_gateway_may_end_its_requests_while_the_others_stop(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    lines: list[str] = []
-    with Supervisor(emit=lines.append, graces=StopGraces(front_s=0.05)) as supervisor:
-        supervisor.start(dummy("gateway", "outlive", str(fifo), part="front"))
-        supervisor.start(dummy("scheduler", "hold", str(fifo), part="coordinator"))
-        step_until_said(supervisor, lines, "gateway | up")
-        while not any(line.startswith("scheduler | pid") for line in lines):
-            supervisor.step(STEP_TIMEOUT_S)
-        supervisor.stop()
-        assert [gone.name for gone in supervisor.exits] == ["scheduler", "gateway"]
-        assert [gone.returncode for gone in supervisor.exits] == [0, 0]
-    assert lines[-1] == "gateway | saw the others end"
+def test_a_busy_gateway_may_end_its_requests_while_the_others_stop(fifo: str) -> None:
+    with Watched(front_s=0.05) as watched:
+        gateway = dummy("gateway", "outlive", fifo, part="front")
+        scheduler = dummy("scheduler", "hold", fifo, part="coordinator")
+        watched.run(
+            gateway,
+            scheduler,
+            until=lambda: min(map(watched.count, ("gateway | up", "scheduler | pid"))) > 0,
+        )
+        watched.stop()
+        assert watched.ended == [("scheduler", 0), ("gateway", 0)]
+    assert watched.lines[-1] == "gateway | saw the others end"
 
 
 def test_who_ignores_sigterm_is_killed() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append, graces=StopGraces(stop_s=0.2)) as supervisor:
-        supervisor.start(dummy("expert 0", "stubborn"))
-        step_until_said(supervisor, lines, "expert 0 | up")
-        supervisor.stop()
-        assert [gone.describe() for gone in supervisor.exits] == ["expert 0 was killed by SIGKILL"]
-    assert lines[-2:] == ["expert 0 | ignored", "expert 0 did not stop in time and is killed"]
+    with Watched(stop_s=0.2) as watched:
+        watched.run_until_said(dummy("expert 0", "stubborn"), words="expert 0 | up")
+        watched.stop()
+        assert watched.ended == [("expert 0", -signal.SIGKILL)]
+    assert watched.lines[-2:] == [
+        "expert 0 | ignored",
+        "expert 0 did not stop in time and is killed",
+    ]
 
 
 def test_a_role_takes_its_own_processes_along() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        run_until_an_exit(supervisor, [dummy("expert 0", "leave_a_grandchild")])
-    (line,) = lines
+    with Watched() as watched:
+        watched.run(dummy("expert 0", "leave_a_grandchild"))
+    (line,) = watched.lines
     assert wait_until_gone(int(line.rpartition(" ")[2]))
 
 
@@ -161,11 +154,11 @@ def test_a_role_takes_its_own_processes_along() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_in_order(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with Supervisor(emit=lambda line: None) as supervisor:
-        run_until_an_exit(supervisor, [dummy("poker", "signal_parent", str(int(number)))])
-        assert supervisor.signal_number == number
-        assert not supervisor.exits
-        assert not supervisor.was_forced
+    with Watched() as watched:
+        watched.run(dummy("poker", "signal_parent", str(int(number))))
+        assert watched.signal_number == number
+        assert not watched.exits
+        assert not watched.was_forced
     assert signal.getsignal(number) == before
 
 
@@ -174,32 +167,31 @@ def test_in_the_background_a_lost_terminal_is_ignored_and_a_sigint_is_not() -> N
     """As under nohup, where both are ignored at first."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with Supervisor(emit=lambda line: None) as supervisor:
-        commands = [dummy("poker", "signal_parent", str(int(signal.SIGHUP)))]
-        commands += [dummy("expert 0", "signal_parent", str(int(signal.SIGINT)))]
-        run_until_an_exit(supervisor, commands)
-        assert supervisor.signal_number == signal.SIGINT
+    with Watched() as watched:
+        watched.run(
+            dummy("poker", "signal_parent", str(int(signal.SIGHUP))),
+            dummy("expert 0", "signal_parent", str(int(signal.SIGINT))),
+        )
+        assert watched.signal_number == signal.SIGINT
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
 def test_a_second_signal_kills_at_once() -> None:
-    with Supervisor(emit=lambda line: None, graces=StopGraces(stop_s=1e6)) as supervisor:
+    with Watched(stop_s=1e6) as watched:
         # On SIGTERM this role signals again instead of ending, so stop() would wait for long.
-        commands = [dummy("poker", "signal_parent", "2", "15"), dummy("expert 0", "stubborn")]
-        run_until_an_exit(supervisor, commands)
-        supervisor.stop()
-        assert supervisor.was_forced
-        assert supervisor.signal_number == signal.SIGINT
-        assert {gone.describe() for gone in supervisor.exits} >= {"poker was killed by SIGKILL"}
-        assert len(supervisor.exits) == 2
+        watched.run(dummy("poker", "signal_parent", "2", "15"), dummy("expert 0", "stubborn"))
+        watched.stop()
+        assert watched.was_forced
+        assert watched.signal_number == signal.SIGINT
+        assert ("poker", -signal.SIGKILL) in watched.ended
+        assert len(watched.exits) == 2
 
 
 def test_what_a_role_inherits() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        run_until_an_exit(supervisor, [dummy("expert 0", "inherited")])
-    assert lines == [
+    with Watched() as watched:
+        watched.run(dummy("expert 0", "inherited"))
+    assert watched.lines == [
         "expert 0 | own group True",
         "expert 0 | stdin /dev/null",
         "expert 0 | flavour ginger",
@@ -207,44 +199,29 @@ def test_what_a_role_inherits() -> None:
 
 
 def test_a_role_that_cannot_be_started_stops_the_others() -> None:
-    lines: list[str] = []
-    missing = RoleCommand(name="expert 1", argv=("/does/not/exist",))
+    watched = Watched()
 
     def start_both() -> None:
-        with Supervisor(emit=lines.append) as supervisor:
-            supervisor.start(dummy("expert 0", "wait"))
-            while not lines:
-                supervisor.step(STEP_TIMEOUT_S)
-            supervisor.start(missing)
+        with watched:
+            watched.run_until_said(dummy("expert 0", "wait"), words=" | pid ")
+            watched.start(RoleCommand(name="expert 1", argv=("/does/not/exist",)))
 
     with pytest.raises(EngineError, match=r"cannot start expert 1: .*/does/not/exist"):
         start_both()
-    assert wait_until_gone(int(lines[0].rpartition(" ")[2]), timeout_s=0)
-
-
-def test_nothing_stays_open() -> None:
-    def open_fds() -> list[str]:
-        return sorted(os.listdir("/proc/self/fd"))
-
-    before = open_fds()
-    with Supervisor(emit=lambda line: None) as supervisor:
-        run_until_an_exit(supervisor, [dummy("a", "crash"), dummy("b", "wait")])
-    assert open_fds() == before
+    assert wait_until_gone(watched.pid("expert 0"), timeout_s=0)
 
 
 def test_a_worker_that_ends_is_started_again_later_each_time() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart("worker")
+    with Watched() as watched:
+        watched.restart("worker")
         started = time.monotonic()
-        supervisor.start(dummy("expert 1", "crash"))
-        while sum("started again" in line for line in lines) < 3:  # it ran three times
-            supervisor.step(STEP_TIMEOUT_S)
+        watched.run_until_said(dummy("expert 1", "crash"), words="started again", times=3)
         assert time.monotonic() - started > 0.2 + 0.4
-        assert not supervisor.is_ending
-    told = [line for line in lines if line.startswith("topspin:")]
     cause = "topspin: expert 1 exited with status 3; it is started again in"
+    told = [line for line in watched.lines if line.startswith("topspin:")]
     assert told[:2] == [f"{cause} 0.2 s", f"{cause} 0.4 s"]
+    # The stop has cancelled the third restart.
+    assert watched.count("expert 1 | line 24") == 3
 
 
 @pytest.mark.parametrize("part", ["worker", "coordinator", "helper"])
@@ -253,90 +230,68 @@ def test_a_role_that_ends_too_often_is_given_up(
 ) -> None:
     monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.0)
     monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart(part)
-        supervisor.start(dummy("the role", "crash", part=part))
-        while not any("it is not started again" in line for line in lines):
-            supervisor.step(STEP_TIMEOUT_S)
-        ended = [gone.name for gone in supervisor.exits]
-        assert ended == ([] if part == "helper" else ["the role"])
-        assert lines.count("the role | line 24") == 2
-    assert sum("exited with status 3, after 1 restarts in" in line for line in lines) == 1
+    with Watched() as watched:
+        watched.restart(part)
+        given_up = "exited with status 3, after 1 restarts in"
+        watched.run(
+            dummy("the role", "crash", part=part), until=lambda: watched.count(given_up) > 0
+        )
+        assert watched.ended == ([] if part == "helper" else [("the role", 3)])
+    assert watched.count("the role | line 24") == 2
+    assert watched.count("it is not started again") == 1
 
 
 def test_ends_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.0)
     monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
     monkeypatch.setattr(supervision, "RESTARTS_WITHIN_S", 0.0)
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart("worker")
-        supervisor.start(dummy("expert 1", "crash"))
-        while sum("started again" in line for line in lines) < 3:
-            supervisor.step(STEP_TIMEOUT_S)
-        assert not supervisor.is_ending
+    with Watched() as watched:
+        watched.restart("worker")
+        watched.run_until_said(dummy("expert 1", "crash"), words="started again", times=3)
 
 
-@pytest.mark.parametrize("part", ["front", "coordinator"])
-def test_only_workers_are_started_again(part: Part) -> None:
-    with Supervisor(emit=lambda line: None) as supervisor:
-        supervisor.restart("worker")
-        run_until_an_exit(supervisor, [dummy("gateway", "crash", part=part)])
-        assert [gone.name for gone in supervisor.exits] == ["gateway"]
-
-
-def test_helpers_are_started_again_where_workers_are_not() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart("helper")
-        supervisor.start(dummy("draft 0", "crash", part="helper"))
-        while not any("started again" in line for line in lines):
-            supervisor.step(STEP_TIMEOUT_S)
-        assert not supervisor.is_ending
-        run_until_an_exit(supervisor, [dummy("expert 1", "crash")])
-        assert [gone.name for gone in supervisor.exits] == ["expert 1"]
+@pytest.mark.parametrize(
+    ("restarted", "part"),
+    [("worker", "front"), ("worker", "coordinator"), ("helper", "worker")],
+)
+def test_only_roles_of_that_part_are_started_again(restarted: Part, part: Part) -> None:
+    with Watched() as watched:
+        watched.restart(restarted)
+        watched.run_until_said(dummy("one", "crash", part=restarted), words="started again")
+        watched.run(dummy("another", "crash", part=part))
+        assert watched.ended == [("another", 3)]
 
 
 def test_optional_workers_are_started_again_unless_they_have_left() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart("optional")
-        supervisor.start(dummy("expert 1", "crash", part="optional"))
-        supervisor.start(dummy("expert 2", "wait", part="optional"))
-        supervisor.start(dummy("expert 3", "die_by_signal", "15", part="optional"))
-        while not (pids := [line for line in lines if line.startswith("expert 2 | pid ")]):
-            supervisor.step(STEP_TIMEOUT_S)
-        os.kill(int(pids[0].split()[-1]), signal.SIGTERM)
-        cause = "topspin: expert 1 exited with status 3; it is started again in"
-        left = [f"topspin: expert {number} has left" for number in (2, 3)]
-        step_until_said(supervisor, lines, f"{cause} 0.2 s", f"{cause} 0.4 s", *left)
-    assert sum("is started again" in line for line in lines) == 2
-
-
-def test_a_stop_cancels_restarts() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart("worker")
-        supervisor.start(dummy("expert 1", "crash"))
-        while not any("started again" in line for line in lines):
-            supervisor.step(STEP_TIMEOUT_S)
-    assert lines.count("expert 1 | line 24") == 1
+    with Watched() as watched:
+        watched.restart("optional")
+        watched.run_until_said(
+            dummy("expert 1", "crash", part="optional"),
+            dummy("expert 2", "wait", part="optional"),
+            dummy("expert 3", "die_by_signal", "15", part="optional"),
+            words="expert 2 | pid ",
+        )
+        os.kill(watched.pid("expert 2"), signal.SIGTERM)
+        watched.run(
+            until=lambda: watched.count("has left") == 2 and watched.count("started again") >= 2
+        )
+    for told in (
+        "topspin: expert 1 exited with status 3; it is started again in 0.4 s",
+        "topspin: expert 2 has left",
+        "topspin: expert 3 has left",
+    ):
+        assert told in watched.lines
 
 
 def test_a_worker_that_is_taken_for_dead_is_killed_though_it_is_frozen() -> None:
-    lines: list[str] = []
-    with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart("worker")
-        supervisor.start(dummy("expert 1", "wait"))
-        while not any(" | pid " in line for line in lines):
-            supervisor.step(STEP_TIMEOUT_S)
-        pid = int(lines[0].split()[-1])
+    with Watched() as watched:
+        watched.restart("worker")
+        watched.run_until_said(dummy("expert 1", "wait"), words=" | pid ")
+        pid = watched.pid("expert 1")
         os.kill(pid, signal.SIGSTOP)
-        supervisor.kill(os.getpid())  # not a worker
-        supervisor.kill(pid)
-        while sum(" | pid " in line for line in lines) < 2:
-            supervisor.step(STEP_TIMEOUT_S)
-        supervisor.kill(pid)  # from an earlier life
+        watched.kill(os.getpid())  # not a worker
+        watched.kill(pid)
+        watched.run_until_said(words=" | pid ", times=2)
+        watched.kill(pid)  # from an earlier life
         assert wait_until_gone(pid, timeout_s=0)
-    assert f"expert 1 (pid {pid}) is taken for dead and is killed" in lines
+    assert watched.count(f"expert 1 (pid {pid}) is taken for dead and is killed") == 1

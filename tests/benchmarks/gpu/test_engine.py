@@ -1,10 +1,9 @@
-"""The engine of `make gpu` at a tiny shape, its kernels interpreted, and the plans it is given."""
+"""The engine of `make gpu` at a tiny shape, its kernels interpreted."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,13 +11,11 @@ import pytest
 import torch
 
 from benchmarks.gpu.engine import Touched, fitting, open_engine
-from benchmarks.gpu.plans import Plans
 from benchmarks.gpu.workload import FULL, QUICK, Variant
 from benchmarks.kernels.byte_floor import expert_numbers
 from kernels.runtime import DeviceMemory
 from m2n_comm.net import ExpertBatch
 from topspin.errors import ConfigError
-from topspin.messages import StepPlan
 
 # Where there is a GPU, the engine runs on it.
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -33,70 +30,6 @@ TINY = replace(
 
 def ints(packed: bytes) -> list[int]:
     return np.frombuffer(packed, dtype="<i4").tolist()
-
-
-def make_plans(**changes: int) -> Plans:
-    values = {"block_size": 4, "num_blocks": 12, "vocab_size": 50, "max_tokens": 16}
-    return Plans(**(values | changes))
-
-
-def replay(plans: Iterator[StepPlan]) -> dict[int, list[int]]:
-    """Run plans as a node does; return the blocks of each unfinished sequence."""
-    blocks: dict[int, list[int]] = {}
-    for plan in plans:
-        for seq_id in ints(plan.finished):
-            del blocks[seq_id]
-        for new in plan.new:
-            assert new.seq_id not in blocks
-            blocks[new.seq_id] = ints(new.blocks)
-        for micro_batch in plan.micro_batches:
-            ids = iter(ints(micro_batch.block_ids))
-            seq_ids, counts = ints(micro_batch.seq_ids), ints(micro_batch.block_counts)
-            for seq_id, count in zip(seq_ids, counts, strict=True):
-                blocks[seq_id] += [next(ids) for _ in range(count)]
-            assert not list(ids)
-        held = [block for each in blocks.values() for block in each]
-        assert len(held) == len(set(held))
-    return blocks
-
-
-def test_plans_give_every_position_a_block() -> None:
-    plans = make_plans(num_micro_batches=2)
-
-    def steps() -> Iterator[StepPlan]:
-        plans.start_decode(3, 7)
-        for step in range(1, 3):
-            plan = plans.decode()
-            assert [len(ints(each.seq_ids)) for each in plan.micro_batches] == [1, 2]
-            assert (plan.ticket.step, plan.ticket.previous) == (step, step - 1)
-            assert plans.contexts == [7 + step] * 3
-            yield plan
-        plans.start_decode(1, 3)
-        plans.start_decode(2, 4)  # a sequence that was never sent is not finished either
-        assert plans.rows == (1, 1)
-        yield plans.decode()
-
-    blocks = replay(steps())
-    assert sorted(len(each) for each in blocks.values()) == [2, 2]
-
-
-def test_a_long_prompt_is_prefilled_within_the_budget() -> None:
-    plans = make_plans()
-    parts = [each.micro_batches[0] for each in plans.prefill(39)]
-    assert [ints(part.num_tokens) for part in parts] == [[16], [16], [7]]
-    assert [part.wanted for part in parts] == [b"\0", b"\0", b"\1"]
-    assert plans.contexts == [39]
-
-
-def test_a_cache_that_is_too_small_is_said_so() -> None:
-    plans = make_plans()
-    with pytest.raises(ConfigError, match=r"need 3 more blocks of 4 .* has 0 of 12 left"):
-        plans.start_decode(5, 8)
-    plans.start_decode(4, 10)
-    plans.decode()
-    plans.decode()
-    with pytest.raises(ConfigError, match="need 1 more blocks"):
-        plans.decode()
 
 
 def drive(variant: Variant) -> tuple[list[list[int]], dict[str, float]]:

@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from benchmarks.gpu import engine as gpu_engine
-from benchmarks.gpu.engine import SEED, GpuEngine, node_config, read_fields
-from benchmarks.gpu.weights import RandomWeights
+from benchmarks.gpu.engine import BLOCK_SIZE, GpuEngine, node_config
 from benchmarks.gpu.workload import QUICK, Variant
+from deploy.rig.nodes import model_of
+from deploy.rig.random_weights import RandomWeights
+from deploy.rig.steps import Batch
 from kernels.runtime import open_runtime
 from models.description.config import ModelConfig
 
@@ -37,18 +37,11 @@ WORKLOAD = replace(
 """Prefill takes two steps; the second one reads the keys that the first one cached."""
 
 
-class LoudWeights(RandomWeights):
-    """Random weights by which every layer matters; with usual ones the embedding alone decides."""
-
-    def _normal(self, *size: int, std: float = 0.3) -> Tensor:
-        return super()._normal(*size, std=std)
-
-
 def oracle(model: ModelConfig, prompt: list[int]) -> tuple[list[int], float]:
     """Return transformers' greedy tokens on the CPU and the least lead over the second choice."""
     transformers = pytest.importorskip("transformers")
     device = torch.device(DEVICE)
-    drawn = LoudWeights(model, device=device, dtype=torch.float32, seed=SEED)
+    drawn = RandomWeights(model, device=device, dtype=torch.float32)
     fields = {name: each for name, each in WORKLOAD.fields.items() if name != "torch_dtype"}
     config = transformers.Qwen3MoeConfig(**fields)
     oracle = transformers.Qwen3MoeForCausalLM(config).eval()
@@ -90,17 +83,16 @@ def oracle(model: ModelConfig, prompt: list[int]) -> tuple[list[int], float]:
     ],
     ids=lambda variant: variant.name,
 )
-def test_tokens_are_transformers(monkeypatch: pytest.MonkeyPatch, variant: Variant) -> None:
-    monkeypatch.setattr(gpu_engine, "RandomWeights", LoudWeights)
-    model = read_fields(WORKLOAD.fields)
+def test_tokens_are_transformers(variant: Variant) -> None:
+    model = model_of(WORKLOAD.fields)
     config = node_config(model, WORKLOAD, DEVICE, variant)
     runtime = open_runtime(config.node.device)
     engine = GpuEngine(model, config, runtime, num_micro_batches=1)
-    plans = engine._plans.prefill(PROMPT)
+    engine.prefill(PROMPT)
+    batch = Batch(range(PROMPT), block_size=BLOCK_SIZE, vocab_size=model.vocab_size)
+    plans = batch.prefill(PROMPT, most=config.attention.max_num_batched_tokens)
     prompt = np.frombuffer(plans[0].new[0].tokens, dtype="<i4").tolist()
     assert (len(plans), len(prompt)) == (2, PROMPT)
-    for plan in plans:
-        engine._launch(plan)
     tokens = []
     for _ in range(DECODED + 1):
         engine.finish()

@@ -1,16 +1,17 @@
 """The weights that a step of one request reads, counted by hand for a tiny model.
 
-That 16 and 32 bits are counted right for every family is in tests/benchmarks/gpu/test_weights.py.
+tests/deploy/rig/test_random_weights.py has that 16 and 32 bits are counted right for every family.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.kernels.byte_floor import step_weight_bytes
+from benchmarks.kernels.byte_floor import decode_floor, step_weight_bytes
 from kernels.dispatch import select_ops
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
@@ -59,3 +60,20 @@ def test_a_dense_model_reads_all_of_it(tmp_path: Path) -> None:
     # 2 layers: q, k, v and o [64, 64], an MLP of width 96, two norms; the last norm, 288 logits.
     dense = 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64 + 288 * 64
     assert step_weight_bytes(model, "none") == 2 * dense
+
+
+def test_floor_counts_what_the_tokens_need(tmp_path: Path) -> None:
+    model = load_model_config(make_checkpoint(tmp_path, "qwen3_moe"))
+    assert model.moe is not None
+    nothing = decode_floor(model, itemsize=2, touched=[0, 0], contexts=[])
+    floor = decode_floor(model, itemsize=2, touched=[3, 5], contexts=[10, 21])
+    # Keys and values of 31 positions seen and 2 written.
+    assert floor["kv"] == 2 * 2 * model.kv_size * model.num_layers * (31 + 2)
+    assert floor["experts"] == 2 * 8 * 3 * model.hidden_size * model.moe.intermediate_size
+    assert floor["embed"] == 2 * 2 * model.hidden_size
+    assert {what for what in floor if floor[what] != nothing[what]} == {"kv", "experts", "embed"}
+    layers = (replace(model.layers[0], sliding_window=12), *model.layers[1:])
+    windowed = decode_floor(
+        replace(model, layers=layers), itemsize=2, touched=[3, 5], contexts=[10, 21]
+    )
+    assert floor["kv"] - windowed["kv"] == 2 * 2 * model.kv_size * (21 - 12)

@@ -11,19 +11,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import engine as gpu_engine
-from benchmarks.gpu.engine import GpuEngine, node_config, read_fields
+from benchmarks.gpu.engine import GpuEngine, node_config
 from benchmarks.gpu.workload import QUICK, Variant
+from deploy.rig import nodes
+from deploy.rig.nodes import model_of
 from kernels import reference
 from tests.m2n_comm.gpu.stream_graph import StreamGraph
 
 
 def play(monkeypatch: pytest.MonkeyPatch, *, ignores_waits: int | None = None) -> StreamGraph:
     """Prefill a prompt and decode three sequences in two micro-batches, two steps at a time."""
-    monkeypatch.setattr(gpu_engine, "select_ops", lambda *args, **kwargs: reference)
+    monkeypatch.setattr(nodes, "select_ops", lambda *args, **kwargs: reference)
     graph = StreamGraph()
     workload = replace(QUICK, fields={**QUICK.fields, "num_hidden_layers": 3})
-    model = read_fields(workload.fields)
+    model = model_of(workload.fields)
     # Without CUDA graphs: plain torch reads values on the host, which no recording allows.
     config = node_config(model, workload, "cpu", Variant(cuda_graphs=False, gpu_streams=2))
     engine = GpuEngine(model, config, graph, num_micro_batches=2)

@@ -1,15 +1,14 @@
-"""Random weights of a model, made on the device: a benchmark needs shapes, not a checkpoint.
+"""Random weights of a model: a measurement needs shapes, not a checkpoint.
 
 Owns their distribution, which keeps activations of order one through many layers and spreads the
 router's choices over all experts. They come layer by layer, in the forms that
 models.checkpoints.weights reads from a checkpoint, so that nodes pack them as they pack a real
-model's. Called by benchmarks.gpu.engine.
+model's. Called by nodes.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,15 +22,12 @@ from models.checkpoints.weights import (
 )
 from models.description.config import ModelConfig
 
-STD: Final = 0.02
-"""The standard deviation of a weight, as most checkpoints are initialised."""
-
 
 class RandomWeights:
     """Draws the tensors of one model; the same ones for the same seed, device and dtype."""
 
     def __init__(
-        self, model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int
+        self, model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
     ) -> None:
         self._model = model
         self._device = device
@@ -104,9 +100,11 @@ class RandomWeights:
             down_bias=self._normal(hidden) if model.mlp_bias else None,
         )
 
-    def _normal(self, *size: int, std: float = STD) -> Tensor:
+    def _normal(self, *size: int, std: float | None = None) -> Tensor:
+        """Return a weight; by default a product with rows of unit size is of unit size again."""
         tensor = torch.empty(size, dtype=self._dtype, device=self._device)
-        return tensor.normal_(0.0, std, generator=self._generator)
+        scale: float = size[-1] ** -0.5 if std is None else std
+        return tensor.normal_(0.0, scale, generator=self._generator)
 
     def _ones(self, size: int) -> Tensor:
         return torch.ones(size, dtype=self._dtype, device=self._device)

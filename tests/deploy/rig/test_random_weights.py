@@ -1,4 +1,4 @@
-"""Random weights and the byte floor, against checkpoints that transformers made."""
+"""Random weights have the shapes of checkpoints that transformers made."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.weights import RandomWeights
 from benchmarks.kernels.byte_floor import decode_floor
+from deploy.rig.random_weights import RandomWeights
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weights import load_attention_weights, load_expert_weights
 from models.description.config import ModelConfig, load_model_config
@@ -60,23 +60,6 @@ def test_shapes_and_floor_are_those_of_a_checkpoint(checkpoint: Path) -> None:
     num_embedded = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     num_parameters = sum(each.numel() for each in oracle_model(checkpoint).parameters())
     assert sum(floor.values()) == 4 * (num_parameters - num_embedded)
-
-
-def test_floor_counts_what_the_tokens_need(tmp_path: Path) -> None:
-    model = load_model_config(make_checkpoint(tmp_path, "qwen3_moe"))
-    assert model.moe is not None
-    nothing = decode_floor(model, itemsize=2, touched=[0, 0], contexts=[])
-    floor = decode_floor(model, itemsize=2, touched=[3, 5], contexts=[10, 21])
-    # Keys and values of 31 positions seen and 2 written.
-    assert floor["kv"] == 2 * 2 * model.kv_size * model.num_layers * (31 + 2)
-    assert floor["experts"] == 2 * 8 * 3 * model.hidden_size * model.moe.intermediate_size
-    assert floor["embed"] == 2 * 2 * model.hidden_size
-    assert {what for what in floor if floor[what] != nothing[what]} == {"kv", "experts", "embed"}
-    layers = (replace(model.layers[0], sliding_window=12), *model.layers[1:])
-    windowed = decode_floor(
-        replace(model, layers=layers), itemsize=2, touched=[3, 5], contexts=[10, 21]
-    )
-    assert floor["kv"] - windowed["kv"] == 2 * 2 * model.kv_size * (21 - 12)
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Nodes without a scheduler: one attention and one expert node, for measurements."""
