@@ -45,6 +45,7 @@ class Meeting:
     def __init__(
         self, transport: Between, pool: ThreadPoolExecutor, network: NodeNetwork = ON_ONE_HOST
     ) -> None:
+        self.transport = transport
         self.listener = listen_expert(transport, network)
         self._pool = pool
         self._nets: list[Any] = []
