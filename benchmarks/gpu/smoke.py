@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from kernels.triton.toolchain import find_compiler, find_header
 
 ROOT: Final = Path(__file__).parents[2]
-TESTS: Final = ("tests/gpu", "tests/m2n_comm/gpu/test_ipc_processes.py")
+TESTS: Final = ("tests/gpu", "tests/m2n_comm/test_processes.py")
 QUICK: Final = ("tests/gpu/test_kernels.py", "-k", "norm and 1")
 SECONDS: Final = 170.0
 PACKAGES: Final = {

@@ -14,11 +14,8 @@ from m2n_comm.host.frames.windows import PairLayout
 from tests.m2n_comm.harness import (
     NIXL,
     TRANSPORTS,
-    FakeExperts,
-    Fleet,
     Transport,
     make_shape,
-    make_table,
     make_ticket,
     open_fleet,
     random_rows,
@@ -26,29 +23,19 @@ from tests.m2n_comm.harness import (
 from topspin.messages import StepTicket
 
 
-def open_one_by_two(transport: Transport, *, num_layers: int = 2) -> Fleet:
-    shape = make_shape(num_layers=num_layers)
-    table = make_table(shape, 2)
-    fake = FakeExperts(shape, 7)
-    serves = [fake.serve(table, node) for node in range(2)]
-    return open_fleet(transport, 1, 2, shape=shape, table=table, serves=serves)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_steps_take_nothing_that_is_not_given_back(transport: Transport) -> None:
-    fleet = open_one_by_two(transport, num_layers=1)
-    shape = fleet.shape
-    rows = [random_rows(shape, n, choose_from=tuple(range(7)), seed=n) for n in (3, 13)]
-    outs = [torch.empty(sent.hidden.shape) for sent in rows]
+    fleet = open_fleet(transport, 1, 2, shape=make_shape(num_layers=1))
     warm, half, steps = 20, 120, 220
     seen: dict[int, tuple[int, int, int]] = {}
+    rows = [random_rows(fleet.shape, n, seed=n) for n in (3, 13)]
+    outs = [torch.empty(sent.hidden.shape) for sent in rows]
 
     def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
-        for layer in range(shape.num_layers):
-            for mb, sent in enumerate(rows):
-                net.dispatch(mb, layer, sent.hidden, sent.experts, sent.weights)
-            for mb, out in enumerate(outs):
-                net.combine(mb, layer, out)
+        for mb, sent in enumerate(rows):
+            net.dispatch(mb, 0, *sent)
+        for mb, out in enumerate(outs):
+            net.combine(mb, 0, out)
         if ticket.step in (warm, half, steps):
             gc.collect()
             traced = tracemalloc.get_traced_memory()[0]
@@ -70,7 +57,7 @@ def test_steps_take_nothing_that_is_not_given_back(transport: Transport) -> None
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_registered_bytes_count_every_window(transport: Transport) -> None:
-    fleet = open_one_by_two(transport)
+    fleet = open_fleet(transport, 1, 2)
     pair = PairLayout(fleet.shape).total_bytes
     assert fleet.attention[0].registered_bytes == 2 * pair
     joined = fleet.shape.window_rows * (24 * 4 + 3 * 4 + 3 * 4)
@@ -90,10 +77,10 @@ def test_close_gives_all_descriptors_back(transport: Transport, failed: bool) ->
             net.dispatch(0, 0, torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1))
         for layer in range(2):
             rows = random_rows(net.shape, 9, choose_from=(1, 4, 6), seed=1)
-            net.dispatch(0, layer, rows.hidden, rows.experts, rows.weights)
+            net.dispatch(0, layer, *rows)
             net.combine(0, layer, torch.empty(rows.hidden.shape))
 
-    fleet = open_one_by_two(transport)
+    fleet = open_fleet(transport, 1, 2)
     assert bool(fleet.run([make_ticket(1)], attention)) == failed
     fleet.close()
     # Although `fleet` still holds the closed nets, and a failure holds its traceback.

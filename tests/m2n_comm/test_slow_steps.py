@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +15,6 @@ from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     TRANSPORTS,
-    Collected,
-    FakeExperts,
     Fleet,
     Transport,
     few_rows,
@@ -34,44 +31,30 @@ DEADLINE_S = 0.3
 LAYER_S = 0.2
 
 
-def slow(serve: Callable[[ExpertBatch], torch.Tensor]) -> Callable[[ExpertBatch], torch.Tensor]:
-    """Return an expert whose computing takes LAYER_S."""
+def check_slowly(fleet: Fleet, tickets: list[StepTicket]) -> None:
+    """Let every node play its tickets, with an expert whose computing takes LAYER_S."""
+    serve = fleet.serves[0]
 
     def compute(batch: ExpertBatch) -> torch.Tensor:
         time.sleep(LAYER_S)
         return serve(batch)
 
-    return compute
-
-
-def play_steps(fleet: Fleet, tickets: list[StepTicket], results: Collected) -> None:
-    """Let every node play its tickets with a slow expert; expect no error."""
-    fleet.replace_serve(0, slow(fleet.serves[0]))
-    assert fleet.run(tickets, rally(few_rows, results)) == {}
-    fake = FakeExperts(fleet.shape, 7)
-    table = make_table(fleet.shape, 1)
-    for (step, index, layer, mb), got in results.items():
-        rows = few_rows(make_ticket(step), index, layer, mb)
-        torch.testing.assert_close(got, fake.expected(table, layer, rows))
+    fleet.serves[0] = compute
+    fleet.check(tickets, few_rows)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_step_of_many_slow_layers_is_not_late(transport: Transport) -> None:
-    results: Collected = {}
     with fleet_of(transport, shape=make_shape(num_layers=2, deadline_s=DEADLINE_S)) as fleet:
-        play_steps(fleet, [make_ticket(1)], results)
-    assert len(results) == 2
+        check_slowly(fleet, [make_ticket(1)])
 
 
 @pytest.mark.parametrize("transport", [pytest.param("local", marks=pytest.mark.slow), "tcp"])
 def test_a_node_that_begins_the_next_step_early_waits_for_its_turn(transport: Transport) -> None:
     """Attention 1 takes no part in step 1, which takes longer than the deadline."""
-    results: Collected = {}
     shape = make_shape(num_layers=2, deadline_s=DEADLINE_S)
     with fleet_of(transport, 2, shape=shape) as fleet:
-        tickets = [make_ticket(1), make_ticket(2, participants=(0, 1))]
-        play_steps(fleet, tickets, results)
-    assert len(results) == 6
+        check_slowly(fleet, [make_ticket(1), make_ticket(2, participants=(0, 1))])
 
 
 @pytest.mark.parametrize("transport", ["tcp"])
@@ -88,7 +71,7 @@ def test_a_silent_peer_is_late_after_progress_too(transport: Transport) -> None:
                 hung.wait(3 * DEADLINE_S)
             return serve(batch)
 
-        fleet.replace_serve(0, hang)
+        fleet.serves[0] = hang
         # As far as this node knows, step 4 was another node's.
         failures = fleet.run([make_ticket(5)], rally(few_rows, {}))
     assert isinstance(failures["attention 0"], DeadlineExceeded)

@@ -135,9 +135,13 @@ def test_a_process_that_ends_or_freezes(tiny: Tiny, number: int, within_s: float
     ],
 )
 def test_a_control_link_that_carries_nothing_more(
-    tiny: Tiny, role: str, cut: dict[str, bool]
+    tiny: Tiny, role: str, cut: dict[str, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both ways, or one way: then the other side's pings still arrive and count."""
+    """Both ways, or one way: then the other side's pings still arrive and count.
+
+    The side that hears nothing closes the connection, and says how long it has heard nothing; if
+    that is the node, the scheduler sees it close.
+    """
     with ExitStack() as stack:
         links: list[Link] = []
 
@@ -158,7 +162,11 @@ def test_a_control_link_that_carries_nothing_more(
                 within_s=PARTITION_S,
                 afterwards=links[0].heal,
             )
-            assert "was silent for 1.6 s" in entry
+            node_hears_nothing = cut == {"outbound": False}
+            closed, silent = "closed its connection", "was silent for 1.6 s"
+            assert (closed if node_hears_nothing else silent) in entry
+            if node_hears_nothing:
+                assert f"{role} 0: the scheduler {silent}" in caplog.text
 
 
 def connect_unix(path: str) -> socket.socket:

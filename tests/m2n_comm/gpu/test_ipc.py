@@ -11,14 +11,13 @@ import torch
 from kernels.runtime import HostRuntime
 from m2n_comm.gpu.ipc_attention import IpcAttentionNet, slot_variants
 from m2n_comm.gpu.ipc_expert import IpcExpertNet
-from m2n_comm.net import ExpertBatch
+from m2n_comm.net import ExpertBatch, Serve
 from m2n_comm.open import connect_attention, listen_expert
 from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.gpu.ipc_fleet import (
     NEEDS_INTERPRETER,
     IpcFleet,
-    Serve,
     ipc_fleet,
     ipc_shape,
     small_rows,
@@ -57,9 +56,7 @@ def test_sums_equal_the_dense_reference(
         ticket_of(2, buckets=buckets[:1], participants=(m - 1,)),
     ]
     with ipc_fleet(m, n, shape=shape) as fleet:
-        for ticket in tickets:
-            fleet.run(ticket, rows_of)
-        fleet.check_sums(rows_of, tickets, rtol=1e-5 if payload == torch.float32 else 2e-2)
+        fleet.check(tickets, rows_of, rtol=1e-5 if payload == torch.float32 else 2e-2)
 
 
 def limited(rows_of: RowsOf, buckets: tuple[int, ...]) -> RowsOf:
@@ -82,8 +79,7 @@ def test_rows_travel_as_fp8_and_come_back_as_bf16() -> None:
         seen: list[torch.dtype] = []
         serve = fleet.serves[0]
         fleet.serves[0] = lambda batch: (seen.append(batch.hidden.dtype), serve(batch))[1]
-        fleet.run(ticket, rows_of)
-        fleet.check_sums(rows_of, [ticket], rtol=0.08)
+        fleet.check([ticket], rows_of, rtol=0.08)
     assert set(seen) == {torch.bfloat16}
 
 
@@ -104,8 +100,7 @@ def test_batches_have_every_participants_bucket_and_no_slots_beyond_its_rows() -
 
         fleet.serves[0] = keep
         ticket = ticket_of(1, participants=(0, 2))
-        fleet.run(ticket, rows_of)
-        fleet.check_sums(rows_of, [ticket])
+        fleet.check([ticket], rows_of)
     (batch,) = batches
     assert batch.row_counts == (4, 4)
     assert batch.hidden.shape == (8, shape.hidden_size)
@@ -138,9 +133,7 @@ def test_a_step_is_routed_by_the_table_of_its_ticket() -> None:
         serving(fleet, (old, new))
         fleet.set_table(new)
         tickets = [ticket_of(1), ticket_of(2, version=2)]
-        for ticket in tickets:
-            fleet.run(ticket, rows_of)
-        fleet.check_sums(rows_of, tickets)
+        fleet.check(tickets, rows_of)
         # An attention node's recordings read the current slots; an expert node's contain the
         # weights of one version.
         assert fleet.attention[0].epoch == 0
@@ -155,7 +148,7 @@ def test_copies_of_experts_share_the_rows() -> None:
     everything = tuple(range(NUM_EXPERTS))
 
     def rows_of(ticket: StepTicket, index: int, layer: int, mb: int) -> Rows:
-        rows = random_rows(shape, 4, choose_from=everything, seed=3)
+        rows = random_rows(shape, 4, seed=3)
         rows.experts[:, 0] = copied[0]
         rows.experts[:, 1:] = torch.tensor([each for each in everything if each not in copied][:2])
         return rows
@@ -170,8 +163,7 @@ def test_copies_of_experts_share_the_rows() -> None:
                 return serve(batch)
 
             fleet.serves[node] = count
-        fleet.run(ticket_of(1), rows_of)
-        fleet.check_sums(rows_of, [ticket_of(1)])
+        fleet.check([ticket_of(1)], rows_of)
     assert served == [2, 2]
 
 
@@ -184,9 +176,7 @@ def test_a_table_with_other_numbers_of_copies_ends_recordings() -> None:
         serving(fleet, (old, new))
         fleet.set_table(new)
         tickets = [ticket_of(1), ticket_of(2, version=2)]
-        for ticket in tickets:
-            fleet.run(ticket, rows_of)
-        fleet.check_sums(rows_of, tickets)
+        fleet.check(tickets, rows_of)
         assert fleet.attention[0].epoch == 1
 
 
@@ -211,7 +201,7 @@ def test_recordings_follow_steps_tables_rows_and_padding() -> None:
     shape = ipc_shape(hidden_size=16)
     old, new = two_tables()
     runtime = HostRuntime()
-    static = random_rows(shape, 3, choose_from=tuple(range(NUM_EXPERTS)), seed=9)
+    static = random_rows(shape, 3, seed=9)
     num_rows = torch.zeros(1, dtype=torch.int64)
     outs = [torch.empty(3, shape.hidden_size) for _ in range(2)]
     fake = FakeExperts(shape, NUM_EXPERTS)
@@ -222,7 +212,7 @@ def test_recordings_follow_steps_tables_rows_and_padding() -> None:
         for mb in range(2):
 
             def send(mb: int = mb) -> None:
-                net.dispatch(mb, 1, static.hidden, static.experts, static.weights, num_rows)
+                net.dispatch(mb, 1, *static, num_rows)
 
             def take(mb: int = mb) -> None:
                 net.combine(mb, 1, outs[mb])
@@ -260,13 +250,13 @@ def test_recordings_follow_steps_tables_rows_and_padding() -> None:
 
 def test_more_padding_than_windows_is_zero_and_leaves_the_windows_alone() -> None:
     shape = ipc_shape(window_rows=2, num_layers=1)
-    rows = random_rows(shape, 5, choose_from=tuple(range(NUM_EXPERTS)), seed=2)
+    rows = random_rows(shape, 5, seed=2)
     num_rows = torch.tensor([2])
     out = torch.full((5, shape.hidden_size), float("nan"))
     with ipc_fleet(shape=shape) as fleet:
         (net,) = fleet.attention
         fleet.begin(ticket_of(1, buckets=(2,)))
-        net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights, num_rows)
+        net.dispatch(0, 0, *rows, num_rows)
         fleet.serve(0, 0)
         net.combine(0, 0, out)
     first = Rows(rows.hidden[:2], rows.experts[:2], rows.weights[:2])
@@ -319,17 +309,15 @@ def test_an_address_forms_pairs_again_and_refuses_those_of_the_past() -> None:
 
     attention, expert = both(1)
     attention.begin(ticket_of(1))
-    attention.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+    attention.dispatch(0, 0, *rows)
     with pytest.raises(DeadlineExceeded):
         attention.combine(0, 0, torch.empty(rows.hidden.shape))
     attention.close()
     expert.close()
     attention, expert = both(2)
-    fleet = IpcFleet(
-        shape, [attention], [expert], [FakeExperts(shape, NUM_EXPERTS).serve(table, 0)]
-    )
+    serves = [FakeExperts(shape, NUM_EXPERTS).serve(table, 0)]
+    fleet = IpcFleet("cuda_ipc", shape, [attention], [expert], serves, table)
     ticket = ticket_of(1)
-    fleet.run(ticket, lambda *_: rows)
-    fleet.check_sums(lambda *_: rows, [ticket])
+    fleet.check([ticket], lambda *_: rows)
     fleet.close()
     listener.close()

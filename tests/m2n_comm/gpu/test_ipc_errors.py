@@ -25,7 +25,7 @@ from tests.m2n_comm.gpu.ipc_fleet import (
     ipc_shape,
     ticket_of,
 )
-from tests.m2n_comm.harness import NUM_EXPERTS, make_table, random_rows
+from tests.m2n_comm.harness import make_table, random_rows
 from topspin.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -41,11 +41,11 @@ from topspin.messages import ExpertPeer, StepTicket
 
 pytestmark = NEEDS_INTERPRETER
 LATE_S = 0.05
-ROWS = random_rows(ipc_shape(), 2, choose_from=tuple(range(NUM_EXPERTS)), seed=1)
+ROWS = random_rows(ipc_shape(), 2, seed=1)
 
 
 def send(fleet: IpcFleet, *, index: int = 0, mb: int = 0, layer: int = 0) -> None:
-    fleet.attention[index].dispatch(mb, layer, ROWS.hidden, ROWS.experts, ROWS.weights)
+    fleet.attention[index].dispatch(mb, layer, *ROWS)
 
 
 def take(fleet: IpcFleet, *, index: int = 0, mb: int = 0, layer: int = 0) -> None:
@@ -110,9 +110,7 @@ def test_a_frame_too_many_is_stale() -> None:
         pairs = fleet.attention[0]._pairs
         port = fleet.attention[0]._ports[0]
         for _ in range(2):  # a net never sends twice without an answer; its kernels would
-            port.dispatch(
-                ROWS.hidden, ROWS.experts, ROWS.weights, fleet.attention[0]._slot_of[0], layer=0
-            )
+            port.dispatch(*ROWS, fleet.attention[0]._slot_of[0], layer=0)
         assert pairs.control.fault is None
         with pytest.raises(StaleFrame, match="sequence is 2, expected 1"):
             gather(fleet)
@@ -134,7 +132,7 @@ def test_slots_and_experts_that_are_not_there_are_refused() -> None:
     with ipc_fleet() as fleet:
         fleet.experts[0]._limits.fill_(len(short.slots[0][0]))
         fleet.begin(ticket_of(1))
-        fleet.attention[0].dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+        fleet.attention[0].dispatch(0, 0, *rows)
         with pytest.raises(FrameError, match=r"layer 0, .* slot 6, this expert node has 0\.\.5"):
             gather(fleet)
     with ipc_fleet() as fleet:
@@ -234,7 +232,7 @@ def test_caller_errors_are_typed_and_name_what_is_wrong() -> None:
         fleet.begin(ticket_of(1))
         many = random_rows(fleet.shape, 9, choose_from=(1, 2, 3), seed=1)
         with pytest.raises(FrameError, match="9 rows, micro-batch 0 of step 1 has 1 windows of 8"):
-            fleet.attention[0].dispatch(0, 0, many.hidden, many.experts, many.weights)
+            fleet.attention[0].dispatch(0, 0, *many)
     with ipc_fleet() as fleet:
         fleet.begin(ticket_of(1))
         send(fleet)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from m2n_comm.net import ExpertBatch, NetShape
 from tests.m2n_comm.gpu.stream_graph import StreamGraph, call
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,
-    Collected,
     FakeExperts,
     Fleet,
     Rows,
@@ -28,13 +26,11 @@ from tests.m2n_comm.harness import (
     make_table,
     make_ticket,
     mixed_rows,
-    rally,
     random_rows,
 )
 from tests.pairwise import cover_pairs
 from topspin.errors import ConfigError, FrameError, ProtocolError, TransportError
 from topspin.expert_table import ExpertTable
-from topspin.messages import StepTicket
 
 EVERYTHING = tuple(range(NUM_EXPERTS))
 
@@ -91,41 +87,13 @@ def test_sums_equal_the_dense_reference(
         HostRuntime(), shape, index=0, serves=serves, table=table, num_streams=num_streams
     )
     tickets = [make_ticket(step, m=1 + step % 4) for step in range(1, 9)]
-    results: Collected = {}
-    fleet = Fleet("local", shape, [net], [], serves)
-    assert fleet.run(tickets, rally(mixed_rows(shape), results)) == {}
-    for ticket in tickets:
-        for layer, mb in itertools.product(range(2), range(ticket.num_micro_batches)):
-            rows = mixed_rows(shape)(ticket, 0, layer, mb)
-            got = results.pop((ticket.step, 0, layer, mb))
-            # One node's answer is used as it is, several are added in fp32.
-            assert got.dtype == (payload if num_nodes == 1 else torch.float32)
-            assert torch.equal(got.float(), fake_sum(fake, table, layer, rows))
-            assert torch.allclose(
-                got.float(),
-                fake.expected(table, layer, rows),
-                rtol=1e-5,
-                atol=2e-5 if payload == torch.float32 else 2e-2,
-            )
-    assert results == {}
-
-
-def fake_sum(fake: FakeExperts, table: ExpertTable, layer: int, rows: Rows) -> Tensor:
-    """Return the nodes' partials by plain loops, added in fp32 in node order."""
-    total = torch.zeros(rows.hidden.shape)
-    for node, held in enumerate(table.slots[layer]):
-        slots = [[held.index(e) if e in held else -1 for e in row] for row in rows.experts.tolist()]
-        batch = ExpertBatch(
-            0,
-            layer,
-            0,
-            rows.hidden,
-            torch.tensor(slots, dtype=torch.int32).view(rows.experts.shape),
-            rows.weights,
-            (len(slots),),
-        )
-        total += fake.serve(table, node)(batch).float()
-    return total
+    rows_of = mixed_rows(shape)
+    results = Fleet("local", shape, [net], [], serves, table).check(tickets, rows_of)
+    for (step, index, layer, mb), got in results.items():
+        rows = rows_of(make_ticket(step), index, layer, mb)
+        # One node's answer is used as it is, several are added in fp32.
+        assert got.dtype == (payload if num_nodes == 1 else torch.float32)
+        assert torch.equal(got.float(), fake.partials(table, layer, rows))
 
 
 @pytest.mark.parametrize("slots", [local_slots, triton_slots], ids=["torch", "triton"])
@@ -142,9 +110,9 @@ def test_padding_goes_to_no_expert(num_nodes: int, slots: LocalSlots) -> None:
         return recording
 
     net = make_net(num_nodes, slots=slots, wrap=wrap)
-    rows = random_rows(shape, 8, choose_from=EVERYTHING, seed=1)
+    rows = random_rows(shape, 8, seed=1)
     out = torch.full((8, shape.hidden_size), torch.nan)
-    net.dispatch(0, 1, rows.hidden, rows.experts, rows.weights, torch.tensor([5]))
+    net.dispatch(0, 1, *rows, torch.tensor([5]))
     got = net.combine(0, 1, out)
     fake = FakeExperts(shape, NUM_EXPERTS)
     want = fake.expected(make_table(shape, num_nodes), 1, rows)
@@ -154,44 +122,6 @@ def test_padding_goes_to_no_expert(num_nodes: int, slots: LocalSlots) -> None:
     assert all((node[5:] == -1).all() for node in seen)
     held = torch.stack(seen)[:, :5] >= 0
     assert torch.equal(held.sum(0), torch.ones(5, shape.top_k, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("slots", [local_slots, triton_slots], ids=["torch", "triton"])
-@pytest.mark.parametrize("num_streams", [1, 2])
-def test_a_recording_is_right_for_other_contents(num_streams: int, slots: LocalSlots) -> None:
-    shape = make_shape()
-    table = make_table(shape, 2)
-    runtime = HostRuntime()
-    net = make_net(2, runtime=runtime, num_streams=num_streams, slots=slots)
-    hidden = torch.zeros(2, 6, shape.hidden_size)
-    experts = torch.zeros(2, 6, shape.top_k, dtype=torch.int64)
-    weights = torch.zeros(2, 6, shape.top_k)
-    num_rows = torch.zeros(2, 1, dtype=torch.int64)
-    results = torch.zeros(2, 2, 6, shape.hidden_size)
-    combined = torch.empty(2, 6, shape.hidden_size)
-
-    def body() -> None:
-        for layer in range(2):
-            for mb in range(2):
-                net.dispatch(mb, layer, hidden[mb], experts[mb], weights[mb], num_rows[mb])
-            for mb in range(2):
-                results[layer, mb].copy_(net.combine(mb, layer, combined[mb]))
-
-    body()
-    replay = runtime.capture(body)
-    fake = FakeExperts(shape, NUM_EXPERTS)
-    for step in range(1, 4):
-        net.begin(make_ticket(step, m=2))
-        for mb in range(2):
-            rows = random_rows(shape, 6, choose_from=EVERYTHING, seed=10 * step + mb)
-            hidden[mb], experts[mb], weights[mb] = rows.hidden, rows.experts, rows.weights
-            num_rows[mb] = step + 2 * mb
-        replay()
-        for layer, mb in itertools.product(range(2), range(2)):
-            want = fake.expected(table, layer, Rows(hidden[mb], experts[mb], weights[mb]))
-            want[step + 2 * mb :] = 0
-            torch.testing.assert_close(results[layer, mb], want)
-    assert net.epoch == 0
 
 
 def moved(table: ExpertTable, version: int) -> ExpertTable:
@@ -220,14 +150,14 @@ def test_a_step_is_routed_by_the_table_of_its_ticket() -> None:
     net = DeviceNet(
         HostRuntime(), shape, index=0, serves=[serve_of(0), serve_of(1)], table=old, num_streams=2
     )
-    rows = random_rows(shape, 5, choose_from=EVERYTHING, seed=4)
+    rows = random_rows(shape, 5, seed=4)
     want = fake.expected(old, 0, rows)
 
     def step(number: int, version: int) -> int:
         served.clear()
         net.begin(make_ticket(number, version=version))
         net.set_table(new)  # in the middle of a step, which goes on with the old table
-        net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+        net.dispatch(0, 0, *rows)
         got = net.combine(0, 0, torch.empty(5, shape.hidden_size))
         torch.testing.assert_close(got, want)
         assert served == [version] * 2
@@ -284,25 +214,25 @@ def test_settings_of_a_wire_are_refused(changes: dict[str, Any], flag: str) -> N
 def test_what_does_not_fit_a_step_is_refused() -> None:
     net = make_net()
     shape = net.shape
-    rows = random_rows(shape, 3, choose_from=EVERYTHING, seed=1)
+    rows = random_rows(shape, 3, seed=1)
     with pytest.raises(ProtocolError, match="takes no part"):
         net.begin(make_ticket(1, participants=(1,)))
     with pytest.raises(ProtocolError, match="5 micro-batches, windows for 4"):
         net.begin(make_ticket(1, m=5))
     net.begin(make_ticket(1))
-    net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+    net.dispatch(0, 0, *rows)
     with pytest.raises(ProtocolError, match="micro-batch 0 of step 1 is still in the air"):
         net.begin(make_ticket(2))
     with pytest.raises(FrameError, match="combine into"):
         net.combine(0, 0, torch.empty(2, shape.hidden_size))
     with pytest.raises(TransportError, match="can not be used any more"):
-        net.dispatch(1, 0, rows.hidden, rows.experts, rows.weights)
+        net.dispatch(1, 0, *rows)
 
 
 @pytest.mark.parametrize("wrong", ["hidden", "experts", "weights"])
 def test_tensors_that_do_not_fit_are_refused(wrong: str) -> None:
     net = make_net()
-    rows = random_rows(net.shape, 3, choose_from=EVERYTHING, seed=1)
+    rows = random_rows(net.shape, 3, seed=1)
     tensors = {"hidden": rows.hidden, "experts": rows.experts, "weights": rows.weights}
     tensors[wrong] = tensors[wrong].to(torch.float16)
     with pytest.raises(FrameError, match=rf"dispatch: {wrong} is .*float16"):
@@ -314,8 +244,8 @@ def test_an_experts_error_fails_the_step_and_the_net() -> None:
         raise RuntimeError("no such slot")
 
     net = make_net(wrap=lambda _: broken)
-    rows = random_rows(net.shape, 3, choose_from=EVERYTHING, seed=1)
-    net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+    rows = random_rows(net.shape, 3, seed=1)
+    net.dispatch(0, 0, *rows)
     with pytest.raises(RuntimeError, match="no such slot"):
         net.combine(0, 0, torch.empty(rows.hidden.shape))
     with pytest.raises(TransportError, match="RuntimeError: no such slot"):
@@ -382,7 +312,7 @@ def play(
     net = net_of(graph, shape, index=0, serves=serves, table=table, num_streams=num_streams)
     if ignores_waits is not None:
         graph.streams[ignores_waits].ignores_waits = True
-    rows = {mb: random_rows(shape, 4, choose_from=EVERYTHING, seed=mb) for mb in range(2)}
+    rows = {mb: random_rows(shape, 4, seed=mb) for mb in range(2)}
     decoder: Any = ToyDecoder(graph, shape, rows)
     residuals = [rows[mb].hidden.clone() for mb in range(2)]
 
@@ -451,7 +381,7 @@ class ForgetsWhatIsRead(DeviceNet):
 def test_what_is_in_the_air_at_the_end_is_not_given_out_before_its_time() -> None:
     graph = StreamGraph()
     net = make_net(runtime=graph, num_streams=2)
-    rows = random_rows(net.shape, 3, choose_from=EVERYTHING, seed=1)
+    rows = random_rows(net.shape, 3, seed=1)
 
     def body() -> None:
         net.dispatch(0, 0, rows.hidden + 0, rows.experts + 0, rows.weights * 1)
@@ -468,16 +398,3 @@ def test_the_check_finds_what_is_wrong() -> None:
     assert play(ForgetsWhatIsRead)[0].problems
     assert play(ignores_waits=0)[0].problems
     assert play(ignores_waits=1)[0].problems
-
-
-def test_begin_may_be_left_out_before_the_first_step() -> None:
-    shape = make_shape()
-    net = make_net()
-    rows = random_rows(shape, 3, choose_from=EVERYTHING, seed=1)
-    net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
-    got = net.combine(0, 0, torch.empty(3, shape.hidden_size))
-    want = FakeExperts(shape, NUM_EXPERTS).expected(make_table(shape, 1), 0, rows)
-    torch.testing.assert_close(got, want)
-    ticket: StepTicket = make_ticket(1)
-    net.begin(ticket)
-    assert net.epoch == 0

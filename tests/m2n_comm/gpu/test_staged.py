@@ -19,13 +19,12 @@ from tests.m2n_comm.gpu.late_device import LateRuntime, SlowRuntime, copies_are_
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,
     FakeExperts,
-    Fleet,
     Rows,
     make_shape,
     make_table,
     make_ticket,
     mixed_rows,
-    open_staged,
+    open_fleet,
 )
 from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
@@ -52,15 +51,11 @@ class LateFleet:
         self.fake = FakeExperts(self.shape, NUM_EXPERTS)
         self.kind = kind
         self.runtimes: list[Device] = []
-        self.fleet: Fleet = open_staged(
-            "local",
-            1,
-            shape=self.shape,
-            table=self.table,
-            serves=[self._serve(node) for node in range(num_experts)],
-            link=None,
-            runtimes=self._new_runtime,
-        )
+        serves = [self._serve(node) for node in range(num_experts)]
+        self.fleet = open_fleet(
+            "staged-local", 1, num_experts,
+            shape=self.shape, serves=serves, runtimes=self._new_runtime,
+        )  # fmt: skip
         self.net = self.fleet.attention[0]
         self.runtime = self.runtimes[-1]
 

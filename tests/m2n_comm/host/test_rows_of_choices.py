@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from tests.m2n_comm.harness import (
     Fleet,
     Rows,
     Transport,
+    few_rows,
+    fleet_of,
     make_shape,
     make_table,
     make_ticket,
+    mixed_rows,
     open_fleet,
     rally,
     random_rows,
@@ -25,9 +29,7 @@ from tests.m2n_comm.harness import (
 from tests.pairwise import cover_pairs
 from topspin.errors import FrameError, PeerLost
 from topspin.expert_table import ExpertTable
-from topspin.messages import StepTicket
 
-EVERYTHING = tuple(range(NUM_EXPERTS))
 PAYLOADS = (torch.float32, torch.bfloat16)
 
 
@@ -59,21 +61,13 @@ def wanted(fake: FakeExperts, layer: int, rows: Rows) -> torch.Tensor:
     return out
 
 
-def tokens(ticket: StepTicket, index: int, layer: int, mb: int, shape: NetShape) -> Rows:
-    size = (0, 1, 9, 5, 20)[(ticket.step + index + 2 * layer + 3 * mb) % 5]
-    seed = 100 * ticket.step + 10 * index + layer + 7 * mb
-    return random_rows(shape, size, choose_from=EVERYTHING, seed=seed)
-
-
-def open_rows(
-    transport: Transport, topology: tuple[int, int], shape: NetShape, table: ExpertTable
-) -> Fleet:
+def choices_fleet(
+    transport: Transport, topology: tuple[int, int], shape: NetShape
+) -> tuple[Fleet, FakeExperts]:
     fake = FakeExperts(shape, NUM_EXPERTS)
-    num_attention, num_experts = topology
-    serves = [serve_rows(fake, table, node) for node in range(num_experts)]
-    return open_fleet(
-        transport, num_attention, num_experts, shape=shape, table=table, serves=serves
-    )
+    table = make_table(shape, topology[1])
+    serves = [serve_rows(fake, table, node) for node in range(topology[1])]
+    return open_fleet(transport, *topology, shape=shape, table=table, serves=serves), fake
 
 
 @pytest.mark.parametrize(
@@ -84,47 +78,31 @@ def test_sums_are_those_of_one_row_after_the_other(
     transport: Transport, topology: tuple[int, int], payload: torch.dtype
 ) -> None:
     shape = row_shape(payload)
-    fake = FakeExperts(shape, NUM_EXPERTS)
+    rows_of = mixed_rows(shape)
     everyone = tuple(range(topology[0]))
     tickets = [make_ticket(s, participants=everyone, m=1 + s % 3) for s in range(1, 5)]
-    fleet = open_rows(transport, topology, shape, make_table(shape, topology[1]))
     results: Collected = {}
-    try:
-        failures = fleet.run(
-            tickets, rally(lambda t, i, la, mb: tokens(t, i, la, mb, shape), results)
-        )
-    finally:
-        fleet.close()
-    assert failures == {}
+    fleet, fake = choices_fleet(transport, topology, shape)
+    with closing(fleet):
+        assert fleet.run(tickets, rally(rows_of, results)) == {}
     assert len(results) == sum(2 * len(everyone) * t.num_micro_batches for t in tickets)
     for (step, index, layer, mb), got in results.items():
-        rows = tokens(make_ticket(step), index, layer, mb, shape)
-        assert torch.equal(got, wanted(fake, layer, rows))
+        assert torch.equal(got, wanted(fake, layer, rows_of(make_ticket(step), index, layer, mb)))
 
 
 def test_a_node_without_any_of_the_experts() -> None:
     shape = row_shape()
-    table = make_table(shape, 2)
-    rows = random_rows(shape, 19, choose_from=table.experts_of(1)[0], seed=5)
-    fleet = open_rows("shm", (1, 2), shape, table)
+    rows = random_rows(shape, 19, choose_from=make_table(shape, 2).experts_of(1)[0], seed=5)
     results: Collected = {}
-    try:
-        assert fleet.run([make_ticket(1)], rally(lambda t, i, la, mb: rows, results)) == {}
-    finally:
-        fleet.close()
-    assert torch.equal(results[1, 0, 1, 0], wanted(FakeExperts(shape, NUM_EXPERTS), 1, rows))
+    fleet, fake = choices_fleet("shm", (1, 2), shape)
+    with closing(fleet):
+        assert fleet.run([make_ticket(1)], rally(lambda *_: rows, results)) == {}
+    assert torch.equal(results[1, 0, 1, 0], wanted(fake, 1, rows))
 
 
 def test_a_partial_sum_is_not_taken_for_rows_of_experts() -> None:
-    shape = row_shape()
-    table = make_table(shape, 1)
-    fake = FakeExperts(shape, NUM_EXPERTS)
-    fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[fake.serve(table, 0)])
-    rows = random_rows(shape, 5, choose_from=EVERYTHING, seed=1)
-    try:
-        failures = fleet.run([make_ticket(1)], rally(lambda t, i, la, mb: rows, {}))
-    finally:
-        fleet.close()
+    with fleet_of("shm", shape=row_shape()) as fleet:
+        failures = fleet.run([make_ticket(1)], rally(few_rows, {}))
     assert isinstance(failures["expert 0"], FrameError)
     assert "expected (15, 24)" in str(failures["expert 0"])
     assert isinstance(failures["attention 0"], PeerLost)

@@ -12,10 +12,11 @@ import torch
 
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.host.stage_link import StageLink
-from m2n_comm.net import NetShape, NetTimes
+from m2n_comm.net import NetTimes
 from m2n_comm.open import connect_stage, listen_expert
 from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
+from tests.m2n_comm.harness import make_shape, make_ticket
 from tests.m2n_comm.pairing.test_reform import give_up
 from topspin.errors import (
     DeadlineExceeded,
@@ -28,15 +29,10 @@ from topspin.errors import (
 from topspin.messages import ExpertPeer, StepTicket
 
 TIMEOUT_S = 10.0
-SHAPE = NetShape(
-    hidden_size=24,
-    top_k=1,
-    num_layers=1,
-    payload=torch.bfloat16,
-    window_rows=16,
-    num_micro_batches=3,
+SHAPE = make_shape(
+    top_k=1, num_layers=1, payload=torch.bfloat16, window_rows=16, num_micro_batches=3,
     deadline_s=TIMEOUT_S,
-)
+)  # fmt: skip
 Between = Literal["shm", "tcp"]
 both = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -64,15 +60,7 @@ def pair(
 
 
 def ticket(step: int = 1) -> StepTicket:
-    return StepTicket(
-        step=step,
-        previous=0,
-        generation=1,
-        table_version=1,
-        num_micro_batches=3,
-        participants=(1,),
-        row_buckets=(4, 4, 4),
-    )
+    return make_ticket(step, participants=(1,), m=3)
 
 
 def rows(count: int, *, seed: int = 0) -> torch.Tensor:

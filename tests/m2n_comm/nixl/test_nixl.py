@@ -26,16 +26,11 @@ from m2n_comm.pairing.hello import Identity, PairMemory
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     NIXL,
-    Collected,
-    FakeExperts,
-    Fleet,
-    assert_right_sums,
     few_rows,
     fleet_of,
     make_shape,
     make_table,
     make_ticket,
-    open_fleet,
     rally,
 )
 from topspin.errors import ConfigError, FrameError, PeerLost
@@ -87,10 +82,7 @@ def test_expert_nodes_must_all_use_nixl_or_none() -> None:
 
 
 @mark
-def test_addresses_have_the_documented_form() -> None:
-    listener = listen_expert("nixl")
-    assert listener.address.startswith("nixl:unix:@topspin-")
-    listener.close()
+def test_a_host_makes_it_the_address_of_a_handshake_over_tcp() -> None:
     listener = listen_expert("nixl", NodeNetwork("127.0.0.1"))
     assert listener.address.startswith("nixl:tcp:127.0.0.1:")
     listener.close()
@@ -128,22 +120,7 @@ def test_memory_that_does_not_fit_is_refused(forming: NixlForming) -> None:
         forming.prove(0)
 
 
-def play_and_check(fleet: Fleet) -> None:
-    """Play three steps and compare their sums."""
-    results: Collected = {}
-    assert fleet.run([make_ticket(s, m=2) for s in (1, 2, 3)], rally(few_rows, results)) == {}
-    assert len(results) == 12
-    assert_right_sums(results)
-
-
-@mark
-def test_spinning_nodes_need_no_bell() -> None:
-    shape = make_shape()
-    table = make_table(shape, 1)
-    serves = [FakeExperts(shape, 7).serve(table, 0)]
-    fleet = open_fleet("nixl", 1, 1, shape=shape, table=table, serves=serves, wait="spin")
-    play_and_check(fleet)
-    fleet.close()
+STEPS = [make_ticket(step, m=2) for step in (1, 2, 3)]
 
 
 @mark
@@ -160,7 +137,7 @@ def test_hosts_apart_use_tcp_and_find_dead_peers_by_themselves(
 
     monkeypatch.setattr(opener, "NixlForming", Apart)
     with fleet_of("nixl") as fleet:
-        play_and_check(fleet)
+        fleet.check(STEPS, few_rows)
     assert modes == [True, True]
 
 
@@ -193,7 +170,7 @@ def test_memory_of_a_closed_net_is_never_used_for_anything_else() -> None:
     addresses = []
     for _ in range(3):
         with fleet_of("nixl") as fleet:
-            play_and_check(fleet)
+            fleet.check(STEPS, few_rows)
             addresses.append(fleet.attention[0].lines.inbox(0, 0).hidden.data_ptr())
         del fleet
     assert len(set(addresses)) == 3
@@ -234,8 +211,9 @@ def _accept_in_vain(listener: Any, shape: NetShape) -> None:
 
 
 _SURVIVOR = """
-from tests.m2n_comm import test_processes
-test_processes.test_an_expert_process_serves_and_its_death_is_noticed_at_once("nixl")
+from pathlib import Path
+from tests.m2n_comm import test_processes as tests
+tests.test_an_expert_process_serves_and_its_death_is_noticed_at_once("nixl", False, Path())
 print("survived", flush=True)
 """
 

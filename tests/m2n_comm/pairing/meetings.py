@@ -45,6 +45,7 @@ class Meeting:
     def __init__(
         self, transport: Between, pool: ThreadPoolExecutor, network: NodeNetwork = ON_ONE_HOST
     ) -> None:
+        self.transport = transport
         self.listener = listen_expert(transport, network)
         self._pool = pool
         self._nets: list[Any] = []
@@ -79,8 +80,8 @@ class Meeting:
         served = self._pool.submit(serve_steps, expert, [ticket], fake.serve(table, 0))
         attention.begin(ticket)
         for layer in range(shape.num_layers):
-            rows = random_rows(shape, 5, choose_from=tuple(range(7)), seed=layer)
-            attention.dispatch(0, layer, rows.hidden, rows.experts, rows.weights)
+            rows = random_rows(shape, 5, seed=layer)
+            attention.dispatch(0, layer, *rows)
             got = attention.combine(0, layer, torch.empty(rows.hidden.shape))
             want = fake.expected(table, layer, rows)
             torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)

@@ -173,6 +173,11 @@ class Node:
     def wake(self) -> None:
         pass
 
+    def run(self, ends: type[Exception] = Stopped, *, match: str | None = None) -> None:
+        """Serve until the error with which this life ends."""
+        with pytest.raises(ends, match=match):
+            self.serve()
+
     def serve(self) -> None:
         self.life.introduce(self.served, "unix:@x")
         self.life.serve(self)
@@ -210,16 +215,14 @@ class Node:
 def test_a_node_takes_no_part_with_weights_that_it_has_not_named() -> None:
     node = Node(welcome())
     node.served = ServedCheckpoint("model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: has changed"):
-        node.serve()
+    node.run(CheckpointError, match=r"model\.safetensors: has changed")
     assert node.done == ["load"]
     assert [type(message) for message in node.sent] == [Hello]
 
 
 def test_a_node_joins_serves_halts_and_forms_anew() -> None:
     node = Node(welcome(), Halt(generation=2), Reform(topology=topology(2)), Stop(reason="over"))
-    with pytest.raises(Stopped, match="over"):
-        node.serve()
+    node.run(match="over")
     hello, first, halted, second = node.sent
     assert isinstance(hello, Hello)
     assert (hello.role, hello.index, hello.fingerprint) == ("expert", 3, "print")
@@ -234,8 +237,7 @@ def test_a_node_joins_serves_halts_and_forms_anew() -> None:
 
 def test_a_node_that_comes_late_loads_and_waits_for_a_reform() -> None:
     node = Node(welcome(joins_late=True), Reform(topology=topology(4)))
-    with pytest.raises(Stopped):
-        node.serve()
+    node.run()
     _, loaded, ready = node.sent
     assert isinstance(loaded, Loaded)
     assert loaded.num_blocks == 5
@@ -252,8 +254,7 @@ def test_a_forming_that_fails_is_told_and_the_next_one_awaited(
 ) -> None:
     node = Node(welcome(), Reform(topology=topology(2)), Reform(topology=topology(3)))
     node.faults[2] = fault
-    with pytest.raises(Stopped):
-        node.serve()
+    node.run()
     failed = [message for message in node.sent if isinstance(message, StepFailed)]
     assert [(each.step, each.generation) for each in failed] == [(0, 2)] * len(codes)
     assert [each.code for each in failed] == codes
@@ -274,8 +275,7 @@ def test_a_failed_step_is_told_and_ends_the_node_unless_the_engine_reforms(
 ) -> None:
     node = Node(welcome(restart=restart), TICKET, can_reform=can_reform)
     node.step_fault = fault
-    with pytest.raises(Stopped if goes_on else type(fault)):
-        node.serve()
+    node.run(Stopped if goes_on else type(fault))
     assert isinstance(node.sent[-1], StepFailed)
     assert (node.sent[-1].step, node.sent[-1].generation, node.sent[-1].index) == (7, 1, 3)
 
@@ -283,15 +283,13 @@ def test_a_failed_step_is_told_and_ends_the_node_unless_the_engine_reforms(
 def test_a_net_that_fails_because_the_engine_stops_is_no_failure() -> None:
     node = Node(welcome(restart=False), TICKET, TICKET, Stop(reason="over"))
     node.step_fault = PeerLost("attention 0 closed its connection")
-    with pytest.raises(Stopped, match="over"):
-        node.serve()
+    node.run(match="over")
     assert node.done == ["load", "form 1", "StepTicket", "disband"]
 
 
 def test_a_node_that_cannot_reform_knows_no_halt() -> None:
     node = Node(welcome(), Halt(generation=2), can_reform=False)
-    with pytest.raises(Stopped):
-        node.serve()
+    node.run()
     assert node.done == ["load", "form 1", "Halt", "disband"]
 
 
@@ -302,8 +300,7 @@ GONE = SchedulerLost("the scheduler is gone")
 
 def test_weights_outlive_the_scheduler() -> None:
     node = Node(welcome(), TICKET, GONE, welcome(generation=5), Stop(reason="over"))
-    with pytest.raises(Stopped, match="over"):
-        node.serve()
+    node.run(match="over")
     first, _, _, second, ready = node.sent
     assert (second.fingerprint, second.data_address) == ("print", "unix:@x")
     assert second.incarnation != first.incarnation
@@ -315,8 +312,7 @@ def test_weights_outlive_the_scheduler() -> None:
 
 def test_a_node_that_rejoins_may_come_late_or_lose_that_scheduler_too() -> None:
     node = Node(welcome(), GONE, GONE, welcome(joins_late=True), Reform(topology=topology(3)))
-    with pytest.raises(Stopped):
-        node.serve()
+    node.run()
     assert [type(each) for each in node.sent] == [Hello, Ready, Hello, Hello, Loaded, Ready]
     assert node.done.count("load") == 1
     assert node.done.count("reconnect") == 2
@@ -325,8 +321,7 @@ def test_a_node_that_rejoins_may_come_late_or_lose_that_scheduler_too() -> None:
 def test_the_loss_of_a_scheduler_is_no_failed_step() -> None:
     node = Node(welcome(), TICKET, welcome(generation=2))
     node.step_fault = GONE
-    with pytest.raises(Stopped):
-        node.serve()
+    node.run()
     assert not any(isinstance(each, StepFailed) for each in node.sent)
     assert node.done[-4:] == ["reconnect", "disband", "form 2", "disband"]
 
@@ -334,8 +329,7 @@ def test_the_loss_of_a_scheduler_is_no_failed_step() -> None:
 def test_weights_outlive_a_scheduler_whose_engine_cannot_form() -> None:
     node = Node(welcome(), GONE, welcome(generation=2), GONE, welcome(generation=3))
     node.faults[2] = PeerLost("expert 0 closed its connection")
-    with pytest.raises(Stopped):
-        node.serve()
+    node.run()
     assert [type(each) for each in node.sent] == [Hello, Ready, Hello, StepFailed, Hello, Ready]
     assert node.done.count("load") == 1
 
@@ -353,36 +347,26 @@ def test_who_was_told_to_stop_waits_for_no_other_scheduler() -> None:
             with pytest.raises(Interrupted):
                 self.life.check()
 
-    with pytest.raises(Stopped, match="over"):
-        Ended(welcome(), TICKET, Stop(reason="over")).serve()
+    Ended(welcome(), TICKET, Stop(reason="over")).run(match="over")
 
 
 def test_another_plan_needs_other_weights() -> None:
     other = welcome()
     config = msgspec.structs.replace(other.config, leave_deadline_s=77.0)
     node = Node(welcome(), GONE, msgspec.structs.replace(other, config=config))
-    with pytest.raises(ProtocolError, match="another plan"):
-        node.serve()
+    node.run(ProtocolError, match="another plan")
 
 
 @pytest.mark.parametrize(("restart", "can_reform"), [(False, True), (True, False)])
 def test_other_nodes_end_with_their_scheduler(restart: bool, can_reform: bool) -> None:
     node = Node(welcome(restart=restart), GONE, can_reform=can_reform)
-    with pytest.raises(SchedulerLost):
-        node.serve()
+    node.run(SchedulerLost)
 
 
 def test_a_node_without_a_scheduler_ends_when_asked() -> None:
     node = Node(welcome(), GONE)
-    reconnect = node.reconnect
-
-    def ask() -> None:
-        reconnect()
-        node.life.ask_to_leave()
-
-    node.reconnect = ask  # type: ignore[method-assign]
-    with pytest.raises(Stopped, match="takes part in nothing"):
-        node.serve()
+    node.reconnect = node.life.ask_to_leave  # type: ignore[method-assign]
+    node.run(match="takes part in nothing")
 
 
 # SIGTERM, which the node below gets with each PrepareTable.
@@ -395,8 +379,7 @@ def test_a_node_that_gets_sigterm_asks_once_and_serves_until_it_is_let_go() -> N
     node = Node(
         welcome(), SIGTERM, Halt(generation=2), Reform(topology=topology(2)), Stop(reason="")
     )
-    with pytest.raises(Stopped):
-        node.serve()
+    node.run()
     assert [type(message) for message in node.sent] == [Hello, Ready, Leaving, Halted, Ready]
     assert node.sent[2] == Leaving(role="expert", index=3)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -413,8 +396,7 @@ def test_a_node_in_a_long_wait_asks_too() -> None:
 
 def test_a_node_that_is_to_leave_ends_in_order_if_the_scheduler_is_gone() -> None:
     node = Node(welcome(), SIGTERM, GONE)
-    with pytest.raises(Stopped, match="scheduler is gone"):
-        node.serve()
+    node.run(match="scheduler is gone")
 
 
 LONELY = """

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import resource
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +13,14 @@ import pytest
 import zmq
 
 from app.cli.keys import make, rotate
+from tests.topspin.processes.peers import Gateway, exchange, wait_for
 from topspin.errors import ConfigError, PeerLost
-from topspin.messages import StatsQuery, Stop
+from topspin.messages import StatsQuery
 from topspin.processes.channel import (
     AsyncControlClient,
     ControlClient,
     ControlServer,
-    Event,
     PeerGone,
-    Received,
 )
 from topspin.processes.keys import KeyDirectory, new_secret, public_of_secret, write_file
 from topspin.processes.listening import has_ipv6
@@ -54,39 +51,19 @@ def server(keys: Path, address: str) -> Iterator[ControlServer]:
     server.close()
 
 
-def wait_for(server: ControlServer, count: int) -> list[Event]:
-    events: list[Event] = []
-    deadline = time.monotonic() + 10
-    while len(events) < count:
-        assert time.monotonic() < deadline, f"only {events}"
-        events += server.poll(0.1)
-    return events
-
-
-def exchange(server: ControlServer, client: ControlClient, number: int) -> bytes:
-    """Send a message both ways; returns the client's id."""
-    client.send(StatsQuery(query_id=number))
-    (event,) = wait_for(server, 1)
-    assert isinstance(event, Received)
-    assert event.message == StatsQuery(query_id=number)
-    assert server.send(event.peer, Stop(reason="test"))
-    assert client.recv(10.0) == Stop(reason="test")
-    return event.peer
-
-
 def test_peers_are_of_the_group_whose_key_they_have(
     keys: Path, server: ControlServer, address: str
 ) -> None:
     for group in ("expert", "gateway"):
         client = ControlClient(address, keys=of(keys, group))
-        peer = exchange(server, client, 1)
+        peer = exchange(client, server, 1)
         assert [each for each in ("expert", "gateway") if server.may_be(peer, each)] == [group]
         client.close()
         assert wait_for(server, 1) == [PeerGone(peer)]
         assert not server.may_be(peer, group)
 
 
-def assert_refused(client: ControlClient, server: ControlServer) -> None:
+def assert_refused(client: ControlClient | Gateway, server: ControlServer) -> None:
     """The client's connection fails, and the server hears nothing of it."""
     with contextlib.closing(client):
         client.send(StatsQuery(query_id=1))
@@ -110,28 +87,29 @@ def test_an_unknown_key_is_refused(
     assert_refused(ControlClient(address, keys=KeyDirectory(stranger, "expert")), server)
     assert "refused a peer whose key is not accepted" in caplog.text
     with contextlib.closing(ControlClient(address, keys=of(keys, "expert"))) as known:
-        exchange(server, known, 2)
+        exchange(known, server, 2)
 
 
-def test_a_peer_without_keys_is_refused(server: ControlServer, address: str) -> None:
-    assert_refused(ControlClient(address), server)
-
-
-def test_a_peer_that_knows_its_keys_does_not_talk_to_an_impostor(keys: Path, address: str) -> None:
-    """Neither to a process without keys nor to an expert node that listens there."""
-    plain = ControlServer(address)
-    assert_refused(ControlClient(address, keys=of(keys, "gateway")), plain)
-    plain.close()
-    impostor = ControlServer(address, keys=of(keys, "expert"))
-    assert_refused(ControlClient(address, keys=of(keys, "gateway")), impostor)
-    impostor.close()
+@pytest.mark.parametrize("connect", [ControlClient, Gateway])
+def test_who_has_no_keys_and_who_is_not_trusted_do_not_talk(
+    keys: Path, address: str, connect: type[ControlClient | Gateway]
+) -> None:
+    """Nor does a peer with keys to a process without, or to an expert node that listens there."""
+    with contextlib.closing(ControlServer(address, keys=of(keys, "scheduler"))) as server:
+        with contextlib.closing(connect(address, keys=of(keys, "gateway"))) as client:
+            exchange(client, server)
+        wait_for(server, 1)
+        assert_refused(connect(address), server)
+    for impostor in (None, of(keys, "expert")):
+        with contextlib.closing(ControlServer(address, keys=impostor)) as server:
+            assert_refused(connect(address, keys=of(keys, "gateway")), server)
 
 
 def test_bytes_that_are_no_zeromq_disturb_nobody(
     keys: Path, server: ControlServer, address: str
 ) -> None:
     client = ControlClient(address, keys=of(keys, "expert"))
-    peer = exchange(server, client, 1)
+    peer = exchange(client, server, 1)
     port = int(address.rpartition(":")[2])
     for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" + bytes(8) + b"\x7f" + bytes(60)):
         with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -140,7 +118,7 @@ def test_bytes_that_are_no_zeromq_disturb_nobody(
                 sock.sendall(data)
                 while sock.recv(4096):
                     pass
-    assert exchange(server, client, 2) == peer
+    assert exchange(client, server, 2) == peer
     client.close()
 
 
@@ -149,14 +127,14 @@ def test_keys_are_rotated_under_load(keys: Path, server: ControlServer, address:
     old = keys.parent / "old"
     shutil.copytree(keys / "expert", old)
     first = ControlClient(address, keys=of(keys, "expert"))
-    peer = exchange(server, first, 1)
+    peer = exchange(first, server, 1)
     for number, step in enumerate(("add", "switch", "retire"), start=2):
         rotate(keys, step)
         # The server looks at its directory at this poll.
         server._keys_checked_s = 0.0
-        assert exchange(server, first, number) == peer
+        assert exchange(first, server, number) == peer
         with contextlib.closing(ControlClient(address, keys=of(keys, "expert"))) as second:
-            exchange(server, second, number)
+            exchange(second, server, number)
         assert isinstance(wait_for(server, 1)[0], PeerGone)
     assert_refused(ControlClient(address, keys=KeyDirectory(old, "expert")), server)
     first.close()
@@ -165,23 +143,6 @@ def test_keys_are_rotated_under_load(keys: Path, server: ControlServer, address:
     (old / "scheduler.public.new").replace(old / "scheduler.public")
     wait_for(server, 1)
     assert_refused(ControlClient(address, keys=KeyDirectory(old, "expert")), server)
-
-
-def test_the_gateways_end(keys: Path, server: ControlServer, address: str) -> None:
-    async def test() -> None:
-        client = AsyncControlClient(address, keys=of(keys, "gateway"))
-        client.send(StatsQuery(query_id=1))
-        (event,) = await asyncio.to_thread(wait_for, server, 1)
-        assert isinstance(event, Received)
-        server.send(event.peer, Stop(reason="test"))
-        assert await client.recv() == Stop(reason="test")
-        client.close()
-        stranger = AsyncControlClient(address)
-        with pytest.raises(PeerLost, match="keys or users differ"):
-            await stranger.recv()
-        stranger.close()
-
-    asyncio.run(test())
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "[::]", "example.org"])
@@ -199,14 +160,14 @@ def test_all_addresses_are_of_both_families(keys: Path, address: str) -> None:
     ) as all_:
         for host in ("[::1]", "127.0.0.1", "localhost"):
             client = ControlClient(f"tcp://{host}:{port}", keys=of(keys, "expert"))
-            peer = exchange(all_, client, 1)
+            peer = exchange(client, all_)
             client.close()
             assert wait_for(all_, 1) == [PeerGone(peer)]
     with (
         contextlib.closing(ControlServer(f"tcp://[::1]:{port}")) as own,
         contextlib.closing(ControlClient(f"tcp://[::1]:{port}")) as client,
     ):
-        exchange(own, client, 2)
+        exchange(client, own)
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://:70000"])

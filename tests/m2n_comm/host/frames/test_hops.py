@@ -47,18 +47,16 @@ def bf16_shape(**changes: Any) -> NetShape:
 
 
 def tickets(num: int = NUM_STEPS, bucket: int = 8, **fields: Any) -> list[StepTicket]:
-    made = []
-    for step in range(1, num + 1):
-        ticket = make_ticket(step, **fields)
-        made.append(
-            StepTicket(
-                **{
-                    **{name: getattr(ticket, name) for name in ticket.__struct_fields__},
-                    "row_buckets": (bucket,) * ticket.num_micro_batches,
-                }
-            )
-        )
-    return made
+    made = [make_ticket(step, **fields) for step in range(1, num + 1)]
+    return [
+        msgspec.structs.replace(each, row_buckets=(bucket,) * each.num_micro_batches)
+        for each in made
+    ]
+
+
+def echo(batch: ExpertBatch) -> Tensor:
+    """Return the rows themselves, as an expert's answer."""
+    return batch.hidden
 
 
 class RecordedNode:
@@ -78,7 +76,7 @@ class RecordedNode:
         """Run a step on rows of `seed`, which is returned; their sums are in `sums`."""
         rows = []
         for idx, count in enumerate(self.counts):
-            each = random_rows(self.shape, count, choose_from=tuple(range(7)), seed=seed + idx)
+            each = random_rows(self.shape, count, seed=seed + idx)
             self.hidden[idx].copy_(each.hidden)
             self.experts[idx].copy_(each.experts)
             self.weights[idx].copy_(each.weights)
@@ -87,6 +85,15 @@ class RecordedNode:
             self.replay = self.runtime.capture(lambda: self._layers(net))
         self.replay()
         return rows
+
+    def check_step(self, fleet: Fleet, ticket: StepTicket) -> None:
+        """Run a step of a fleet's one attention node, and compare its sums."""
+        fake = FakeExperts(self.shape, 7)
+        for idx, rows in enumerate(self.step(fleet.attention[0], 10 * ticket.step)):
+            for layer in range(self.shape.num_layers):
+                found = self.sums[idx][layer, : self.counts[idx]]
+                want = fake.expected(fleet.table, layer, rows)
+                torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-2)
 
     def _layers(self, net: AttentionSide) -> None:
         for layer in range(self.shape.num_layers):
@@ -111,21 +118,12 @@ def test_replays_give_the_sums_of_their_own_rows(
     transport: Transport, counts: tuple[int, ...], num_experts: int, runs: mock.Mock
 ) -> None:
     shape = bf16_shape()
-    table, fake = make_table(shape, num_experts), FakeExperts(shape, 7)
-    serves = [fake.serve(table, node) for node in range(num_experts)]
-    fleet = open_fleet(transport, 1, num_experts, shape=shape, table=table, serves=serves)
-    node = RecordedNode(shape, counts)
-    waits = []
+    fleet = open_fleet(transport, 1, num_experts, shape=shape)
+    node, waits = RecordedNode(shape, counts), []
 
     def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
         assert net.is_graph_safe
-        rows = node.step(net, 10 * ticket.step)
-        for layer in range(shape.num_layers):
-            for idx, each in enumerate(rows):
-                found = node.sums[idx][layer, : counts[idx]]
-                torch.testing.assert_close(
-                    found, fake.expected(table, layer, each), rtol=1e-2, atol=1e-2
-                )
+        node.check_step(fleet, ticket)
         waits.append(net.times())
 
     assert fleet.run(tickets(m=len(counts)), attention) == {}
@@ -139,22 +137,14 @@ def test_replays_give_the_sums_of_their_own_rows(
 def test_replays_wait_for_an_emulated_link(latency_us: float, runs: mock.Mock) -> None:
     """A latency below that which compiled code waits for, and one above it."""
     shape = bf16_shape()
-    table, fake = make_table(shape, 1), FakeExperts(shape, 7)
-    link = LinkEmulation(latency_us=latency_us, gbps=1.0)
-    fleet = open_fleet(
-        *("shm", 1, 1), shape=shape, table=table, serves=[fake.serve(table, 0)], link=link
-    )
-    node = RecordedNode(shape, (3,))
-    steps_s = []
+    fleet = open_fleet("shm", shape=shape, link=LinkEmulation(latency_us=latency_us, gbps=1.0))
+    node, steps_s = RecordedNode(shape, (3,)), []
 
     def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
         assert net.is_graph_safe
         began_s = time.monotonic()
-        (rows,) = node.step(net, 10 * ticket.step)
+        node.check_step(fleet, ticket)
         steps_s.append(time.monotonic() - began_s)
-        for layer in range(shape.num_layers):
-            expected = fake.expected(table, layer, rows)
-            torch.testing.assert_close(node.sums[0][layer], expected, rtol=1e-2, atol=1e-2)
 
     assert fleet.run(tickets(m=1), attention) == {}
     assert runs.call_count == NUM_STEPS - 1
@@ -193,16 +183,15 @@ def run_recorded(fleet: Fleet, steps: list[StepTicket], attention: Any) -> dict[
     def serve(net: ExpertSide, asked: list[StepTicket], _: Any) -> None:
         serve_recorded(net, asked, by_net[id(net)])
 
-    with mock.patch("tests.m2n_comm.harness.serve_steps", serve):
-        return fleet.run(steps, attention)
+    return fleet.run(steps, attention, serve)
 
 
 def send_plain(shape: NetShape, num_rows: int, seed: int, net: AttentionSide) -> list[Tensor]:
     """Run a step of one micro-batch without a recording; return rows and sums by layer."""
-    rows = random_rows(shape, num_rows, choose_from=tuple(range(7)), seed=seed)
+    rows = random_rows(shape, num_rows, seed=seed)
     found = []
     for layer in range(shape.num_layers):
-        net.dispatch(0, layer, rows.hidden, rows.experts, rows.weights)
+        net.dispatch(0, layer, *rows)
         found.append(net.combine(0, layer, torch.empty(num_rows, shape.hidden_size)))
     return [rows.hidden.float(), *found]
 
@@ -212,9 +201,7 @@ def test_recorded_experts_answer_every_participant_its_rows(
     transport: Transport, runs: mock.Mock
 ) -> None:
     shape = bf16_shape()
-    table = make_table(shape, 1)
-    serves = [lambda batch: batch.hidden]
-    fleet = open_fleet(transport, 3, 1, shape=shape, table=table, serves=serves)
+    fleet = open_fleet(transport, 3, shape=shape, serves=[echo])
     # The same recording serves any two of the three, with any number of rows in the bucket.
     pairs = [(0, 1), (0, 1), (1, 2), (0, 2), (1, 2), (0, 1)]
     steps = [
@@ -237,14 +224,8 @@ def test_recorded_experts_answer_every_participant_its_rows(
 def test_recorded_experts_wait_for_an_emulated_link(transport: Transport) -> None:
     """For longer than compiled code waits."""
     shape = bf16_shape()
-    fleet = open_fleet(
-        *(transport, 1, 1),
-        shape=shape,
-        table=make_table(shape, 1),
-        serves=[lambda batch: batch.hidden],
-        link=LinkEmulation(latency_us=4_000.0),
-    )
-    steps_s = []
+    link = LinkEmulation(latency_us=4_000.0)
+    fleet, steps_s = open_fleet(transport, shape=shape, serves=[echo], link=link), []
 
     def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
         began_s = time.monotonic()
@@ -259,8 +240,7 @@ def test_recorded_experts_wait_for_an_emulated_link(transport: Transport) -> Non
 
 def test_small_frames_over_tcp_need_no_python() -> None:
     shape = bf16_shape()
-    serves = [lambda batch: batch.hidden]
-    fleet = open_fleet("tcp", 2, 1, shape=shape, table=make_table(shape, 1), serves=serves)
+    fleet = open_fleet("tcp", 2, shape=shape, serves=[echo])
 
     def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
         hidden, *sums = send_plain(shape, 3, ticket.step + index, net)
@@ -303,8 +283,7 @@ def test_a_fault_inside_a_replay_ends_as_in_a_plain_step(
     fault: Fault, error: type[TransportError] | None, faulty: str, runs: mock.Mock
 ) -> None:
     shape = bf16_shape(deadline_s=0.5)
-    table = make_table(shape, 1)
-    fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[lambda batch: batch.hidden])
+    fleet = open_fleet("shm", shape=shape, serves=[echo])
     fleet.close_failed = False  # else the other end of a wait hears of that first
     # The frame of layer 0 in the fourth step.
     injector = FaultInjector({3 * shape.num_layers: fault})
@@ -337,8 +316,7 @@ def test_a_fault_inside_a_replay_ends_as_in_a_plain_step(
 
 def test_a_request_beyond_the_tickets_bucket_is_refused() -> None:
     shape = bf16_shape(deadline_s=0.5)
-    table = make_table(shape, 1)
-    fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[lambda batch: batch.hidden])
+    fleet = open_fleet("shm", shape=shape, serves=[echo])
 
     def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
         send_plain(shape, 5 if ticket.step == 4 else 4, ticket.step, net)
@@ -351,12 +329,10 @@ def test_a_request_beyond_the_tickets_bucket_is_refused() -> None:
 
 def test_after_a_fault_the_team_runs_other_programs() -> None:
     shape = bf16_shape(deadline_s=0.2)
-    table = make_table(shape, 1)
-    fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[lambda batch: batch.hidden])
+    fleet = open_fleet("shm", shape=shape, serves=[echo])
     torch.set_num_threads(2)
-    node, runtime, total = RecordedNode(shape, (1,)), CpuRuntime(), torch.zeros(9)
-    node.runtime = runtime
-    add = runtime.capture(lambda: total.add_(torch.ones(9)))
+    node, total = RecordedNode(shape, (1,)), torch.zeros(9)
+    add = node.runtime.capture(lambda: total.add_(torch.ones(9)))
     FaultInjector({2 * shape.num_layers: Drop()}).attach(fleet.experts[0])
     fleet.close_failed = False
 
@@ -372,8 +348,7 @@ def test_after_a_fault_the_team_runs_other_programs() -> None:
 
 def test_a_peer_that_ends_during_a_replay_is_lost_at_once() -> None:
     shape = bf16_shape()
-    table = make_table(shape, 1)
-    fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[lambda batch: batch.hidden])
+    fleet = open_fleet("shm", shape=shape, serves=[echo])
     node, expert = RecordedNode(shape, (1,)), fleet.experts[0]
 
     def serve(batch: ExpertBatch) -> Tensor:
@@ -382,7 +357,7 @@ def test_a_peer_that_ends_during_a_replay_is_lost_at_once() -> None:
             raise TransportError("this node ends")
         return batch.hidden
 
-    fleet.replace_serve(0, serve)
+    fleet.serves[0] = serve
     fleet.close_failed = False
     began = time.monotonic()
 
@@ -401,7 +376,7 @@ def test_another_expert_table_or_replicas_end_what_was_recorded() -> None:
     later = msgspec.structs.replace(
         table, version=2, slots=tuple((each[::-1],) for (each,) in table.slots)
     )
-    fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[lambda batch: batch.hidden])
+    fleet = open_fleet("shm", shape=shape, table=table, serves=[echo])
     net = fleet.attention[0]
     assert not net.is_graph_safe  # no step is open
     epochs = []
@@ -416,8 +391,7 @@ def test_another_expert_table_or_replicas_end_what_was_recorded() -> None:
     # Which replica of an expert serves a row depends on the rows.
     slots = tuple((each, each) for (each,) in table.slots)
     twice = ExpertTable(version=1, num_experts=7, slots=slots)
-    serves = [lambda batch: batch.hidden] * 2
-    fleet = open_fleet("shm", 1, 2, shape=shape, table=twice, serves=serves)
+    fleet = open_fleet("shm", 1, 2, shape=shape, table=twice, serves=[echo] * 2)
     fleet.attention[0].begin(make_ticket(1))
     assert not fleet.attention[0].is_graph_safe
     fleet.close()

@@ -15,16 +15,17 @@ from m2n_comm.host.frames.memory_order import check_platform, consume, publish, 
 from m2n_comm.open import listen_expert
 from topspin.errors import ConfigError
 
-ROUNDS = 1000
+ROUNDS = 300
 ECHO = f"""
-import mmap, sys
+import mmap, os, sys
 from m2n_comm.host.frames.memory_order import consume, publish, word_at
 
 view = memoryview(mmap.mmap(int(sys.argv[1]), mmap.PAGESIZE))
 there, back = word_at(view, 0), word_at(view, 64)
+print("ready", flush=True)
 for sequence in range(1, {ROUNDS} + 1):
     while consume(there) != sequence:
-        pass
+        os.sched_yield()
     if view[128:136] != sequence.to_bytes(8, "little"):
         sys.exit("published before its data")
     publish(back, sequence)
@@ -36,18 +37,20 @@ def test_what_one_process_publishes_the_other_consumes_with_its_data() -> None:
     os.ftruncate(memory, mmap.PAGESIZE)
     view = memoryview(mmap.mmap(memory, mmap.PAGESIZE))
     there, back = word_at(view, 0), word_at(view, 64)
-    child = subprocess.Popen(
-        [sys.executable, "-c", ECHO, str(memory)],
-        cwd=Path(__file__).parents[4],
-        pass_fds=(memory,),
-    )
-    os.close(memory)
-    for sequence in range(1, ROUNDS + 1):
-        view[128:136] = sequence.to_bytes(8, "little")
-        publish(there, sequence)
-        while consume(back) != sequence:
-            assert child.poll() is None or consume(back) == sequence
-    assert child.wait() == 0
+    command = [sys.executable, "-c", ECHO, str(memory)]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[4], pass_fds=(memory,), stdout=subprocess.PIPE
+    ) as child:
+        os.close(memory)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        for sequence in range(1, ROUNDS + 1):
+            view[128:136] = sequence.to_bytes(8, "little")
+            publish(there, sequence)
+            while consume(back) != sequence:
+                os.sched_yield()
+                assert child.poll() is None or consume(back) == sequence
+    assert child.returncode == 0
 
 
 def test_all_64_bits_travel() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kernels.frame_header import FrameHeader, word
 from m2n_comm.host.frames.native import add_answers, take_request, write_answer, write_request
@@ -58,32 +59,15 @@ class Pair:
         self.request = self.windows.requests[MICRO_BATCH]
         self.answer = self.windows.answers[MICRO_BATCH]
         names = (ATTENTION, EXPERT, MICRO_BATCH)
-        self.attention = Record(
-            layout,
-            names,
-            INCARNATIONS,
-            outbox=self.request,
-            inbox=self.answer,
-            count=array("Q", bytes(8 * (MICRO_BATCH + 1))),
-            sends_all=sends_all,
-            in_place=in_place,
-        )
-        self.expert = Record(
-            layout,
-            names,
-            INCARNATIONS[::-1],
-            outbox=self.answer,
-            inbox=self.request,
-            count=array("Q", bytes(8 * (MICRO_BATCH + 1))),
-        )
+        counts = [array("Q", bytes(8 * (MICRO_BATCH + 1))) for _ in range(2)]
+        windows: dict[str, Any] = {"outbox": self.request, "inbox": self.answer}
+        sends: dict[str, Any] = {"count": counts[0], "sends_all": sends_all, "in_place": in_place}
+        self.attention = Record(layout, names, INCARNATIONS, **windows, **sends)
+        windows = {"outbox": self.answer, "inbox": self.request}
+        self.expert = Record(layout, names, INCARNATIONS[::-1], **windows, count=counts[1])
 
     def send(
-        self,
-        hidden: torch.Tensor,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-        columns: torch.Tensor,
-        part: int = 0,
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor, columns: Tensor, part: int = 0
     ) -> int:
         """Write a part of a request to the node whose slots are `columns` i32[P]."""
         count: int = write_request(
@@ -116,12 +100,12 @@ class Pair:
         taken: int = take_request(self.expert.address, *(wanted | changes).values())
         return taken
 
-    def header(self, kind: int, rows: int) -> FrameHeader:
+    def header(self, kind: int, rows: int, **changes: int) -> FrameHeader:
         """Return the expected header of a frame of `rows` rows."""
         layout = self.layout
         request = FrameHeader(
             kind=REQUEST,
-            payload=payload_code(self.shape.payload),
+            payload=payload_code(self.shape.request_dtype),
             attention=ATTENTION,
             expert=EXPERT,
             micro_batch=MICRO_BATCH,
@@ -136,10 +120,10 @@ class Pair:
             step=STEP,
             sequence=SEQUENCE,
             payload_bytes=rows * layout.request_row_bytes,
-        )
+        )._replace(**changes)
         if kind == REQUEST:
             return request
-        answer = answer_to(request, payload=request.payload)
+        answer = answer_to(request, payload=payload_code(self.shape.payload))
         return answer._replace(payload_bytes=rows * layout.answer_row_bytes)
 
 
@@ -155,27 +139,6 @@ def routing(seed: int, num_rows: int, dtype: torch.dtype, hidden_size: int = 13)
     return hidden, chosen, weights, columns
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "dtype", "sends_all"),
-    cover_pairs((0, 1, 3, 8), (torch.float32, torch.bfloat16), (False, True)),
-)
-def test_a_request_holds_the_rows_that_chose_the_node(
-    num_rows: int, dtype: torch.dtype, sends_all: bool
-) -> None:
-    for seed in range(8):
-        pair = Pair(dtype, sends_all=sends_all)
-        hidden, chosen, weights, columns = routing(seed, num_rows, dtype)
-        slots = [[int(columns[column]) for column in row] for row in chosen.tolist()]
-        want = [row for row in range(num_rows) if sends_all or max(slots[row]) >= 0]
-        assert pair.send(hidden, chosen, weights, columns) == len(want)
-        found = pair.request.first(len(want))
-        assert torch.equal(found.hidden, hidden[want])
-        assert torch.equal(found.weights, weights[want])
-        assert found.slots.tolist() == [slots[row] for row in want]
-        assert read_header(bytes(pair.request.header)) == pair.header(REQUEST, len(want))
-        assert pair.attention.request == bytes(pair.request.header)
-
-
 @pytest.mark.parametrize("unknown", [-1, 9, 2**40, -(2**62)])
 def test_an_unknown_expert_writes_no_header(unknown: int) -> None:
     pair = Pair(torch.float32)
@@ -185,7 +148,7 @@ def test_an_unknown_expert_writes_no_header(unknown: int) -> None:
     assert bytes(pair.request.header) == bytes(HEADER_BYTES)
 
 
-def add(pairs: list[Pair], out: torch.Tensor, *, fills: bool = True) -> int:
+def add(pairs: list[Pair], out: Tensor, *, fills: bool = True) -> int:
     """Fill `out` with the sum of the answers of all pairs, or add them to it."""
     records = array("Q", [pair.attention.address for pair in pairs])
     taken: int = add_answers(records.buffer_info()[0], len(pairs), out.data_ptr(), int(fills))
@@ -399,6 +362,10 @@ def test_every_choice_goes_once_to_one_of_its_replicas_and_its_row_comes_back(
         while part == 0 or part < pair.attention.words[NUM_PARTS]:
             count = pair.send(hidden, chosen, weights, columns, part)
             assert 0 < count <= window_rows or (count == part == 0)
+            header = bytes(pair.request.header)
+            where = {"layer": LAYER, "part": part, "num_parts": pair.attention.words[NUM_PARTS]}
+            assert read_header(header) == pair.header(REQUEST, count, **where)
+            assert pair.attention.request == header
             assert pair.take(part=part, num_slots=99) == count
             assert pair.take(part=part + 1, num_slots=99) == -1
             rows = pair.attention.chosen[:count].long()
