@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.load import comparison
-from benchmarks.load.comparison import Figures
+from benchmarks.load.comparison import RoundFigures
 from tests.benchmarks.load.records import record, run_of
 
 
 def test_ratios_are_taken_within_a_round() -> None:
     # The machine halves its speed in round 2: the ratio must not change.
     rounds = [
-        {"a": Figures(output_throughput=100.0), "b": Figures(output_throughput=120.0)},
-        {"a": Figures(output_throughput=50.0), "b": Figures(output_throughput=65.0)},
-        {"a": Figures(output_throughput=100.0), "b": Figures(output_throughput=110.0)},
+        {"a": RoundFigures(output_throughput=100.0), "b": RoundFigures(output_throughput=120.0)},
+        {"a": RoundFigures(output_throughput=50.0), "b": RoundFigures(output_throughput=65.0)},
+        {"a": RoundFigures(output_throughput=100.0), "b": RoundFigures(output_throughput=110.0)},
     ]
     table = comparison.summarise(rounds)
     a, b = table["a"]["output_throughput"], table["b"]["output_throughput"]
@@ -28,8 +28,8 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 def test_what_was_not_measured_is_left_out_and_not_taken_as_zero() -> None:
     rounds = [
-        {"a": Figures(median_ttft_ms=None), "b": Figures(median_ttft_ms=4.0)},
-        {"a": Figures(median_ttft_ms=2.0), "b": Figures(median_ttft_ms=6.0)},
+        {"a": RoundFigures(median_ttft_ms=None), "b": RoundFigures(median_ttft_ms=4.0)},
+        {"a": RoundFigures(median_ttft_ms=2.0), "b": RoundFigures(median_ttft_ms=6.0)},
     ]
     table = comparison.summarise(rounds)
     assert table["a"]["median_ttft_ms"]["rounds"] == [2.0]
@@ -50,13 +50,7 @@ def test_prefill_counts_prompt_tokens_from_the_first_send_to_the_last_token() ->
 
 def test_a_round_without_an_answer_has_no_figures() -> None:
     run = run_of([], duration_s=1.0)
-    assert comparison.figures_of(run, prefill=run, streams=1) == Figures()
-
-
-def test_the_floor_is_bytes_over_bandwidth() -> None:
-    floor = comparison.ByteFloor(weight_bytes=30_000_000, read_bytes_per_s=15e9)
-    assert floor.ms_per_token == pytest.approx(2.0)
-    assert floor.as_json()["ms_per_token"] == floor.ms_per_token
+    assert comparison.figures_of(run, prefill=run, streams=1) == RoundFigures()
 
 
 def test_agreement_says_how_far_answers_are_equal() -> None:
