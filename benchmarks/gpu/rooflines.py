@@ -305,18 +305,13 @@ def sampling_case(
     sizes: Sizes, num_rows: int, temperature: float, top_p: float, device: torch.device
 ) -> GpuCase:
     """Sample from rows of logits just written by the LM head."""
-    zeros, ones = torch.zeros(num_rows), torch.ones(num_rows)
+    ids, zeros, ones = torch.arange(num_rows), torch.zeros(num_rows), torch.ones(num_rows)
+    none = torch.zeros_like(ids)
     batch = SamplingBatch(
-        temperature=ones * temperature,
-        top_k=torch.zeros(num_rows, dtype=torch.int64),
-        top_p=ones * top_p,
-        min_p=zeros,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        repetition_penalty=ones,
-        seeds=torch.arange(num_rows),
-        choices=torch.zeros(num_rows, dtype=torch.int64),
-        positions=torch.arange(num_rows),
+        *(ones * temperature, none, ones * top_p, zeros, zeros, zeros, ones),
+        seeds=ids,
+        choices=none,
+        positions=ids,
     )
     logits = torch.randn(num_rows, sizes.vocabulary, device=device) * 3
     plan = plan_sampling(batch, sizes.vocabulary, device)

@@ -56,7 +56,6 @@ class Target:
     backend: Backend = "openai"
     # Path below base_url; None: the backend's usual one.
     endpoint: str | None = None
-    api_key: str | None = field(default=None, repr=False)
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     extra_body: dict[str, Any] = field(default_factory=dict)
 

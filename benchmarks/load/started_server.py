@@ -1,7 +1,7 @@
 """A server started for a measurement and stopped after it, so that two never share the cores.
 
 Owns one child process group, its log file, the wait until it answers, and its end. Knows no
-engine: the caller gives the command and the URL. Called by benchmarks.load.comparison and by
+engine: the caller gives the command and the URL. Called by benchmarks.load.compare and by
 benchmarks.servers.topspin.
 """
 

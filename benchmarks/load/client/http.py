@@ -95,8 +95,6 @@ class Client:
 
     async def __aenter__(self) -> Client:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self._target.api_key is not None:
-            headers["Authorization"] = f"Bearer {self._target.api_key}"
         self._session = aiohttp.ClientSession(
             # A connection per request: some servers close one after a streamed answer, and a
             # request that meets that close would count as the server's failure.

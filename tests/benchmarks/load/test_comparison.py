@@ -48,6 +48,20 @@ def test_prefill_counts_prompt_tokens_from_the_first_send_to_the_last_token() ->
     assert comparison.prefill_throughput(run_of([failed], duration_s=9.0)) is None
 
 
+def test_a_rounds_figures_are_those_of_its_runs() -> None:
+    # Two streams with 2 and 4 tokens; the first tokens come after 1 s and 2 s.
+    whole = [record(0, 0.0, [(1.0, 1), (4.0, 1)]), record(1, 0.0, [(2.0, 1), (5.0, 3)])]
+    prefill = run_of([record(0, 0.0, [(2.0, 1)])], duration_s=9.0)
+    found = comparison.figures_of(run_of(whole, duration_s=6.0), prefill=prefill, streams=2)
+    assert found == RoundFigures(
+        output_throughput=1.0,
+        median_ttft_ms=1500.0,
+        median_tpot_ms=2000.0,
+        prefill_throughput=5.0,
+        decode_throughput=0.5,
+    )
+
+
 def test_a_round_without_an_answer_has_no_figures() -> None:
     run = run_of([], duration_s=1.0)
     assert comparison.figures_of(run, prefill=run, streams=1) == RoundFigures()

@@ -91,7 +91,9 @@ def test_sampling_and_extra_fields_reach_the_server(monkeypatch: pytest.MonkeyPa
         extra = ["--extra-body", '{"seed": 3, "top_p": 0.25}', "--header", "x-a=b", "x-c=d"]
         assert bench(server, *flags, *extra, "--api-key", "key", "--model", "mine") == 0
         assert bench(server, "--num-prompts", "1") == 0
-    received, by_default = server.requests
+        assert bench(server, "--num-prompts", "1", "--seed", "2") == 0
+    received, by_default, other = server.requests
+    assert received.body["prompt"] == by_default.body["prompt"] != other.body["prompt"]
     expected = {"model": "mine", "seed": 3, "top_p": 0.25, "temperature": 1}
     assert received.body.items() >= expected.items()
     assert "ignore_eos" not in received.body

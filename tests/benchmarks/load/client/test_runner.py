@@ -159,7 +159,10 @@ def hang_but_for_the_first(received: Received) -> Reply:
 
 @pytest.mark.usefixtures("terminal_signals")
 def test_control_c_ends_the_run_and_keeps_what_there_is() -> None:
+    seen: list[Snapshot] = []
+
     def interrupt(snapshot: Snapshot) -> None:
+        seen.append(snapshot)
         if snapshot.num_completed == 1 and snapshot.num_running == 2:
             signal.raise_signal(signal.SIGINT)
 
@@ -167,6 +170,8 @@ def test_control_c_ends_the_run_and_keeps_what_there_is() -> None:
     with ScriptedServer(hang_but_for_the_first) as server:
         run = run_load(target_at(server), asked, LoadPattern(max_concurrency=2), watch=interrupt)
     assert run.interrupted
+    assert {each.num_requests for each in seen} == {9}
+    assert 0 < seen[-1].elapsed_s <= run.duration_s
     assert [record.error_kind for record in run.records] == [None, "interrupted", "interrupted"]
     metrics = measure_run(run)
     assert (metrics["completed"], metrics["failed"]) == (1, 0)

@@ -193,7 +193,7 @@ def test_ours_says_whether_the_client_kept_up() -> None:
 
 
 def test_secrets_are_not_written() -> None:
-    target = Target("http://h", "m", api_key="sesame", headers={"Authorization": "Bearer sesame"})
+    target = Target("http://h", "m", headers={"Authorization": "Bearer sesame"})
     assert "sesame" not in json.dumps(figures_of(one(), target=target))
 
 
