@@ -59,9 +59,9 @@ def running_gateway(
         yield found
     finally:
         process.terminate()
+        process.wait(30)
         stub.terminate()
         output = stub.communicate(timeout=30)[0]
-        process.wait(30)
     found.sent = {int(seed): times for seed, times in json.loads(output).items()}
 
 

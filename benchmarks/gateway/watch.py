@@ -46,7 +46,8 @@ class ClientWaits:
             for seed in itertools.count():
                 asked = session.post(f"{url}/v1/completions", json={**body, "seed": seed})
                 async with asked as response:
-                    response.raise_for_status()
+                    if response.status != 200:
+                        raise SystemExit(f"the gateway answered: {await response.text()}")
                     self._last_s = time.monotonic()
                     async for _ in response.content.iter_any():
                         last_s, self._last_s = self._last_s, time.monotonic()

@@ -305,7 +305,7 @@ def _rotation(shape: KernelShape, num_rows: int) -> SmallOp:
     q, kv = _sizes(shape)
     # Views of one product's rows, as in a step.
     qkv = _random(num_rows, q + 2 * kv).view(num_rows, -1, shape.head_dim)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
     angles = torch.rand(num_rows, shape.head_dim // 2)
     cache = _Cache.of(shape, num_rows * BLOCK_SIZE)
     slots = torch.arange(num_rows) * BLOCK_SIZE

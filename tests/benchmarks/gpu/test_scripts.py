@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +83,8 @@ def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "test_own.py"
     own.write_text("def test_one() -> None:\n    pass\n")
     monkeypatch.setattr(smoke, "QUICK", (str(own),))
-    monkeypatch.setattr(smoke, "PACKAGES", {"msgspec": "configuration and plans"})
+    versions = {"torch": torch.__version__}
+    monkeypatch.setattr(smoke, "installed", lambda package: versions.get(package, "1.0"))
     status, result = run(smoke, tmp_path)
     assert (status, result["problems"]) == (0, [])
     found = {each["probe"]: each["found"] for each in result["figures"] if "probe" in each}
@@ -101,6 +103,11 @@ def test_smoke_names_what_is_missing(
     assert status == 1
     assert "problem: C compiler: MISSING: install gcc or clang" in capsys.readouterr().err
     assert result["problems"][-1] == "pytest: did not come to its end"
+
+
+def test_a_package_that_cannot_be_imported_is_missing() -> None:
+    assert smoke.installed("msgspec") == importlib.metadata.version("msgspec")
+    assert smoke.installed("no_such_package") is None
 
 
 def test_outcomes_are_read_from_the_report() -> None:
