@@ -15,7 +15,8 @@ from benchmarks.transport import m2n
 @pytest.mark.parametrize(
     ("topology", "backends"),
     [
-        ("1x1", m2n.OURS + m2n.BASELINES),
+        ("1x1", ("shm", "tcp keys", "local", "gloo", "zmq ipc")),
+        pytest.param("1x1", m2n.OURS + m2n.BASELINES, marks=pytest.mark.slow),
         pytest.param("2x2", ("shm", "tcp", "gloo", "zmq ipc"), marks=pytest.mark.slow),
     ],
 )
