@@ -1,21 +1,24 @@
 """A benchmark as all of them are run: flags, rounds in turn, and a result that is shown and kept.
 
-Owns the flags that every benchmark has, the order of turns within a round, the tables (columns over
-the keys of a result's JSON, the same on a terminal and in benchmarks/README.md), the JSON file and
-the picture beside it. Knows nothing of what is measured. Called by every benchmark, and by
-benchmarks.tables for the tables of results that are committed.
+Owns the flags that every benchmark has, the order of turns within a round, the end by a signal or
+an error, the tables (columns over the keys of a result's JSON, the same on a terminal and in
+benchmarks/README.md), the JSON file and the picture beside it. Knows nothing of what is measured.
+Called by every benchmark, and by benchmarks.tables for the tables of results that are committed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import statistics
 import string
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from rich import table as rich_table
@@ -24,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks import report
-from topspin.errors import ConfigError
+from topspin.errors import ConfigError, TopspinError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +41,7 @@ _OWN_FLAGS: Final = ("name", "no_write", "result_dir")
 Result = Mapping[str, Any]
 """An object of a result's JSON."""
 
+K = TypeVar("K")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -65,7 +69,12 @@ class _Cells(string.Formatter):
 _CELLS: Final = _Cells()
 
 
-class Table(NamedTuple):
+def cell(form: str, row: Result) -> str:
+    """Return a str.format text of a row's keys; None is "-"."""
+    return _CELLS.vformat(form, (), row)
+
+
+class TextTable(NamedTuple):
     """A table of texts: the first column left-aligned, the others right-aligned."""
 
     headings: Sequence[str]
@@ -86,10 +95,15 @@ class Table(NamedTuple):
         return shown
 
 
-def table(columns: Mapping[str, str], rows: Iterable[Result]) -> Table:
+def table(columns: Mapping[str, str], rows: Iterable[Result]) -> TextTable:
     """Return a table of JSON objects; `columns` is heading -> a str.format text of a row's keys."""
-    cells = [[_CELLS.vformat(each, (), row) for each in columns.values()] for row in rows]
-    return Table(list(columns), cells)
+    cells = [[cell(each, row) for each in columns.values()] for row in rows]
+    return TextTable(list(columns), cells)
+
+
+def rows_of(columns: Mapping[str, str]) -> Callable[[Result], Iterable[TextTable]]:
+    """Return the layout of a result whose "rows" are one table."""
+    return lambda result: [table(columns, result["rows"])]
 
 
 class Spread(NamedTuple):
@@ -113,8 +127,8 @@ def ratio_text(ratios: Sequence[float]) -> str:
 
 
 def rounds_in_turn(
-    things: Mapping[str, T], measure: Callable[[T, int], R], *, rounds: int, warm_ups: int = 1
-) -> list[dict[str, R]]:
+    things: Mapping[K, T], measure: Callable[[T, int], R], *, rounds: int, warm_ups: int = 1
+) -> list[dict[K, R]]:
     """Measure every thing once a round, and return each round's values by name.
 
     `measure` gets the thing and the round's number. The first in a round is the last in the next,
@@ -128,6 +142,39 @@ def rounds_in_turn(
             found.append({name: values[name] for name in things})
             say(f"round {turn + 1} of {rounds}")
     return found
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the process by SystemExit, so that started servers are stopped.
+
+    An ignored SIGHUP stays ignored: the command was started under nohup.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show(parts: Iterable[TextTable | str | Text], console: Console | None = None) -> None:
+    """Print tables and lines (None: to stdout)."""
+    console = console or Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    for part in parts:
+        shown = Text(part) if isinstance(part, str) else part
+        console.print(
+            shown.rich() if isinstance(shown, TextTable) else shown,
+            soft_wrap=isinstance(shown, Text),
+        )
 
 
 def say(line: str) -> None:
@@ -158,18 +205,25 @@ class Experiment:
 
     name: str
     about: str | None
-    layout: Callable[[Result], Iterable[Table | str]]
+    layout: Callable[[Result], Iterable[TextTable | str]]
     draw: Callable[[Result, Figure], None] | None = None
     command: str | None = None
 
     def parser(
-        self, *, rounds: int | None = None, folder: Path | None = None, epilog: str | None = None
+        self,
+        *,
+        model: str | None = None,
+        rounds: int | None = None,
+        folder: Path | None = None,
+        epilog: str | None = None,
     ) -> argparse.ArgumentParser:
-        """Return the parser of the flags that all have; --rounds only with a default."""
+        """Return the parser of the flags that all have; MODEL and --rounds only with a default."""
         command = self.command or f"topspin bench {self.name.replace('_', '-')}"
         parser = argparse.ArgumentParser(
             prog=command, description=self.about, epilog=epilog, allow_abbrev=False
         )
+        if model is not None:
+            parser.add_argument("model", nargs="?", default=model, help="(%(default)s)")
         group = parser.add_argument_group("result")
         if rounds is not None:
             group.add_argument("--rounds", type=int, default=rounds, help="(%(default)s)")
@@ -186,10 +240,7 @@ class Experiment:
 
     def finish(self, args: argparse.Namespace, result: Result) -> int:
         """Print the result's tables, and write JSON and picture; returns the exit status."""
-        console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-        for part in self.layout(result):
-            shown = Text(part) if isinstance(part, str) else part.rich()
-            console.print(shown, soft_wrap=isinstance(part, str))
+        show(self.layout(result))
         if args.no_write:
             return 0
         path = report.write(args.name, dict(result), args.result_dir)
@@ -197,6 +248,44 @@ class Experiment:
         if self.draw is not None:
             self.picture(result, path.with_suffix(".png"))
         return 0
+
+    def run_rounds(
+        self,
+        args: argparse.Namespace,
+        measure: Callable[[int], R],
+        result: Callable[[list[R]], Result],
+        *,
+        check: Callable[[R], None] | None = None,
+    ) -> int:
+        """Measure args.rounds rounds and finish with what `result` makes of the complete ones.
+
+        Returns the exit status: 0, or 128 + n after signal n. Raises what ended the rounds, or what
+        `check` found in one, after the others are written.
+        """
+        rounds: list[R] = []
+        status, failure = 0, None
+        try:
+            with ended_by_signals():
+                for turn in range(args.rounds):
+                    rounds.append(measure(turn))
+                    if check is not None:
+                        check(rounds[-1])
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except TopspinError as error:
+            failure = error
+        if rounds:
+            about = {
+                "rounds_asked": args.rounds,
+                "rounds_measured": len(rounds),
+                "error": None if failure is None else str(failure),
+            }
+            self.finish(args, {**result(rounds), **about})
+        if failure is not None:
+            raise failure
+        return status
 
     def picture(self, result: Result, path: Path) -> None:
         """Draw the result to `path`, or say that matplotlib is not installed."""

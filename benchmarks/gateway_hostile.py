@@ -13,34 +13,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
-import secrets
 import statistics
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmarks.experiment import Experiment, Result, Table, say
-from benchmarks.gateway.command import READY_TIMEOUT_S, start_gateway, start_stub
-from benchmarks.load.client.targets import wait_until_ready
+from benchmarks.experiment import Experiment, Result, TextTable, say, table
+from benchmarks.gateway.processes import running_gateway
+from benchmarks.gateway.watch import TOKEN_PERIOD_MS, watching
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 from topspin.plan.settings import API_KEY_VARIABLE
 
 KEY = "benchmark-key-of-the-honest-client"
-TOKEN_PERIOD_MS = 10.0
-# So long is waited for an answer; it counts as that slow.
-TIMEOUT_S = 10.0
-PAUSE_S = 0.005
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 _POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
 _GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
@@ -115,107 +107,47 @@ def _hostile_process(port: int, name: str) -> Iterator[None]:
         process.wait()
 
 
-class _TokenGaps(threading.Thread):
-    """Reads one stream; `gaps_s` are the times between its tokens."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(daemon=True)
-        self._connection = HTTPConnection("127.0.0.1", port)
-        self.gaps_s: list[float] = []
-        self.last_s = 0.0
-        self.has_begun = threading.Event()
-
-    def run(self) -> None:
-        body = {"model": "stub", "prompt": [300, 301], "max_tokens": 10**6, "stream": True}
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # or it is cut off
-            self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            response = self._connection.getresponse()
-            while line := response.readline():
-                if line.startswith(b"data: "):
-                    last_s, self.last_s = self.last_s, time.monotonic()
-                    self.gaps_s += [self.last_s - last_s] if self.has_begun.is_set() else []
-                    self.has_begun.set()
-
-
-def _ask_live(port: int) -> float:
-    """Return how long `/live` took, in seconds; at most TIMEOUT_S."""
-    start_s = time.monotonic()
-    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
-        try:
-            connection.request("GET", "/live")
-            status = connection.getresponse().status
-        except TimeoutError:
-            return TIMEOUT_S
-        if status != 200:
-            raise SystemExit(f"/live answered {status}")
-    return time.monotonic() - start_s
+async def _watch(url: str, name: str, seconds: float) -> dict[str, Any]:
+    async with watching(url, "/live", HEADERS) as waits:
+        with _hostile_process(urlsplit(url).port or 0, name):
+            await asyncio.sleep(1.0)
+            waits.clear()
+            await asyncio.sleep(seconds)
+            live_s = waits.answers_s
+            return {
+                "clients": name,
+                "live_ms": {"p50": statistics.median(live_s) * 1e3, "max": max(live_s) * 1e3},
+                "longest_token_gap_ms": waits.longest_gap_s * 1e3,
+            }
 
 
 def measure(name: str, *, model: Path, seconds: float, tree: Path | None) -> dict[str, Any]:
     """Return the row of a kind; `tree`: the checkout whose gateway is measured (None: this)."""
-    control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
     environment = os.environ | {API_KEY_VARIABLE: KEY}
     if tree is not None:
         environment["PYTHONPATH"] = str(tree)
-    flags = ("--max-request-tokens", str(10**7))
-    stub = start_stub(control, period_ms=TOKEN_PERIOD_MS, flags=flags, environment=environment)
-    gateway, url = start_gateway(model, control, environment)
-    try:
-        wait_until_ready(url, READY_TIMEOUT_S, {"Authorization": f"Bearer {KEY}"})
-        port = urlsplit(url).port or 0
-        stream = _TokenGaps(port)
-        stream.start()
-        if not stream.has_begun.wait(READY_TIMEOUT_S):
-            raise SystemExit("the stream did not begin")
-        with _hostile_process(port, name):
-            time.sleep(1.0)
-            stream.gaps_s.clear()
-            live_s = []
-            end_s = time.monotonic() + seconds
-            while time.monotonic() < end_s:
-                live_s.append(_ask_live(port))
-                time.sleep(PAUSE_S)
-            gaps_s = [*stream.gaps_s, time.monotonic() - stream.last_s]
-    finally:
-        gateway.kill()
-        gateway.wait()
-        stub.kill()
-        stub.communicate()
-    return {
-        "clients": name,
-        "live_ms": {"p50": statistics.median(live_s) * 1e3, "max": max(live_s) * 1e3},
-        "longest_token_gap_ms": max(gaps_s) * 1e3,
-    }
+    with running_gateway(
+        model, period_ms=TOKEN_PERIOD_MS, environment=environment, headers=HEADERS
+    ) as gateway:
+        return asyncio.run(_watch(gateway.url, name, seconds))
 
 
-def layout(result: Result) -> Iterator[Table]:
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield each kind's figures, of the gateways side by side."""
     by_kind: dict[str, dict[str, Result]] = {}
     for row in result["rows"]:
         by_kind.setdefault(row["clients"], {})[row["gateway"]] = row
-    gateways = list(next(iter(by_kind.values())))
-    yield Table(
-        [
-            "clients",
-            *(
-                f"{gateway}: {heading}"
-                for gateway in gateways
-                for heading in ("/live p50 ms", "max ms", "token gap ms")
-            ),
-        ],
-        [
-            [
-                kind,
-                *(
-                    f"{figure:.1f}"
-                    for row in rows.values()
-                    for figure in (*row["live_ms"].values(), row["longest_token_gap_ms"])
-                ),
-            ]
-            for kind, rows in by_kind.items()
-        ],
-    )
+    figures = {
+        "/live p50 ms": "[live_ms][p50]",
+        "max ms": "[live_ms][max]",
+        "token gap ms": "[longest_token_gap_ms]",
+    }
+    columns = {"clients": "{clients}"} | {
+        f"{gateway}: {heading}": f"{{{gateway}{key}:.1f}}"
+        for gateway in next(iter(by_kind.values()))
+        for heading, key in figures.items()
+    }
+    yield table(columns, ({"clients": kind, **rows} for kind, rows in by_kind.items()))
 
 
 EXPERIMENT = Experiment(
@@ -225,8 +157,7 @@ EXPERIMENT = Experiment(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each kind, print a table, write the result."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="whose tokenizer is used")
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL)
     parser.add_argument("--seconds", type=float, default=5.0, help="per kind")
     parser.add_argument("--kinds", default=",".join(KINDS), help="those to measure")
     parser.add_argument("--before", type=Path, metavar="TREE", help="measure this checkout too")

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.experiment import Experiment, Result, Table, rounds_in_turn, table
+from benchmarks.experiment import Experiment, Result, TextTable, rounds_in_turn, table
 from topspin.errors import ConfigError
 
 ROOT: Final = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ def run(tree: Path, name: str, words: Sequence[str]) -> dict[str, float]:
             path.write_bytes(kept)
 
 
-def layout(result: Result) -> Iterator[Table]:
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield every figure, before and now, and the summary of their ratios."""
     columns = {"figure": "{figure}", "before": "{before}", "now": "{now}", "ratio": "{ratio:.3f}"}
     yield table(columns, result["figures"])

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
-from benchmarks.experiment import Experiment, Result, Table, say, table
+from benchmarks.experiment import Experiment, rows_of, say
 from server.scheduler.command import relax_garbage_collection
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
@@ -125,21 +125,19 @@ def _ms(seconds: list[float]) -> float:
     return round(statistics.median(seconds) * 1e3, 4)
 
 
-def layout(result: Result) -> Iterator[Table]:
-    """Yield the policy's time per step."""
-    columns = {
-        "running sequences": "{num_running}",
-        "micro-batches": "{micro_batches}",
-        "schedule ms": "{schedule_ms_p50}",
-        "update ms": "{update_ms_p50}",
-        "p50 ms": "{total_ms_p50}",
-        "p99 ms": "{total_ms_p99}",
-    }
-    yield table(columns, result["rows"])
-
-
+COLUMNS: Final = {
+    "running sequences": "{num_running}",
+    "micro-batches": "{micro_batches}",
+    "schedule ms": "{schedule_ms_p50}",
+    "update ms": "{update_ms_p50}",
+    "p50 ms": "{total_ms_p50}",
+    "p99 ms": "{total_ms_p99}",
+}
 EXPERIMENT = Experiment(
-    "scheduler_overhead", __doc__, layout, command="python -m benchmarks.scheduler_overhead"
+    "scheduler_overhead",
+    __doc__,
+    rows_of(COLUMNS),
+    command="python -m benchmarks.scheduler_overhead",
 )
 
 

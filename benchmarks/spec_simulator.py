@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.experiment import Experiment, Result, Table, table
+from benchmarks.experiment import Experiment, rows_of
 from spec_decode.asking import Questions
 from spec_decode.draft import ROOT, Draft, DraftRequest, Text, accepted
 from spec_decode.forest import Growth, Kept, Rows
@@ -221,23 +221,18 @@ def compare(acceptance: float, ratio: float, *, num_steps: int, seed: int = 1) -
     }
 
 
-def layout(result: Result) -> Iterator[Table]:
-    """Yield the speeds by the ratio of a pass to a step."""
-    columns = {
-        "pass / step": "{draft_over_target:.3f}",
-        "serial: passes": "{serial_passes}",
-        "tokens per step": "{serial_tokens:.2f}",
-        "speed": "{serial_speed:.2f}",
-        "parallel: tokens per step": "{parallel_tokens:.2f}",
-        "parallel: speed": "{parallel_speed:.2f}",
-        "parallel / serial": "{parallel_over_serial:.2f}x",
-        "round / formula": "{round_over_formula:.3f}",
-    }
-    yield table(columns, result["rows"])
-
-
+COLUMNS: Final = {
+    "pass / step": "{draft_over_target:.3f}",
+    "serial: passes": "{serial_passes}",
+    "tokens per step": "{serial_tokens:.2f}",
+    "speed": "{serial_speed:.2f}",
+    "parallel: tokens per step": "{parallel_tokens:.2f}",
+    "parallel: speed": "{parallel_speed:.2f}",
+    "parallel / serial": "{parallel_over_serial:.2f}x",
+    "round / formula": "{round_over_formula:.3f}",
+}
 EXPERIMENT = Experiment(
-    "spec_simulator", __doc__, layout, command="python -m benchmarks.spec_simulator"
+    "spec_simulator", __doc__, rows_of(COLUMNS), command="python -m benchmarks.spec_simulator"
 )
 
 

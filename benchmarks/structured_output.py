@@ -9,24 +9,22 @@ once that share a schema, and without one. Medians of a server that this starts,
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from benchmarks.experiment import Experiment, Result, Table, rounds_in_turn
+from benchmarks.experiment import Experiment, Result, TextTable, rounds_in_turn
 from benchmarks.load.client.targets import first_model
-from benchmarks.servers.topspin import TopspinServer
+from benchmarks.load.contracts import BenchRequest, Target
+from benchmarks.load.figures.metrics import tpot_s, ttft_s
+from benchmarks.servers.topspin import TopspinServer, ask_at_once
 from models.sources.hub import DEFAULT_MODEL
 
-TIMEOUT_S = 300.0
-Medians = dict[str, dict[str, float]]
+Times = dict[str, float]
 NUM_TOKENS = 32
 NUM_USERS = 8
 KINDS = ("no grammar", "a new schema", "a known schema", "a choice")
@@ -51,56 +49,41 @@ def outputs_of(kind: str, number: int) -> dict[str, Any]:
     return {"structured_outputs": {"json": schema(number if kind == "a new schema" else 0)}}
 
 
-def ask(url: str, model: str, fields: dict[str, Any]) -> dict[str, float]:
-    """Return a chat's milliseconds until its first token, and for each token behind it."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "Describe a person."}],
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "stream": True,
-        **fields,
-    }
-    begun_s = time.perf_counter()
-    times_s = []
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=TIMEOUT_S) as sent:
-        sent.raise_for_status()
-        for line in sent.iter_lines():
-            if line.startswith("data: {"):
-                choices = json.loads(line[6:])["choices"]
-                if choices and choices[0]["delta"].get("content"):
-                    times_s.append(time.perf_counter() - begun_s)
-    behind = len(times_s) - 1
-    token_s = (times_s[-1] - times_s[0]) / behind if behind > 0 else 0.0
-    return {"ttft_ms": 1e3 * times_s[0], "token_ms": 1e3 * token_s}
+def ask(url: str, model: str, fields: dict[str, Any], *, users: int = 1) -> list[Times]:
+    """Return each user's milliseconds until the first token, and for each token behind it."""
+    request = BenchRequest(
+        prompt="Describe a person.", max_tokens=NUM_TOKENS, extra_body={"temperature": 0, **fields}
+    )
+    run = ask_at_once(Target(url, model, backend="openai-chat"), [request] * users)
+    return [
+        {"ttft_ms": 1e3 * (ttft_s(each) or 0.0), "token_ms": 1e3 * (tpot_s(each) or 0.0)}
+        for each in run.records
+    ]
 
 
-def measure(urls: Mapping[str, str], *, rounds: int) -> dict[str, Medians]:
+def measure(urls: Mapping[str, str], *, rounds: int) -> dict[str, dict[str, Times]]:
     """Return each server's medians of each kind of chat, and of several users at once."""
     models = {url: first_model(url) for url in urls.values()}
 
-    def alone(url: str, turn: int) -> dict[str, dict[str, float]]:
+    def alone(url: str, turn: int) -> dict[str, list[Times]]:
         # A server keeps what it has compiled: another run is of other schemas.
         return {kind: ask(url, models[url], outputs_of(kind, time.time_ns())) for kind in KINDS}
 
-    def together(url: str, turn: int) -> dict[str, list[dict[str, float]]]:
-        found = {}
-        with ThreadPoolExecutor(NUM_USERS) as users:
-            for kind in KINDS[0], KINDS[2]:
-                fields = outputs_of(kind, 0)
-                asked = [users.submit(ask, url, models[url], fields) for _ in range(NUM_USERS)]
-                found[f"{kind}, {NUM_USERS} users"] = [each.result() for each in asked]
-        return found
+    def together(url: str, turn: int) -> dict[str, list[Times]]:
+        return {
+            f"{kind}, {NUM_USERS} users": ask(
+                url, models[url], outputs_of(kind, 0), users=NUM_USERS
+            )
+            for kind in (KINDS[0], KINDS[2])
+        }
 
-    times: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in urls}
-    for turn in rounds_in_turn(urls, alone, rounds=rounds, warm_ups=2):
+    turns = rounds_in_turn(urls, alone, rounds=rounds, warm_ups=2)
+    turns += rounds_in_turn(urls, together, rounds=max(1, rounds // 4), warm_ups=0)
+    times: dict[str, dict[str, list[Times]]] = {name: defaultdict(list) for name in urls}
+    for turn in turns:
         for name, kinds in turn.items():
-            for kind, one in kinds.items():
-                times[name].setdefault(kind, []).append(one)
-    for crowd in rounds_in_turn(urls, together, rounds=max(1, rounds // 4), warm_ups=0):
-        for name, crowds in crowd.items():
-            for kind, many in crowds.items():
-                times[name].setdefault(kind, []).extend(many)
+            for kind, found in kinds.items():
+                times[name][kind] += found
     return {
         name: {
             kind: {key: statistics.median(each[key] for each in every) for key in every[0]}
@@ -110,7 +93,7 @@ def measure(urls: Mapping[str, str], *, rounds: int) -> dict[str, Medians]:
     }
 
 
-def layout(result: Result) -> Iterator[Table]:
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield the medians, and the ratios to those of a checkout before."""
     before = result.get("before")
     keys = {"first token, ms": "ttft_ms", "each token, ms": "token_ms"}
@@ -123,7 +106,7 @@ def layout(result: Result) -> Iterator[Table]:
                 row.append(f"{own[key] / before[kind][key]:.2f}")
         rows.append(row)
     headings = [each for key in keys for each in ([key] if before is None else [key, "ratio"])]
-    yield Table(["chats with", *headings], rows)
+    yield TextTable(["chats with", *headings], rows)
 
 
 EXPERIMENT = Experiment(
@@ -133,8 +116,7 @@ EXPERIMENT = Experiment(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the result."""
-    parser = EXPERIMENT.parser(rounds=20)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL, rounds=20)
     parser.add_argument("--url", help="of a server that runs, instead of one of MODEL")
     parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout with its .venv")
     args, flags = parser.parse_known_args(argv)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.experiment import Experiment, Result, Table, number, table
+from benchmarks.experiment import Experiment, Result, TextTable, number, table
 from benchmarks.report import RESULTS
 from topspin.errors import ConfigError
 
@@ -31,7 +31,7 @@ _BEGIN = re.compile(r"<!-- table: (\S+) -->")
 _END = "<!-- end -->"
 
 
-def gpu_decode(result: Result) -> Iterator[Table]:
+def gpu_decode(result: Result) -> Iterator[TextTable]:
     """Yield decode and prefill on a GPU."""
     figures = measured(result)
     rows: list[Mapping[str, Any]] = [
@@ -44,7 +44,7 @@ def gpu_decode(result: Result) -> Iterator[Table]:
         for each in figures
         if each["of"] == "prefill"
     ]
-    yield Table(
+    yield TextTable(
         ["what", "ms", "tokens/s", "of the byte floor", "goal"],
         [
             [
@@ -56,7 +56,7 @@ def gpu_decode(result: Result) -> Iterator[Table]:
     )
 
 
-def gpu_rooflines(result: Result) -> Iterator[Table]:
+def gpu_rooflines(result: Result) -> Iterator[TextTable]:
     """Yield a GPU's kernels with its limits."""
     columns = {
         "kernel": "{op}",

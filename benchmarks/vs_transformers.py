@@ -11,52 +11,34 @@ are fixed. Also measured: seconds until ready and resident memory (PSS) of all p
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.experiment import (
     Experiment,
     Result,
-    Table,
+    TextTable,
     number,
     ratio_text,
     rounds_in_turn,
     settings_of,
 )
 from benchmarks.load.figures.metrics import measure_run
-from benchmarks.servers.topspin import TopspinServer, random_prompts
+from benchmarks.servers.topspin import Streams, TopspinServer
 from models.description.config import load_model_config
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 from models.text.tokenizer import Tokenizer
 
-_TRANSFORMERS_WORKER = """
-import json, sys, time, torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
-logging.disable_progress_bar(); logging.set_verbosity_error()
-path, dtype, output_len = sys.argv[1], sys.argv[2], int(sys.argv[3])
-model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
-print("ready", flush=True)
-for line in sys.stdin:
-    prompts = torch.tensor(json.loads(line))
-    started = time.perf_counter()
-    with torch.inference_mode():
-        out = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
-                             min_new_tokens=output_len, max_new_tokens=output_len, pad_token_id=0)
-    elapsed_s = time.perf_counter() - started
-    print(json.dumps({"elapsed_s": elapsed_s, "tokens": out[:, prompts.shape[1]:].tolist()}),
-          flush=True)
-"""
 
-
-class Run(NamedTuple):
+class BatchRound(NamedTuple):
     """One round of one side: output tokens per second, and the answers' texts."""
 
     tokens_per_s: float
@@ -66,40 +48,58 @@ class Run(NamedTuple):
 class TransformersBatch:
     """A child process that generates static batches."""
 
-    def __init__(self, model: str, dtype: str, output_len: int) -> None:
+    def __init__(self, model: str, dtype: str) -> None:
         self._tokenizer = Tokenizer.from_directory(Path(model))
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _TRANSFORMERS_WORKER, model, dtype, str(output_len)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline().strip() != "ready":
-            raise SystemExit("the transformers process did not start")
+        # The load tester must not import torch.
+        self._process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._oracle = model, dtype
+        self.close = self._process.shutdown
 
-    def generate(self, prompts: list[list[int]]) -> Run:
+    def generate(self, prompts: list[list[int]], output_len: int) -> BatchRound:
         """Return a round of these prompts."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(prompts) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        tokens = answer["tokens"]
+        done = self._process.submit(_generate, *self._oracle, prompts, output_len)
+        tokens, elapsed_s = done.result()
         texts = [self._tokenizer.decode(each, skip_special_tokens=True) for each in tokens]
-        return Run(sum(map(len, tokens)) / answer["elapsed_s"], texts)
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+        return BatchRound(sum(map(len, tokens)) / elapsed_s, texts)
 
 
-def layout(result: Result) -> Iterator[Table]:
+def _generate(
+    model: str, dtype: str, prompts: list[list[int]], output_len: int
+) -> tuple[list[list[int]], float]:
+    """Return a batch's greedy tokens and the seconds that they took; called in the child."""
+    import torch
+
+    inputs = torch.tensor(prompts)
+    oracle = _load(model, dtype)
+    started_s = time.perf_counter()
+    with torch.inference_mode():
+        out = oracle.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            min_new_tokens=output_len,
+            max_new_tokens=output_len,
+            pad_token_id=0,
+        )
+    return out[:, inputs.shape[1] :].tolist(), time.perf_counter() - started_s
+
+
+@cache
+def _load(path: str, dtype: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    return model.eval()
+
+
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield throughput, start and memory."""
     ours, theirs = (result[f"median_{name}_tokens_per_s"] for name in ("topspin", "transformers"))
-    yield Table(
+    yield TextTable(
         ["", "Topspin", "transformers"],
         [
             ["output tokens/s", number(ours), number(theirs)],
@@ -117,8 +117,7 @@ EXPERIMENT = Experiment(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison, print a table and write the result."""
-    parser = EXPERIMENT.parser(rounds=3)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL, rounds=3)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
@@ -128,18 +127,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = resolve_model(args.model)
     vocab_size = load_model_config(path).vocab_size
 
-    def measure(side: TopspinServer | TransformersBatch, turn: int) -> Run:
-        prompts = random_prompts(
-            turn, count=args.requests, length=args.prompt_len, vocab_size=vocab_size
-        )
+    streams = Streams(args.requests, args.prompt_len, args.output_len, vocab_size)
+
+    def measure(side: TopspinServer | TransformersBatch, turn: int) -> BatchRound:
         if isinstance(side, TransformersBatch):
-            return side.generate(prompts)
-        run = side.generate(prompts, args.output_len)
-        return Run(measure_run(run)["output_throughput"], [record.text for record in run.records])
+            return side.generate(streams.prompts(turn), args.output_len)
+        run = side.generate(streams, turn)
+        texts = [record.text for record in run.records]
+        return BatchRound(measure_run(run)["output_throughput"], texts)
 
     with (
         TopspinServer([str(path), "--dtype", args.dtype, *args.serve_flags]) as ours,
-        closing(TransformersBatch(str(path), args.dtype, args.output_len)) as theirs,
+        closing(TransformersBatch(str(path), args.dtype)) as theirs,
     ):
         idle_bytes = ours.pss_bytes()
         sides: dict[str, TopspinServer | TransformersBatch] = {"topspin": ours}

@@ -1,15 +1,17 @@
-"""The words of the code: heads of modules are noun phrases."""
+"""The words of the code: heads of modules are noun phrases, a class's name stands in one file."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (
+PRODUCT = (
     *("app", "topspin", "models", "kernels", "m2n_comm", "spec_decode", "attention_nodes"),
-    *("expert_nodes", "draft_nodes", "server", "deploy", "benchmarks", "tests"),
+    *("expert_nodes", "draft_nodes", "server", "deploy"),
 )
+FOLDERS = (*PRODUCT, "benchmarks", "tests")
 QUESTIONS = {"How", "What", "When", "Where", "Whether", "Which", "Who", "Whose", "Why"}
 
 
@@ -21,3 +23,14 @@ def test_no_module_opens_with_a_question() -> None:
     }
     assert len(heads) > 500
     assert [str(file) for file, words in heads.items() if set(words[:1]) & QUESTIONS] == []
+
+
+def test_a_class_name_stands_in_one_file() -> None:
+    files = defaultdict(set)
+    for folder in PRODUCT:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef):
+                    files[node.name].add(str(file.relative_to(ROOT)))
+    assert len(files) > 500
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}

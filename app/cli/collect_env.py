@@ -31,7 +31,7 @@ PACKAGES = (
     "llguidance",
     "msgspec",
     "pyzmq",
-    "starlette",
+    "fastapi",
     "uvicorn",
     "transformers",
     "triton",

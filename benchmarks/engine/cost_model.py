@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.experiment import Experiment, Result, Table, table
-from benchmarks.servers.topspin import TopspinServer
+from benchmarks.experiment import Experiment, Result, TextTable, table
+from benchmarks.servers.topspin import TopspinServer, children_of
 from deploy.placement.cost import (
     BatchRows,
     attention_layer_s,
@@ -117,16 +117,10 @@ def compare_sides(
             return list(sides.points([grid, HELD_OUT], done=lambda: None).items())
 
     found = {tuple(name): seconds for name, seconds in fork(work, list[Any])()}
-    kinds = ("attention", "experts", "head")
     held = {
-        (kind, first, second)
-        for kind, firsts, seconds in (
-            ("attention", HELD_OUT.rows, HELD_OUT.keys),
-            ("experts", HELD_OUT.touched, HELD_OUT.pairs),
-            ("head", HELD_OUT.rows, (0,)),
-        )
-        for first in firsts
-        for second in seconds
+        *product(["attention"], HELD_OUT.rows, HELD_OUT.keys),
+        *product(["experts"], HELD_OUT.touched, HELD_OUT.pairs),
+        *product(["head"], HELD_OUT.rows, [0]),
     }
     on_grid = {name: each for name, each in found.items() if name not in held}
     tables = sides.tables(on_grid, threads)
@@ -136,29 +130,19 @@ def compare_sides(
     for (kind, first, second), measured in found.items():
         if (kind, first, second) not in held:
             continue
-        assert kind in kinds
         if kind == "attention":
             asked = BatchRows(decode=first, context=max(1, second // first))
             predicted = attention_layer_s(device, shape, layer, plain, asked, threads=threads)
         elif kind == "experts":
+            counts = {"rows": first, "pairs": first * second, "touched": first}
             predicted = experts_layer_s(
-                *(device, shape, layer, UNQUANTISED),
-                rows=first,
-                pairs=first * second,
-                touched=first,
-                threads=threads,
+                device, shape, layer, UNQUANTISED, threads=threads, **counts
             )
         else:
             predicted = step_fixed_s(device, shape, UNQUANTISED, first, threads=threads)
-        rows.append(
-            {
-                "kind": {"attention": "T_a", "experts": "T_e"}.get(kind, kind),
-                "threads": threads,
-                "point": [first, second],
-                "predicted": predicted,
-                "measured": measured,
-            }
-        )
+        point = {"threads": threads, "point": [first, second]}
+        kind = {"attention": "T_a", "experts": "T_e"}.get(kind, kind)
+        rows.append({"kind": kind, **point, "predicted": predicted, "measured": measured})
     return device, rows
 
 
@@ -180,15 +164,9 @@ def compare_steps(sides: Sides, device: DeviceProfile, *, shares_cores: bool) ->
     found = []
     for sample in samples[len(known) :]:
         predicted = predicted_step_s(device, sides.shape, sample, shares_cores=shares_cores)
-        found.append(
-            {
-                "kind": "step",
-                "shares_cores": shares_cores,
-                "point": list(sample.load),
-                "predicted": predicted,
-                "measured": lower_quartile(sample.steps_s),
-            }
-        )
+        point = {"shares_cores": shares_cores, "point": list(sample.load)}
+        measured = lower_quartile(sample.steps_s)
+        found.append({"kind": "step", **point, "predicted": predicted, "measured": measured})
     return found
 
 
@@ -237,31 +215,22 @@ def compare_memory(
     with TopspinServer([str(path), *flags, *cache]) as server:
         for module, pid in sorted(node_processes(server.pid)):
             role, memory = module.removesuffix("_nodes"), resident_bytes(pid)
-            found.append(
-                {
-                    "kind": "memory",
-                    "format": weight_format,
-                    "point": [role],
-                    "predicted": data[module] + process_bytes(device, role, nodes_on_host=2),
-                    "measured": memory.own + memory.files / 2,
-                }
-            )
+            point = {"format": weight_format, "point": [role]}
+            predicted = data[module] + process_bytes(device, role, nodes_on_host=2)
+            measured = memory.own + memory.files / 2
+            found.append({"kind": "memory", **point, "predicted": predicted, "measured": measured})
     return found
 
 
 def node_processes(parent: int) -> Iterator[tuple[str, int]]:
     """Yield the role's module and the process id of a server's nodes."""
-    for each in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            if int(each.read_text().rpartition(")")[2].split()[1]) != parent:
-                continue
-            words = (each.parent / "cmdline").read_bytes().decode().split("\0")
-            for role in ("attention_nodes", "expert_nodes"):
-                if role in words:
-                    yield role, int(each.parent.name)
+    for pid in children_of(parent):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        for role in {"attention_nodes", "expert_nodes"} & set(words):
+            yield role, pid
 
 
-def layout(result: Result) -> Iterator[Table]:
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield the errors of the planner's cost model."""
     names = {
         "T_a": "attention half of a layer",
@@ -315,8 +284,7 @@ def settle() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, compare, write the result and the picture."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL)
     parts: tuple[Literal["sides", "steps", "memory"], ...] = ("sides", "steps", "memory")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     args = parser.parse_args(argv)

@@ -10,26 +10,25 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 
 from benchmarks.experiment import (
     Experiment,
     Result,
-    Table,
+    TextTable,
     number,
     ratio_text,
     rounds_in_turn,
     settings_of,
 )
-from benchmarks.servers.topspin import TopspinServer, random_prompts
+from benchmarks.servers.topspin import Streams, running
 from models.description.config import load_model_config
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 
 
-def layout(result: Result) -> Iterator[Table]:
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield the decode rates of one process and of two."""
     rates = result["median_decode_tokens_per_s"]
-    yield Table(
+    yield TextTable(
         ["", "decode tokens/s"],
         [
             ["one process (local)", number(rates["local"])],
@@ -44,8 +43,7 @@ EXPERIMENT = Experiment("disaggregation", __doc__, layout)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare in turn, print the table, and write the result."""
-    parser = EXPERIMENT.parser(rounds=5)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL, rounds=5)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=96)
@@ -55,19 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     vocab_size = load_model_config(path).vocab_size
     flags = {"local": ["--transport", "local"]}
     flags["disaggregated"] = args.flags or ["--transport", "shm"]
-
-    def rate(server: TopspinServer, turn: int) -> float:
-        prompts = random_prompts(
-            turn, count=args.requests, length=args.prompt_len, vocab_size=vocab_size
+    streams = Streams(args.requests, args.prompt_len, args.output_len, vocab_size)
+    with running({name: [str(path), *each] for name, each in flags.items()}) as servers:
+        found = rounds_in_turn(
+            servers, lambda server, turn: server.decode_rate(streams, turn), rounds=args.rounds
         )
-        return server.decode_rate(prompts, args.output_len)
-
-    with ExitStack() as running:
-        servers = {
-            name: running.enter_context(TopspinServer([str(path), *each]))
-            for name, each in flags.items()
-        }
-        found = rounds_in_turn(servers, rate, rounds=args.rounds)
     rows = [
         {name: round(each, 1) for name, each in row.items()}
         | {"ratio": round(row["disaggregated"] / row["local"], 3)}

@@ -9,23 +9,20 @@ which only the link's latency is added. Run as `topspin bench local-layers --dev
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from app.cli.serve import plan_of
 from benchmarks.experiment import (
     Experiment,
-    Result,
-    Table,
     rounds_in_turn,
+    rows_of,
     settings_of,
-    table,
 )
-from benchmarks.servers.topspin import TopspinServer, random_prompts
+from benchmarks.servers.topspin import Streams, running
 from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
 from deploy.placement.devices import DeviceProfile, load_profile
 from deploy.placement.formats import stored
@@ -41,16 +38,8 @@ from topspin.plan.spec import EnginePlan
 PROMPT_LEN: Final = 16
 
 
-class Load(NamedTuple):
-    """What all engines are asked: so many requests at once, of these lengths in tokens."""
-
-    requests: int
-    prompt_len: int
-    output_len: int
-
-
 def predicted_s(
-    profile: DeviceProfile, path: Path, *, latency_us: float, num_local: int, load: Load
+    profile: DeviceProfile, path: Path, *, latency_us: float, num_local: int, load: Streams
 ) -> float:
     """Return the seconds of a decode step, as `topspin plan` counts them.
 
@@ -109,26 +98,20 @@ def plans(path: Path, *, latency_us: float, requests: int) -> dict[str, tuple[in
     }
 
 
-def layout(result: Result) -> Iterator[Table]:
-    """Yield what layers without a hop bring, measured and predicted."""
-    columns = {
-        "layers without a hop": "{layers_without_hop}",
-        "tokens/s": "{tokens_per_s}",
-        "predicted": "{predicted_tokens_per_s}",
-        "speed-up": "{speed_up:.2f}x",
-        "speed-up predicted": "{predicted_speed_up:.2f}x",
-        "error": "{error:+.1%}",
-    }
-    yield table(columns, result["rows"])
-
-
-EXPERIMENT = Experiment("local_layers", __doc__, layout)
+COLUMNS: Final = {
+    "layers without a hop": "{layers_without_hop}",
+    "tokens/s": "{tokens_per_s}",
+    "predicted": "{predicted_tokens_per_s}",
+    "speed-up": "{speed_up:.2f}x",
+    "speed-up predicted": "{predicted_speed_up:.2f}x",
+    "error": "{error:+.1%}",
+}
+EXPERIMENT = Experiment("local_layers", __doc__, rows_of(COLUMNS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure in turns, compare with the prediction, and write the result."""
-    parser = EXPERIMENT.parser(rounds=5)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL, rounds=5)
     parser.add_argument(
         "--device", type=Path, required=True, metavar="FILE", help="this machine's profile"
     )
@@ -139,20 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = resolve_model(args.model)
     vocab_size = load_model_config(path).vocab_size
     profile = load_profile(args.device)
-    load = Load(args.requests, PROMPT_LEN, args.output_len)
+    load = Streams(args.requests, PROMPT_LEN, args.output_len, vocab_size)
     planned = plans(path, latency_us=args.latency_us, requests=args.requests)
-
-    def rate(server: TopspinServer, turn: int) -> float:
-        prompts = random_prompts(
-            turn, count=args.requests, length=PROMPT_LEN, vocab_size=vocab_size
+    with running({name: plan for name, (_, plan) in planned.items()}) as servers:
+        rounds = rounds_in_turn(
+            servers,
+            lambda server, turn: round(server.decode_rate(load, turn), 1),
+            rounds=args.rounds,
         )
-        return round(server.decode_rate(prompts, args.output_len), 1)
-
-    with ExitStack() as running:
-        servers = {
-            name: running.enter_context(TopspinServer(plan)) for name, (_, plan) in planned.items()
-        }
-        rounds = rounds_in_turn(servers, rate, rounds=args.rounds)
     predicted = {
         name: predicted_s(profile, path, latency_us=args.latency_us, num_local=count, load=load)
         for name, (count, _) in planned.items()
@@ -166,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "engine": name,
                 "layers_without_hop": count,
                 "tokens_per_s": statistics.median(each[name] for each in rounds),
-                "predicted_tokens_per_s": round(load.requests / predicted[name], 1),
+                "predicted_tokens_per_s": round(args.requests / predicted[name], 1),
                 "speed_up": round(gain, 3),
                 "predicted_speed_up": round(expected, 3),
                 "error": round(expected / gain - 1, 3),

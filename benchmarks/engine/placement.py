@@ -16,18 +16,16 @@ import argparse
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from msgspec.structs import replace
 
 from app.cli.serve import plan_of
 from benchmarks.experiment import (
     Experiment,
     Result,
-    Table,
+    TextTable,
     check_positive,
     number,
     ratio_text,
@@ -36,8 +34,7 @@ from benchmarks.experiment import (
     settings_of,
     spread,
 )
-from benchmarks.load.started_server import ended_by_signals
-from benchmarks.servers.topspin import TopspinServer, random_prompts
+from benchmarks.servers.topspin import Metrics, Streams, TopspinServer, running
 from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
 from deploy.placement.devices import DeviceProfile, load_profile
 from deploy.placement.formats import stored
@@ -54,7 +51,7 @@ from topspin.plan.spec import EnginePlan
 
 UNIFORM: Final = "uniform"
 PLANNED: Final = "planned"
-_PHASE = re.compile(r"^topspin_step_(\w+)_seconds_(sum|count)(?:\{.*\})? (\S+)$", re.M)
+_PHASE: Final = re.compile(r"topspin_step_(\w+)_seconds_sum")
 
 
 def plans(path: Path, args: argparse.Namespace) -> dict[str, EnginePlan]:
@@ -126,50 +123,48 @@ def planned_shares(
     return shares
 
 
-def phases(server: TopspinServer) -> dict[str, tuple[float, float]]:
-    """Return, by phase of a step, the seconds and the number of steps so far."""
-    found: dict[str, dict[str, float]] = {}
-    for phase, kind, value in _PHASE.findall(httpx.get(f"{server.url}/metrics").text):
-        found.setdefault(phase, {})[kind] = float(value)
-    return {phase: (each["sum"], each["count"]) for phase, each in found.items()}
-
-
 def measure(
-    servers: Mapping[str, TopspinServer], args: argparse.Namespace, vocab_size: int, batch: int
+    servers: Mapping[str, TopspinServer], streams: Streams, *, rounds: int
 ) -> dict[str, Any]:
-    """Measure rounds of `batch` streams; the first, which warms up, is not counted."""
-    before: dict[str, dict[str, tuple[float, float]]] = {}
+    """Measure rounds of streams; the first, which warms up, is not counted."""
+    before: dict[str, Metrics] = {}
 
     def rate(name: str, turn: int) -> float:
         if turn == 0:
-            before[name] = phases(servers[name])
-        prompts = random_prompts(turn, count=batch, length=args.prompt_len, vocab_size=vocab_size)
-        return servers[name].decode_rate(prompts, args.output_len)
+            before[name] = servers[name].metrics()
+        return servers[name].decode_rate(streams, turn)
 
-    say(f"{batch} streams")
-    rounds = [
+    say(f"{streams.requests} streams")
+    found = [
         {**rates, "ratio": rates[PLANNED] / rates[UNIFORM]}
-        for rates in rounds_in_turn({name: name for name in servers}, rate, rounds=args.rounds)
+        for rates in rounds_in_turn({name: name for name in servers}, rate, rounds=rounds)
     ]
-    ratio = spread([row["ratio"] for row in rounds])
+    ratio = spread([row["ratio"] for row in found])._asdict()
+    del ratio["rounds"]
     return {
-        "rounds": [{name: round(value, 3) for name, value in row.items()} for row in rounds],
+        "rounds": [{name: round(value, 3) for name, value in row.items()} for row in found],
         "median_decode_tokens_per_s": {
-            name: round(statistics.median(row[name] for row in rounds), 1) for name in servers
+            name: round(statistics.median(row[name] for row in found), 1) for name in servers
         },
-        "ratio": {"median": ratio.median, "least": ratio.least, "greatest": ratio.greatest},
+        "ratio": ratio,
         "mean_step_ms": {
-            name: {
-                phase: round((seconds - before[name][phase][0]) / max(1, count) * 1e3, 3)
-                for phase, (seconds, steps) in phases(server).items()
-                if (count := steps - before[name][phase][1])
-            }
-            for name, server in servers.items()
+            name: mean_step_ms(before[name], server.metrics()) for name, server in servers.items()
         },
     }
 
 
-def layout(result: Result) -> Iterator[Table]:
+def mean_step_ms(before: Metrics, after: Metrics) -> dict[str, float]:
+    """Return the mean time of a step's phases between two readings, of those that happened."""
+    found = {}
+    for sums in after:
+        if phase := _PHASE.fullmatch(sums):
+            counts = sums.removesuffix("sum") + "count"
+            if steps := after[counts] - before[counts]:
+                found[phase[1]] = round((after[sums] - before[sums]) / steps * 1e3, 3)
+    return found
+
+
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield the decode rates of uniform and planned shares, by the number of streams."""
     rows = []
     for batch, found in result["batches"].items():
@@ -177,7 +172,7 @@ def layout(result: Result) -> Iterator[Table]:
         rows.append([batch, number(rates[UNIFORM]), number(rates[PLANNED]), ratio_text(ratios)])
     held = {name: " + ".join(map(str, each[1:])) for name, each in result["experts"].items()}
     heads = [f"{name} ({held[name]} experts), tokens/s" for name in (UNIFORM, PLANNED)]
-    yield Table(["streams", *heads, "ratio"], rows)
+    yield TextTable(["streams", *heads, "ratio"], rows)
 
 
 EXPERIMENT = Experiment("placement", __doc__, layout)
@@ -185,8 +180,7 @@ EXPERIMENT = Experiment("placement", __doc__, layout)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare in turn, print the table, and write the result."""
-    parser = EXPERIMENT.parser(rounds=5)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL, rounds=5)
     parser.add_argument(
         "--device", type=Path, required=True, metavar="FILE", help="this machine's profile"
     )
@@ -201,11 +195,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = resolve_model(args.model)
     made = plans(path, args)
     vocab_size = load_model_config(path).vocab_size
-    with ExitStack() as running:
-        running.enter_context(ended_by_signals())
-        servers = {name: running.enter_context(TopspinServer(plan)) for name, plan in made.items()}
+    with running(made) as servers:
         found = {
-            batch: measure(servers, args, vocab_size, int(batch))
+            batch: measure(
+                servers,
+                Streams(int(batch), args.prompt_len, args.output_len, vocab_size),
+                rounds=args.rounds,
+            )
             for batch in args.batches.split(",")
         }
     model, device = Path(args.model).name, load_profile(args.device).name

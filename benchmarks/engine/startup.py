@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from benchmarks.experiment import Experiment, Result, Table, number, say
-from benchmarks.servers.topspin import descendants, pss_bytes
+from benchmarks.experiment import Experiment, Result, TextTable, number, say
+from benchmarks.load.client.targets import first_model
+from benchmarks.load.contracts import BenchRequest, Target
+from benchmarks.load.figures.metrics import ttft_s
+from benchmarks.servers.topspin import ask_at_once, descendants, pss_bytes
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 
 TIMEOUT_S = 300.0
@@ -87,18 +88,12 @@ def phases(lines: Iterator[tuple[float, str]]) -> tuple[dict[str, float], str]:
 
 def _ask(url: str) -> float:
     """Return the seconds to the first token of a short request."""
-    body = {"prompt": "The sky is", "max_tokens": 4, "temperature": 0, "stream": True}
-    body["model"] = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    sent_s = time.perf_counter()
-    first_s = None
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if first_s is None and line.startswith("data: {"):
-                first_s = time.perf_counter() - sent_s
-    if first_s is None:
+    request = BenchRequest(prompt="The sky is", max_tokens=4, extra_body={"temperature": 0})
+    (record,) = ask_at_once(Target(url, first_model(url)), [request]).records
+    seconds = ttft_s(record)
+    if seconds is None:
         raise SystemExit("a request had no token")
-    return first_s
+    return seconds
 
 
 def memory(pid: int) -> dict[str, float]:
@@ -111,15 +106,15 @@ def memory(pid: int) -> dict[str, float]:
     return {**found, "all": sum(found.values())}
 
 
-def layout(result: Result) -> Iterator[Table | str]:
+def layout(result: Result) -> Iterator[TextTable | str]:
     """Yield seconds until each phase's end, and memory by role."""
     yield f"{result['model']}, {result['weights_mb']:.0f} MB of weights:"
     yield _medians("until", "seconds", result["seconds"])
     yield _medians("memory (PSS) of", "MB", result["pss_mb"])
 
 
-def _medians(name: str, unit: str, values: Result) -> Table:
-    return Table([name, unit], [[each, number(value)] for each, value in values.items()])
+def _medians(name: str, unit: str, values: Result) -> TextTable:
+    return TextTable([name, unit], [[each, number(value)] for each, value in values.items()])
 
 
 EXPERIMENT = Experiment("startup", __doc__, layout)
@@ -127,8 +122,7 @@ EXPERIMENT = Experiment("startup", __doc__, layout)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start several times, print medians, write the result."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL)
     parser.add_argument("--starts", type=int, default=5)
     args, flags = parser.parse_known_args(argv)
     path = resolve_model(args.model)

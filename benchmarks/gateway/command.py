@@ -1,8 +1,8 @@
 """The tokens per second that one gateway process streams, and how late they come.
 
-A stub engine (benchmarks/engine_stub.py) sends every stream a token per step at a given total rate,
-all streams at once (one group) or spread over the step's time (several groups, as engines that are
-out of step would); one real gateway process turns them into server-sent events; this process reads
+A stub engine (engine_stub.py) sends every stream a token per step at a given total rate, all
+streams at once (one group) or spread over the step's time (several groups, as engines that are out
+of step would); one real gateway process turns them into server-sent events; this process reads
 all streams. Added latency is the time from the stub's send to this client's read of the token's
 event, all on one clock, so it includes the client's lateness. A rate counts as sustained if all
 tokens come at no less than 98 % of it. Run as `topspin bench gateway`.
@@ -11,31 +11,25 @@ tokens come at no less than 98 % of it. Run as `topspin bench gateway`.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-import secrets
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 
-from app.cli.serve import plan_of
-from benchmarks.experiment import Experiment, Result, Table, number, say, table
+from benchmarks.experiment import Experiment, Result, TextTable, number, say, table
 from benchmarks.gateway import large_bodies
-from benchmarks.load.client.targets import wait_until_ready
+from benchmarks.gateway.processes import running_gateway
+from benchmarks.gateway.watch import TOKEN_PERIOD_MS
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SUSTAINED_SHARE = 0.98
-READY_TIMEOUT_S = 30.0
 # A limit that a text's length alone can exceed, and one that needs tokenisation to check.
 BODY_TOKEN_LIMITS = (8192, 1_000_000)
 TOKEN_IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
@@ -75,71 +69,14 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-def start_gateway(
-    model: Path, control: str, environment: Mapping[str, str] | None = None
-) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a gateway on a free port; returns it and its URL.
-
-    With an `environment` (None: ours) its log is thrown away.
-    """
-    plan = plan_of(model)
-    # Settings that it leaves at their defaults are not written: an older gateway may not know them.
-    config = {
-        "plan": msgspec.to_builtins(plan),
-        "gateway": {"port": 0, "served_names": ["stub"], "access_log": False},
-    }
-    config_reader, config_writer = os.pipe()
-    os.write(config_writer, msgspec.json.encode(config))
-    os.close(config_writer)
-    port_reader, port_writer = os.pipe()
-    command = [sys.executable, "-P", "-m", "server.gateway", "--control", control]
-    command += ["--config", f"/dev/fd/{config_reader}", "--port-fd", str(port_writer)]
-    process = subprocess.Popen(
-        command,
-        pass_fds=(config_reader, port_writer),
-        env=environment,
-        stderr=None if environment is None else subprocess.DEVNULL,
-    )
-    os.close(config_reader)
-    os.close(port_writer)
-    with os.fdopen(port_reader) as announcement:
-        port = announcement.read().strip()
-    if not port:
-        raise SystemExit(f"the gateway exited with {process.wait()}")
-    return process, f"http://127.0.0.1:{port}"
-
-
-def start_stub(
-    control: str,
-    *,
-    period_ms: float,
-    flags: Sequence[str],
-    environment: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start benchmarks.gateway.engine_stub."""
-    command = [sys.executable, "-P", "-m", "benchmarks.gateway.engine_stub", "--control", control]
-    return subprocess.Popen(
-        [*command, "--period-ms", str(period_ms), *flags], stdout=subprocess.PIPE, env=environment
-    )
-
-
 def measure_large_bodies(
     model: Path, *, size_bytes: int, max_request_tokens: int
 ) -> list[dict[str, Any]]:
     """Return the rows of large_bodies for an engine with that limit of tokens."""
-    control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
     flags = ("--max-request-tokens", str(max_request_tokens))
-    stub = start_stub(control, period_ms=large_bodies.TOKEN_PERIOD_MS, flags=flags)
-    gateway, url = start_gateway(model, control)
-    try:
-        wait_until_ready(url, READY_TIMEOUT_S)
+    with running_gateway(model, period_ms=TOKEN_PERIOD_MS, flags=flags) as gateway:
         bodies = large_bodies.make_bodies(size_bytes)
-        rows = asyncio.run(large_bodies.measure(url, gateway.pid, bodies))
-    finally:
-        gateway.terminate()
-        gateway.wait(30)
-        stub.terminate()
-        stub.communicate(timeout=30)
+        rows = asyncio.run(large_bodies.measure(gateway.url, gateway.pid, bodies))
     return [row | {"max_request_tokens": max_request_tokens} for row in rows]
 
 
@@ -149,22 +86,13 @@ def measure(
     """Stream `rate` tokens per second over `num_streams` streams for about `seconds`."""
     period_s = num_streams / rate
     num_tokens = max(2, round(seconds / period_s))
-    control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
-    stub = start_stub(control, period_ms=period_s * 1e3, flags=("--groups", str(num_groups)))
-    gateway, url = start_gateway(model, control)
-    try:
-        wait_until_ready(url, READY_TIMEOUT_S)
+    flags = ("--groups", str(num_groups))
+    with running_gateway(model, period_ms=period_s * 1e3, flags=flags) as gateway:
         gateway_cpu_s, started_cpu_s = _cpu_s(gateway.pid), time.process_time()
-        arrivals = asyncio.run(_load(url, num_streams=num_streams, num_tokens=num_tokens))
+        arrivals = asyncio.run(_load(gateway.url, num_streams=num_streams, num_tokens=num_tokens))
         gateway_cpu_s = _cpu_s(gateway.pid) - gateway_cpu_s
         client_cpu_s = time.process_time() - started_cpu_s
-    finally:
-        gateway.terminate()
-        gateway.wait(30)
-        stub.terminate()
-        output = stub.communicate(timeout=30)[0]
-    sent = {int(seed): times for seed, times in json.loads(output).items()}
-    return summarise(sent, arrivals) | {
+    return summarise(gateway.sent, arrivals) | {
         "rate": rate,
         "streams": num_streams,
         "groups": num_groups,
@@ -198,7 +126,7 @@ def summarise(sent: dict[int, list[float]], arrivals: Sequence[Sequence[float]])
     }
 
 
-def layout(result: Result) -> Iterator[Table | str]:
+def layout(result: Result) -> Iterator[TextTable | str]:
     """Yield added latency per rate, the highest rate sustained, and the delays by large bodies."""
     columns = {
         "tokens/s asked": "{rate}",
@@ -230,8 +158,7 @@ EXPERIMENT = Experiment("gateway", __doc__, layout)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each rate, print a table, write the result."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="whose tokenizer is used")
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL)
     parser.add_argument("--rates", default="2500,5000,10000,15000", help="total tokens per second")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--groups", default="1,16", help="of streams that get tokens together")

@@ -9,7 +9,6 @@ Called by benchmarks.gateway.command, which starts the processes.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import time
 from contextlib import closing
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
+from benchmarks.gateway.watch import watching
 
-TOKEN_PERIOD_MS = 10.0
 NUM_BODIES = 2
 SETTLE_S = 1.0
 # Memory is freed when no large body has come for a while.
@@ -52,21 +50,11 @@ def memory_mib(pid: int, field: str = "VmRSS") -> float:
 async def measure(url: str, pid: int, bodies: dict[str, bytes]) -> list[dict[str, Any]]:
     """Return a row without large bodies, and one for two of each kind at once."""
     rows = []
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        started = asyncio.Event()
-        gaps: list[float] = []
-        health: list[float] = []
-        watchers = [
-            asyncio.create_task(_read_stream(session, url, gaps, started)),
-            asyncio.create_task(_ask_health(session, url, health)),
-        ]
-        await started.wait()
+    async with watching(url, "/health") as waits:
         for kind, body in [("none", b""), *bodies.items()]:
             before_mib = memory_mib(pid)
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak counts from here
-            gaps.clear()
-            health.clear()
+            waits.clear()
             sent_s = time.monotonic()
             statuses = []
             if body:
@@ -79,16 +67,13 @@ async def measure(url: str, pid: int, bodies: dict[str, bytes]) -> list[dict[str
                 "size_mib": len(body) / 2**20,
                 "statuses": statuses,
                 "took_s": took_s,
-                "longest_token_gap_ms": max(gaps) * 1e3,
-                "slowest_health_ms": max(health) * 1e3,
+                "longest_token_gap_ms": waits.longest_gap_s * 1e3,
+                "slowest_health_ms": max(waits.answers_s) * 1e3,
                 "peak_mib": memory_mib(pid, "VmHWM"),
                 "before_mib": before_mib,
             }
             await asyncio.sleep(MEMORY_WAIT_S)
             rows.append(row | {"after_mib": memory_mib(pid)})
-        for watcher in watchers:
-            watcher.cancel()
-        await asyncio.gather(*watchers, return_exceptions=True)
     return rows
 
 
@@ -101,28 +86,3 @@ def _post(url: str, kind: str, body: bytes) -> int:
         response = connection.getresponse()
         response.read()
         return response.status
-
-
-async def _read_stream(
-    session: aiohttp.ClientSession, url: str, gaps: list[float], started: asyncio.Event
-) -> None:
-    """Append the time between two reads of the stream."""
-    for seed in itertools.count():
-        body = {"model": "stub", "prompt": [300], "max_tokens": 4000, "stream": True, "seed": seed}
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            response.raise_for_status()
-            last_s = time.monotonic()
-            async for _ in response.content.iter_any():
-                now_s = time.monotonic()
-                gaps.append(now_s - last_s)
-                last_s = now_s
-                started.set()
-
-
-async def _ask_health(session: aiohttp.ClientSession, url: str, times: list[float]) -> None:
-    while True:
-        asked_s = time.monotonic()
-        async with session.get(f"{url}/health") as response:
-            await response.read()  # a delayed gateway may even answer 503
-        times.append(time.monotonic() - asked_s)
-        await asyncio.sleep(0.005)

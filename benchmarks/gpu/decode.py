@@ -30,7 +30,7 @@ PROFILED_STEPS: Final = 8
 NAME_WIDTH: Final = 70
 
 
-class Engine(Protocol):
+class TimedEngine(Protocol):
     """A model on a device; the part of benchmarks.gpu.engine that is measured."""
 
     def start_decode(self, batch: int, context: int) -> None:
@@ -66,7 +66,7 @@ class Decode:
 
 
 def time_decode(
-    engine: Engine,
+    engine: TimedEngine,
     workload: Workload,
     batch: int,
     bytes_per_s: float,
@@ -92,7 +92,7 @@ def time_decode(
 
 
 def time_prefill(
-    engine: Engine, workload: Workload, clock: Callable[[], float] = time.perf_counter
+    engine: TimedEngine, workload: Workload, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Return the median seconds of a prompt's prefill, after a warm-up."""
     times = []
@@ -105,7 +105,7 @@ def time_prefill(
 
 
 def profile_steps(
-    engine: Engine, step: Callable[[], None], num_steps: int, *, on_gpu: bool
+    engine: TimedEngine, step: Callable[[], None], num_steps: int, *, on_gpu: bool
 ) -> list[dict[str, Any]]:
     """Profile consecutive steps; return each kernel's runs and time in one step.
 
@@ -139,7 +139,13 @@ def show(part: Part, what: str, rows: Sequence[Mapping[str, Any]], step_s: float
 
 
 def measure_decode(
-    part: Part, engine: Engine, workload: Workload, batch: int, bytes_per_s: float, *, on_gpu: bool
+    part: Part,
+    engine: TimedEngine,
+    workload: Workload,
+    batch: int,
+    bytes_per_s: float,
+    *,
+    on_gpu: bool,
 ) -> None:
     """Time and profile decode steps of one batch."""
     found = time_decode(engine, workload, batch, bytes_per_s)
@@ -164,7 +170,7 @@ def measure_decode(
     show(part, f"decode, batch {batch}", rows, found.step_s)
 
 
-def measure_prefill(part: Part, engine: Engine, workload: Workload, *, on_gpu: bool) -> None:
+def measure_prefill(part: Part, engine: TimedEngine, workload: Workload, *, on_gpu: bool) -> None:
     """Time and profile the prefill of one prompt."""
     num_tokens = workload.prefill_tokens
     seconds = time_prefill(engine, workload)

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.gpu.part import Part, open_part, parse, parser
 from benchmarks.gpu.timing import matmul_rate, measure_bandwidths, time_call
 from benchmarks.kernels import roofline
-from benchmarks.kernels.roofline import BF16, FP32, Roofline, Work
+from benchmarks.kernels.roofline import BF16, FP32, OpWork, Roofline
 from kernels.contracts import AttentionMeta
 from kernels.runtime import Runtime
 from kernels.sampling import SamplingBatch
@@ -70,12 +70,12 @@ TINY: Final = Sizes(4, 2, 16, 32, 4, 2, 16, 64, (3,), ((2, 1, 20), (1, 3, 3)), 4
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class GpuCase:
     """One kernel at one size. `call(i)` uses copy i % copies of the cold tensors."""
 
     op: str
     shape: str
-    work: Work
+    work: OpWork
     call: Callable[[int], object]
     copies: int = 1
     product: str = "bf16"
@@ -86,7 +86,7 @@ class Case:
     """The project's goal on one H200, as a share of the roofline."""
 
 
-Cases = Iterator[tuple[str, Callable[[], Case]]]
+GpuCases = Iterator[tuple[str, Callable[[], GpuCase]]]
 """Names and makers of cases: a case's tensors live while it is timed."""
 
 
@@ -102,7 +102,7 @@ def randn(*shape: int, device: torch.device) -> Tensor:
 
 def attention_case(
     sizes: Sizes, num_seqs: int, new_rows: int, context: int, device: torch.device
-) -> Case:
+) -> GpuCase:
     """Attend `new_rows` of each sequence to scattered blocks; SDPA gets contiguous keys."""
     per_seq = -(-context // BLOCK_SIZE)
     tables = torch.randperm(num_seqs * per_seq).view(-1, per_seq)
@@ -137,7 +137,7 @@ def attention_case(
         keys, values = caches[idx % copies]
         return attend(q, keys, values, meta, scale=scale, out=out)
 
-    return Case(
+    return GpuCase(
         "attention",
         f"{num_seqs} x {new_rows} rows, context {context}",
         roofline.paged_attention(
@@ -179,7 +179,9 @@ def draw_routings(sizes: Sizes, num_rows: int, weight_format: Format) -> list[Te
     return [(first + idx * step) % sizes.experts for idx in range(copies)]
 
 
-def expert_case(sizes: Sizes, num_rows: int, weight_format: Format, device: torch.device) -> Case:
+def expert_case(
+    sizes: Sizes, num_rows: int, weight_format: Format, device: torch.device
+) -> GpuCase:
     """Run the routed experts of a layer; torch's grouped_mm does the two products alone."""
     drawn = draw_routings(sizes, num_rows, weight_format)
     touched = len(set(drawn[0].flatten().tolist()))
@@ -203,10 +205,10 @@ def expert_case(sizes: Sizes, num_rows: int, weight_format: Format, device: torc
         return multiply(units, down.transpose(1, 2), offs=ends[idx % copies])
 
     pairs = num_rows * sizes.top_k
-    return Case(
+    return GpuCase(
         f"experts {weight_format}",
         f"{num_rows} rows, {touched} experts touched",
-        Work(
+        OpWork(
             touched * expert_bytes(sizes, weight_format) + 2 * num_rows * sizes.hidden * BF16,
             6 * pairs * sizes.hidden * sizes.ffn,
         ),
@@ -218,7 +220,9 @@ def expert_case(sizes: Sizes, num_rows: int, weight_format: Format, device: torc
     )
 
 
-def linear_case(sizes: Sizes, num_rows: int, weight_format: Format, device: torch.device) -> Case:
+def linear_case(
+    sizes: Sizes, num_rows: int, weight_format: Format, device: torch.device
+) -> GpuCase:
     """Multiply by a layer's qkv projection; a plain weight is torch's product, for comparison."""
     num_out = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     matrix = randn(num_out, sizes.hidden, device=device) / sizes.hidden**0.5
@@ -232,21 +236,21 @@ def linear_case(sizes: Sizes, num_rows: int, weight_format: Format, device: torc
     x = randn(num_rows, sizes.hidden, device=device)
     out = randn(num_rows, num_out, device=device)
     row_bytes = num_rows * (sizes.hidden + num_out) * BF16
-    return Case(
+    return GpuCase(
         f"linear {weight_format}",
         f"{num_rows} rows, {num_out} x {sizes.hidden}",
-        Work(size_bytes(first) + row_bytes, 2 * num_rows * num_out * sizes.hidden),
+        OpWork(size_bytes(first) + row_bytes, 2 * num_rows * num_out * sizes.hidden),
         lambda idx: linear(x, packed[idx % copies], out=out),
         copies,
     )
 
 
-def norm_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
+def norm_case(sizes: Sizes, num_rows: int, device: torch.device) -> GpuCase:
     """Add and norm rows just written by the previous kernel."""
     residual, x = randn(2, num_rows, sizes.hidden, device=device)
     x.zero_()  # The residual would grow over many calls.
     weight = torch.ones(sizes.hidden, dtype=torch.bfloat16, device=device)
-    return Case(
+    return GpuCase(
         "add_rms_norm",
         f"{num_rows} x {sizes.hidden}",
         roofline.add_rms_norm(num_rows, sizes.hidden),
@@ -254,7 +258,7 @@ def norm_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
     )
 
 
-def rotary_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
+def rotary_case(sizes: Sizes, num_rows: int, device: torch.device) -> GpuCase:
     """Norm, rotate and store the heads of a projection's rows."""
     counts = [sizes.heads, sizes.kv_heads, sizes.kv_heads]
     qkv = randn(num_rows, sum(counts), sizes.head_dim, device=device)
@@ -266,7 +270,7 @@ def rotary_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
     k_cache, v_cache = (randn(*cache_shape, device=device) for _ in range(2))
     slots = torch.randperm(num_blocks * BLOCK_SIZE)[:num_rows].to(device)
     norm = torch.ones(sizes.head_dim, dtype=torch.bfloat16, device=device)
-    return Case(
+    return GpuCase(
         "rotate_and_store",
         f"{num_rows} rows",
         roofline.rotate_and_store(
@@ -282,7 +286,7 @@ def rotary_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
     )
 
 
-def route_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
+def route_case(sizes: Sizes, num_rows: int, device: torch.device) -> GpuCase:
     """Choose the experts of rows, and group the pairs."""
     logits = randn(num_rows, sizes.experts, device=device)
     alone = roofline.route(num_rows, sizes.experts, sizes.top_k)
@@ -293,30 +297,25 @@ def route_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
         route(logits, top_k=sizes.top_k, renormalise=True)
         permute(slots, sizes.experts)
 
-    work = Work(alone.num_bytes + grouping.num_bytes, alone.flops + grouping.flops)
-    return Case("route and permute", f"{num_rows} x {sizes.experts}", work, call)
+    work = OpWork(alone.num_bytes + grouping.num_bytes, alone.flops + grouping.flops)
+    return GpuCase("route and permute", f"{num_rows} x {sizes.experts}", work, call)
 
 
 def sampling_case(
     sizes: Sizes, num_rows: int, temperature: float, top_p: float, device: torch.device
-) -> Case:
+) -> GpuCase:
     """Sample from rows of logits just written by the LM head."""
-    zeros, ones = torch.zeros(num_rows), torch.ones(num_rows)
+    ids, zeros, ones = torch.arange(num_rows), torch.zeros(num_rows), torch.ones(num_rows)
+    none = torch.zeros_like(ids)
     batch = SamplingBatch(
-        temperature=ones * temperature,
-        top_k=torch.zeros(num_rows, dtype=torch.int64),
-        top_p=ones * top_p,
-        min_p=zeros,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        repetition_penalty=ones,
-        seeds=torch.arange(num_rows),
-        choices=torch.zeros(num_rows, dtype=torch.int64),
-        positions=torch.arange(num_rows),
+        *(ones * temperature, none, ones * top_p, zeros, zeros, zeros, ones),
+        seeds=ids,
+        choices=none,
+        positions=ids,
     )
     logits = torch.randn(num_rows, sizes.vocabulary, device=device) * 3
     plan = plan_sampling(batch, sizes.vocabulary, device)
-    return Case(
+    return GpuCase(
         f"sample, temperature {temperature}, top_p {top_p}",
         f"{num_rows} x {sizes.vocabulary}",
         roofline.sample(num_rows, sizes.vocabulary, draws=temperature > 0),
@@ -324,7 +323,7 @@ def sampling_case(
     )
 
 
-def all_cases(sizes: Sizes, device: torch.device) -> Cases:
+def all_cases(sizes: Sizes, device: torch.device) -> GpuCases:
     """Yield every case, the most important first: time may be short for the others."""
     for num_seqs, new_rows, context in sizes.contexts:
         name = f"attention, {num_seqs} x {new_rows} rows, context {context}"
@@ -361,7 +360,7 @@ def measure_ceilings(part: Part, runtime: Runtime, *, is_quick: bool) -> dict[st
     return found
 
 
-def time_library(runtime: Runtime, case: Case) -> tuple[float | None, str]:
+def time_library(runtime: Runtime, case: GpuCase) -> tuple[float | None, str]:
     """Return the seconds of torch's kernel, or the reason why there are none."""
     if case.library is None:
         return None, ""
@@ -371,7 +370,7 @@ def time_library(runtime: Runtime, case: Case) -> tuple[float | None, str]:
         return None, str(error).splitlines()[0]
 
 
-def measure(part: Part, runtime: Runtime, case: Case, rooflines: dict[str, Roofline]) -> None:
+def measure(part: Part, runtime: Runtime, case: GpuCase, rooflines: dict[str, Roofline]) -> None:
     """Time one case and keep its figures."""
     limit = rooflines.get(case.product, rooflines["bf16"])
     timed = time_call(runtime, case.call, case.copies)

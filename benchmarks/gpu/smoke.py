@@ -37,7 +37,7 @@ PACKAGES: Final = {
 """The packages that the parts of `make gpu` import, and their purposes."""
 
 
-class Fact(NamedTuple):
+class ProbeFact(NamedTuple):
     """One line of the probe."""
 
     what: str
@@ -71,23 +71,27 @@ def driver() -> str | None:
     return "; ".join(asked.stdout.strip().splitlines()) or None
 
 
-def facts(*, needs_gpu: bool) -> Iterator[Fact]:
+def facts(*, needs_gpu: bool) -> Iterator[ProbeFact]:
     """Yield the lines of the probe."""
     compiler, header = find_compiler(), find_header()
-    yield Fact("python", f"{platform.python_version()}, {sys.executable}", "")
-    yield Fact("C compiler", compiler, "install gcc or clang, or set CC: Triton builds with it")
-    yield Fact(
+    yield ProbeFact("python", f"{platform.python_version()}, {sys.executable}", "")
+    yield ProbeFact(
+        "C compiler", compiler, "install gcc or clang, or set CC: Triton builds with it"
+    )
+    yield ProbeFact(
         "Python.h",
         None if header is None else str(header),
         f"install the headers of Python {'.'.join(platform.python_version_tuple()[:2])} "
         "(python3-dev): Triton builds with them",
     )
     if needs_gpu:
-        yield Fact("driver", driver(), "no nvidia-smi on PATH: install the NVIDIA driver")
+        yield ProbeFact("driver", driver(), "no nvidia-smi on PATH: install the NVIDIA driver")
     for package in ("torch", "triton"):
-        yield Fact(package, installed(package), "install a build of torch for GPUs, with triton")
+        yield ProbeFact(
+            package, installed(package), "install a build of torch for GPUs, with triton"
+        )
     for package, purpose in PACKAGES.items():
-        yield Fact(package, installed(package), f"pip install it: for {purpose}")
+        yield ProbeFact(package, installed(package), f"pip install it: for {purpose}")
 
 
 def run_tests(arguments: Sequence[str], environment: dict[str, str], limit_s: float) -> str | None:

@@ -33,7 +33,6 @@ class Timed(NamedTuple):
     """Seconds of one call."""
 
     median_s: float
-    least_s: float
     calls: int
     """The number of calls in a replay."""
     by: str
@@ -63,13 +62,13 @@ def calls_for(call_s: float, copies: int) -> int:
 def time_call(
     runtime: Runtime, call: Callable[[int], object], copies: int = 1, replays: int = REPLAYS
 ) -> Timed:
-    """Time call(i) for i = 0, 1, ..: the median and the minimum over several replays.
+    """Time call(i) for i = 0, 1, ..: the median over several replays.
 
     The first call compiles and is not timed.
     """
     if not runtime.is_asynchronous:
         seconds = time_once(runtime, lambda: call(0))
-        return Timed(seconds, seconds, 1, STREAM)
+        return Timed(seconds, 1, STREAM)
     call(0)
     runtime.synchronize()
     num_calls = calls_for(time_once(runtime, lambda: call(1)), copies)
@@ -80,7 +79,7 @@ def time_call(
         num_calls = wanted
         replay, by = _recorded(runtime, call, num_calls)
     times = [time_once(runtime, replay) / num_calls for _ in range(replays)]
-    return Timed(statistics.median(times), min(times), num_calls, by)
+    return Timed(statistics.median(times), num_calls, by)
 
 
 def _recorded(

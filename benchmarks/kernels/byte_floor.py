@@ -4,7 +4,7 @@ Pure arithmetic over a model's shape, the formats of its weights, the contexts, 
 experts that the step's routing touched. Every needed weight is read once, for any batch; keys and
 values are read up to each token's context (or window) and written for the new position.
 Activations are left out: they fit in a cache. Called by benchmarks.gpu.engine and, for one request
-on a CPU, by benchmarks.load.compare_plan.
+on a CPU, by benchmarks.load.compare.
 """
 
 from __future__ import annotations

@@ -11,17 +11,18 @@ Dimension letters as in `kernels.contracts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels import roofline
-from benchmarks.kernels.roofline import Work
-from kernels.contracts import AttentionMeta, ExpertWeights, HeadRows, LinearWeight
+from benchmarks.kernels.roofline import OpWork
+from kernels.contracts import AttentionMeta, HeadRows
 from kernels.cpu.sampling import sample
 from kernels.dispatch import Ops, select_ops
 from kernels.reference import permute
@@ -49,7 +50,7 @@ _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _DEFAULT_CACHE_BYTES = 32 << 20
 
 
-class Shape(NamedTuple):
+class KernelShape(NamedTuple):
     """The sizes of a model that its kernels depend on."""
 
     model: str
@@ -65,27 +66,27 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    Shape("smollm2-moe", 576, 9, 3, 64, 16, 8, 192, 49152, False),
-    Shape("qwen3-moe-686m", 1024, 16, 4, 64, 32, 4, 512, 49152, True),
+    KernelShape("smollm2-moe", 576, 9, 3, 64, 16, 8, 192, 49152, False),
+    KernelShape("qwen3-moe-686m", 1024, 16, 4, 64, 32, 4, 512, 49152, True),
 )
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class KernelCase:
     """One op at one size. `call(i)` runs it on the i-th copy of the cold tensors."""
 
     op: str
     model: str
     precision: str
     num_rows: int
-    work: Work
+    work: OpWork
     call: Callable[[int], object]
     context: int | None = None
     cold: bool = True
 
 
-Call = Callable[[int], object]
-Build = Callable[[Shape, Sequence[int]], Iterator[Case]]
+SmallOp = tuple[str, OpWork, Callable[[int], object]]
+Build = Callable[[KernelShape, Sequence[int]], Iterator[KernelCase]]
 
 
 def cache_bytes() -> int:
@@ -112,52 +113,50 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
 
 
-def _linear(ops: Ops, x: Tensor, copies: list[LinearWeight], out: Tensor | None = None) -> Call:
-    return lambda i: ops.linear(x, copies[i % len(copies)], out=out)
+def _in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[int], object]:
+    return lambda i: calls[i % len(calls)]()
 
 
-def projections(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
+def _sizes(shape: KernelShape) -> tuple[int, int]:
+    """Return the widths of queries and of keys or values."""
+    return shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+
+
+def projections(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCase]:
     """QKV and output projections, in every precision."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    for name, num_in, num_out in (("qkv", shape.hidden, q + 2 * kv), ("o", q, shape.hidden)):
-        matrix = _random(num_out, num_in)
-        for precision, bits in PRECISIONS.items():
-            ops = ops_of(precision)
-            copies = num_copies(roofline.weight_bytes(num_out, num_in, bits))
-            packed = [ops.pack_linear(matrix.clone(), FORMATS[precision]) for _ in range(copies)]
-            for num_rows in rows:
-                x = _random(num_rows, num_in)
-                yield Case(
-                    op=name,
-                    model=shape.model,
-                    precision=precision,
-                    num_rows=num_rows,
-                    work=roofline.linear(num_rows, num_in, num_out, bits=bits),
-                    call=_linear(ops, x, packed),
-                )
+    q, kv = _sizes(shape)
+    yield from _linear("qkv", shape, rows, shape.hidden, q + 2 * kv)
+    yield from _linear("o", shape, rows, q, shape.hidden)
 
 
-def lm_head(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
+def lm_head(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCase]:
     """The LM head, to fp32, in every precision; a model's has 4 bits only if a rule says so."""
-    num_out, num_in = shape.vocabulary, shape.hidden
+    yield from _linear("lm_head", shape, rows, shape.hidden, shape.vocabulary, torch.float32)
+
+
+def _linear(
+    op: str,
+    shape: KernelShape,
+    rows: Sequence[int],
+    num_in: int,
+    num_out: int,
+    dtype: torch.dtype | None = None,
+) -> Iterator[KernelCase]:
     matrix = _random(num_out, num_in)
     for precision, bits in PRECISIONS.items():
         ops = ops_of(precision)
         copies = num_copies(roofline.weight_bytes(num_out, num_in, bits))
         packed = [ops.pack_linear(matrix.clone(), FORMATS[precision]) for _ in range(copies)]
         for num_rows in rows:
-            x, out = _random(num_rows, num_in), torch.empty(num_rows, num_out)
-            yield Case(
-                op="lm_head",
-                model=shape.model,
-                precision=precision,
-                num_rows=num_rows,
-                work=roofline.linear(num_rows, num_in, num_out, bits=bits, out_bytes=4),
-                call=_linear(ops, x, packed, out),
-            )
+            x = _random(num_rows, num_in)
+            out = None if dtype is None else torch.empty(num_rows, num_out, dtype=dtype)
+            out_bytes = roofline.BF16 if dtype is None else dtype.itemsize
+            work = roofline.linear(num_rows, num_in, num_out, bits=bits, out_bytes=out_bytes)
+            call = _in_turn([partial(ops.linear, x, each, out=out) for each in packed])
+            yield KernelCase(op, shape.model, precision, num_rows, work, call)
 
 
-def experts(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
+def experts(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCase]:
     """A layer's routed experts on one node, chosen at random, in every precision."""
     gate_up = _random(shape.num_experts, 2 * shape.ffn, shape.hidden)
     down = _random(shape.num_experts, shape.hidden, shape.ffn)
@@ -165,44 +164,30 @@ def experts(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
     routes = {num_rows: _routes(shape, num_rows) for num_rows in rows}
     for precision, bits in PRECISIONS.items():
         ops = ops_of(precision)
-        size = roofline.grouped_mlp(
-            0, shape.hidden, shape.ffn, num_pairs=0, num_touched=shape.num_experts, bits=bits
-        )
+        work_of = partial(roofline.grouped_mlp, shape.hidden, shape.ffn, bits=bits)
+        size = work_of(num_rows=0, num_pairs=0, num_touched=shape.num_experts)
         formats = [FORMATS[precision]] * shape.num_experts
         packed = [
             ops.pack_experts(gate_up.clone(), down.clone(), formats=formats, share_per_row=share)
             for _ in range(num_copies(size.num_bytes))
         ]
-        for num_rows in rows:
-            hidden, slots = _random(num_rows, shape.hidden), routes[num_rows]
+        for num_rows, slots in routes.items():
             weights = torch.full((num_rows, shape.top_k), 1 / shape.top_k)
             touched = sum(len(torch.unique(chosen)) for chosen in slots) / len(slots)
-            yield Case(
-                op="experts",
-                model=shape.model,
-                precision=precision,
-                num_rows=num_rows,
-                work=roofline.grouped_mlp(
-                    num_rows,
-                    shape.hidden,
-                    shape.ffn,
-                    num_pairs=num_rows * shape.top_k,
-                    num_touched=touched,
-                    bits=bits,
-                ),
-                call=_grouped_mlp(ops, hidden, slots, weights, packed),
+            pairs = num_rows * shape.top_k
+            work = work_of(num_rows=num_rows, num_pairs=pairs, num_touched=touched)
+            hidden = _random(num_rows, shape.hidden)
+            compute = partial(ops.grouped_mlp, hidden)
+            call = _in_turn(
+                [
+                    partial(compute, each, weights, packed[idx % len(packed)])
+                    for idx, each in enumerate(slots)
+                ]
             )
+            yield KernelCase("experts", shape.model, precision, num_rows, work, call)
 
 
-def _grouped_mlp(
-    ops: Ops, hidden: Tensor, slots: list[Tensor], weights: Tensor, copies: list[ExpertWeights]
-) -> Call:
-    return lambda i: ops.grouped_mlp(
-        hidden, slots[i % len(slots)], weights, copies[i % len(copies)]
-    )
-
-
-def _routes(shape: Shape, num_rows: int) -> list[Tensor]:
+def _routes(shape: KernelShape, num_rows: int) -> list[Tensor]:
     """Return slots i32[R, K] for each of several calls; a row's experts differ."""
     chances = torch.rand(MAX_COPIES, num_rows, shape.num_experts)
     return list(chances.topk(shape.top_k, dim=-1).indices.int())
@@ -215,24 +200,24 @@ class _Cache(NamedTuple):
     values: Tensor
 
     @classmethod
-    def of(cls, shape: Shape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> _Cache:
+    def of(cls, shape: KernelShape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> _Cache:
         size = (-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         keys = torch.empty(size, dtype=dtype).uniform_(-1, 1)
         return cls(keys, keys.clone())
 
 
-def decode_attention(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
+def decode_attention(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCase]:
     """One new row for each of several sequences of equal context."""
     sizes = [([1] * num_rows, context) for context in CONTEXTS for num_rows in rows]
     yield from _attention("decode attention", shape, sizes)
 
 
-def prefill_attention(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
+def prefill_attention(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCase]:
     """Many new rows of one sequence; `rows` is ignored."""
     yield from _attention("prefill attention", shape, [([n], context) for n, context in PREFILLS])
 
 
-def long_attention(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
+def long_attention(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCase]:
     """One new row for each of few sequences of a long context."""
     sizes = [
         ([1] * num_rows, at) for at in LONG_CONTEXTS for num_rows in rows if num_rows <= LONG_ROWS
@@ -246,8 +231,8 @@ def long_attention(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
 
 
 def _attention(
-    op: str, shape: Shape, sizes: Sequence[tuple[list[int], int]], precision: str = "bf16"
-) -> Iterator[Case]:
+    op: str, shape: KernelShape, sizes: Sequence[tuple[list[int], int]], precision: str = "bf16"
+) -> Iterator[KernelCase]:
     """Cases of (new rows per sequence, context of all of them), on blocks in random order."""
     dtype = DTYPES[precision]
     ops = select_ops("cpu", dtype)
@@ -258,29 +243,18 @@ def _attention(
     for new_rows, context in sizes:
         q = _random(sum(new_rows), shape.num_heads, shape.head_dim).to(dtype)
         metas = _metas(new_rows, context, num_blocks=len(cache.keys))
-        yield Case(
-            op=op,
-            model=shape.model,
-            precision=precision,
-            num_rows=len(q),
-            context=context,
-            work=roofline.paged_attention(
-                new_rows,
-                [context] * len(new_rows),
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                number_bytes=dtype.itemsize,
-            ),
-            call=_attend(ops, q, cache, metas),
+        work = roofline.paged_attention(
+            new_rows,
+            [context] * len(new_rows),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            number_bytes=dtype.itemsize,
         )
-
-
-def _attend(ops: Ops, q: Tensor, cache: _Cache, metas: list[AttentionMeta]) -> Call:
-    scale = q.shape[-1] ** -0.5
-    return lambda i: ops.paged_attention(
-        q, cache.keys, cache.values, metas[i % len(metas)], scale=scale
-    )
+        attend = partial(ops.paged_attention, q, cache.keys, cache.values)
+        scale = shape.head_dim**-0.5
+        call = _in_turn([partial(attend, meta, scale=scale) for meta in metas])
+        yield KernelCase(op, shape.model, precision, len(q), work, call, context)
 
 
 def _metas(new_rows: Sequence[int], context: int, *, num_blocks: int) -> list[AttentionMeta]:
@@ -304,44 +278,41 @@ def _metas(new_rows: Sequence[int], context: int, *, num_blocks: int) -> list[At
     return metas
 
 
-def small_ops(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
+def small_ops(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCase]:
     """Norms, rotation with storing, the router, permutation: on activations, which are warm."""
     for num_rows in rows:
-        for case in (
+        for name, work, call in (
             *_norms(shape, num_rows),
             _rotation(shape, num_rows),
             *_routing(shape, num_rows),
         ):
-            yield replace(case, cold=False)
+            yield KernelCase(name, shape.model, "bf16", num_rows, work, call, cold=False)
 
 
-def _norms(shape: Shape, num_rows: int) -> Iterator[Case]:
+def _norms(shape: KernelShape, num_rows: int) -> Iterator[SmallOp]:
     ops, hidden = ops_of("bf16"), shape.hidden
     x, residual, weight = _random(num_rows, hidden), _random(num_rows, hidden), _random(hidden)
     zeros = torch.zeros_like(x)
-    about = (shape.model, "bf16", num_rows)
     work = roofline.rms_norm(num_rows, hidden)
-    yield Case("rms_norm", *about, work, lambda i: ops.rms_norm(x, weight, eps=EPS))
+    yield "rms_norm", work, lambda i: ops.rms_norm(x, weight, eps=EPS)
     work = roofline.add_rms_norm(num_rows, hidden)
     # Every call adds to the residual: zeros keep it in range.
-    yield Case(
-        *("add_rms_norm", *about, work),
-        lambda i: ops.add_rms_norm(zeros, residual, weight, eps=EPS),
-    )
+    yield "add_rms_norm", work, lambda i: ops.add_rms_norm(zeros, residual, weight, eps=EPS)
 
 
-def _rotation(shape: Shape, num_rows: int) -> Case:
+def _rotation(shape: KernelShape, num_rows: int) -> SmallOp:
     ops = ops_of("bf16")
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    q, kv = _sizes(shape)
     # Views of one product's rows, as in a step.
     qkv = _random(num_rows, q + 2 * kv).view(num_rows, -1, shape.head_dim)
-    keys, values = shape.num_heads, shape.num_heads + shape.num_kv_heads
-    q_rows, k_rows, v_rows = qkv[:, :keys], qkv[:, keys:values], qkv[:, values:]
+    heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
     angles = torch.rand(num_rows, shape.head_dim // 2)
-    cos, sin = angles.cos(), angles.sin()
     cache = _Cache.of(shape, num_rows * BLOCK_SIZE)
     slots = torch.arange(num_rows) * BLOCK_SIZE
     norm = _random(shape.head_dim) if shape.has_head_norms else None
+    q_rows, k_rows, v_rows = torch.split(qkv, heads, dim=1)
+    places = (angles.cos(), angles.sin(), cache.keys, cache.values, slots)
+    rows = HeadRows(q_rows, k_rows, v_rows, *places, q_norm=norm, k_norm=norm, eps=EPS)
     work = roofline.rotate_and_store(
         num_rows,
         num_heads=shape.num_heads,
@@ -349,38 +320,24 @@ def _rotation(shape: Shape, num_rows: int) -> Case:
         head_dim=shape.head_dim,
         has_norms=shape.has_head_norms,
     )
-
-    def call(i: int) -> None:
-        ops.rotate_and_store(
-            HeadRows(
-                *(q_rows, k_rows, v_rows, cos, sin, cache.keys, cache.values, slots),
-                q_norm=norm,
-                k_norm=norm,
-                eps=EPS,
-            )
-        )
-
-    return Case("rotate_and_store", shape.model, "bf16", num_rows, work, call)
+    return "rotate_and_store", work, lambda i: ops.rotate_and_store(rows)
 
 
-def _routing(shape: Shape, num_rows: int) -> Iterator[Case]:
-    ops, about = ops_of("bf16"), (shape.model, "bf16", num_rows)
+def _routing(shape: KernelShape, num_rows: int) -> Iterator[SmallOp]:
+    ops = ops_of("bf16")
     num_experts, top_k = shape.num_experts, shape.top_k
     x, logits = _random(num_rows, shape.hidden), _random(num_rows, num_experts)
     router = ops.pack_linear(_random(num_experts, shape.hidden))
     slots = _routes(shape, num_rows)[0]
     work = roofline.linear(num_rows, shape.hidden, num_experts)
-    yield Case("router", *about, work, lambda i: ops.linear(x, router))
-    work = roofline.route(num_rows, num_experts, top_k)
-    yield Case(
-        *("route", *about, work),
-        lambda i: ops.route(logits, top_k=top_k, renormalise=True, weights_dtype=torch.bfloat16),
-    )
+    yield "router", work, lambda i: ops.linear(x, router)
+    route = partial(ops.route, top_k=top_k, renormalise=True, weights_dtype=torch.bfloat16)
+    yield "route", roofline.route(num_rows, num_experts, top_k), lambda i: route(logits)
     work = roofline.permute(num_rows, num_experts, top_k)
-    yield Case("permute", *about, work, lambda i: permute(slots, num_experts))
+    yield "permute", work, lambda i: permute(slots, num_experts)
 
 
-def sampling(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
+def sampling(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCase]:
     """The choice of tokens: greedy, and drawn with temperature 0.8 and filters.
 
     Scores of a small spread are the hard case of top_p: nearly all tokens are in the nucleus.
@@ -395,39 +352,27 @@ def sampling(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
     ):
         for num_rows in rows:
             logits = torch.randn(num_rows, shape.vocabulary) * spread
-            batch = _sampling_batch(num_rows, shape.vocabulary, settings)
+            history = list(torch.randint(shape.vocabulary, (num_rows, HISTORY), dtype=torch.int32))
+            batch = sampling_batch(num_rows, **{"temperature": 0.8, **settings})
+            batch = replace(batch, prompts=history, outputs=history)
             work = roofline.sample(num_rows, shape.vocabulary, draws=name != "greedy")
-            yield Case(
-                *(name, shape.model, "bf16", num_rows, work),
-                _sample(logits, batch),
-                cold=False,
-            )
+            call = _in_turn([partial(sample, logits, batch)])
+            yield KernelCase(name, shape.model, "bf16", num_rows, work, call, cold=False)
 
 
-def _sample(logits: Tensor, batch: SamplingBatch) -> Call:
-    return lambda i: sample(logits, batch)
-
-
-def _sampling_batch(num_rows: int, vocabulary: int, settings: Mapping[str, float]) -> SamplingBatch:
-    def column(name: str, neutral: float) -> Tensor:
-        return torch.full((num_rows,), settings.get(name, neutral))
-
-    ids = torch.arange(num_rows)
-    history = list(torch.randint(vocabulary, (num_rows, HISTORY), dtype=torch.int32))
-    return SamplingBatch(
-        temperature=column("temperature", 0.8),
-        top_k=column("top_k", 0).long(),
-        top_p=column("top_p", 1.0),
-        min_p=column("min_p", 0.0),
-        presence_penalty=column("presence_penalty", 0.0),
-        frequency_penalty=column("frequency_penalty", 0.0),
-        repetition_penalty=column("repetition_penalty", 1.0),
+def sampling_batch(num_rows: int, **settings: float) -> SamplingBatch:
+    """Return rows that are sampled by `settings`, and neutrally by all others."""
+    ids, zeros, ones = torch.arange(num_rows), torch.zeros(num_rows), torch.ones(num_rows)
+    neutral = SamplingBatch(
+        *(zeros, torch.zeros_like(ids), ones, zeros, zeros, zeros, ones),
         seeds=ids,
         choices=torch.zeros_like(ids),
         positions=ids,
-        prompts=history,
-        outputs=history,
     )
+    columns: dict[str, Any] = {
+        name: torch.full((num_rows,), each) for name, each in settings.items()
+    }
+    return replace(neutral, **columns)
 
 
 # The cases of one builder are in memory together and are timed in turn.

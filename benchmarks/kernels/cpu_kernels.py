@@ -27,9 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.experiment import COLOURS, Experiment, Result, Table, number, say
-from benchmarks.kernels.cpu_kernel_cases import BUILDERS, MAX_COPIES, SHAPES, Case, cache_bytes
-from benchmarks.kernels.roofline import Roofline, Work, ceiling
+from benchmarks.experiment import COLOURS, Experiment, Result, TextTable, number, say
+from benchmarks.kernels.cpu_kernel_cases import (
+    BUILDERS,
+    MAX_COPIES,
+    SHAPES,
+    KernelCase,
+    cache_bytes,
+)
+from benchmarks.kernels.roofline import OpWork, Roofline, ceiling
 from kernels.cpu.matmul import can_prepack
 
 if TYPE_CHECKING:
@@ -109,7 +115,7 @@ class Probe:
 
 
 def take_turns(
-    cases: Sequence[Case], probe: Probe, found: Ceilings, num_rounds: int
+    cases: Sequence[KernelCase], probe: Probe, found: Ceilings, num_rounds: int
 ) -> list[list[float]]:
     """Time all cases in turn, `num_rounds` times, after a call of each, which may compile.
 
@@ -129,7 +135,7 @@ def take_turns(
     return seconds
 
 
-def _turn(case: Case, first: int, seconds: list[float]) -> int:
+def _turn(case: KernelCase, first: int, seconds: list[float]) -> int:
     """Append the times of a turn's calls; returns how many there were."""
     started = time.perf_counter()
     for count in range(MAX_COPIES):
@@ -142,7 +148,7 @@ def _turn(case: Case, first: int, seconds: list[float]) -> int:
     return MAX_COPIES
 
 
-def figures(case: Case, seconds: Sequence[float]) -> dict[str, Any]:
+def figures(case: KernelCase, seconds: Sequence[float]) -> dict[str, Any]:
     """Return a case's measurements as JSON: the median time and its rates."""
     median_s, work = statistics.median(seconds), case.work
     return {
@@ -163,7 +169,7 @@ def figures(case: Case, seconds: Sequence[float]) -> dict[str, Any]:
 
 def against(roofline: Roofline, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a case with its limit and the share of the limit that it reaches."""
-    work = Work(row["bytes"], row["flops"])
+    work = OpWork(row["bytes"], row["flops"])
     return {
         **row,
         "bound": roofline.bound(work),
@@ -217,7 +223,7 @@ def _label(row: Mapping[str, Any]) -> str:
     return f"{row['op']}, {row['context'] or row['precision']}"
 
 
-def layout(result: Result) -> Iterator[Table | str]:
+def layout(result: Result) -> Iterator[TextTable | str]:
     """Yield shares of the roofline, a table per model with a column per number of rows."""
     for cores, row in result["ceilings"].items():
         yield (
@@ -233,7 +239,7 @@ def layout(result: Result) -> Iterator[Table | str]:
                 cell = share if row["cold"] else f"({share})"
                 found.setdefault(key, {})[row["rows"]] = f"{cell} {number(row['us_p50'])} us"
         counts = sorted({rows for cells in found.values() for rows in cells})
-        yield Table(
+        yield TextTable(
             [model, "weights or context", *(f"{rows} rows" for rows in counts)],
             [[*key, *(cells.get(n, "") for n in counts)] for key, cells in found.items()],
         )

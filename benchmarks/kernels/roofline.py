@@ -27,7 +27,7 @@ QUANTISED_GROUP_EXTRA = 2 * BF16
 
 
 @dataclass(frozen=True)
-class Work:
+class OpWork:
     """The minimum work of one call: bytes to move, and floating-point operations."""
 
     num_bytes: float
@@ -41,15 +41,15 @@ class Roofline:
     bytes_per_s: float
     flops_per_s: float
 
-    def least_s(self, work: Work) -> float:
+    def least_s(self, work: OpWork) -> float:
         """Return the least possible time of `work`, in seconds."""
         return max(work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
-    def fraction(self, work: Work, measured_s: float) -> float:
+    def fraction(self, work: OpWork, measured_s: float) -> float:
         """Return the share of the roofline that `measured_s` reaches; 1 is the limit."""
         return self.least_s(work) / measured_s
 
-    def bound(self, work: Work) -> str:
+    def bound(self, work: OpWork) -> str:
         """Return the limit of `work`: "memory" or "compute"."""
         by_memory = work.num_bytes / self.bytes_per_s >= work.flops / self.flops_per_s
         return "memory" if by_memory else "compute"
@@ -73,24 +73,18 @@ def weight_bytes(num_out: int, num_in: int, bits: int) -> int:
 
 def linear(
     num_rows: int, num_in: int, num_out: int, *, bits: int = 16, out_bytes: int = BF16
-) -> Work:
+) -> OpWork:
     """[R, I] times a transposed weight [O, I], to numbers of `out_bytes` bytes."""
     rows = num_rows * (num_in * BF16 + num_out * out_bytes)
-    return Work(weight_bytes(num_out, num_in, bits) + rows, 2 * num_rows * num_in * num_out)
+    return OpWork(weight_bytes(num_out, num_in, bits) + rows, 2 * num_rows * num_in * num_out)
 
 
 def grouped_mlp(
-    num_rows: int,
-    hidden: int,
-    ffn: int,
-    *,
-    num_pairs: int,
-    num_touched: float,
-    bits: int = 16,
-) -> Work:
+    hidden: int, ffn: int, *, num_rows: int, num_pairs: int, num_touched: float, bits: int = 16
+) -> OpWork:
     """Gated MLPs of `num_pairs` (row, expert) pairs that use `num_touched` different experts."""
     expert = weight_bytes(2 * ffn, hidden, bits) + weight_bytes(hidden, ffn, bits)
-    return Work(num_touched * expert + 2 * num_rows * hidden * BF16, 6 * num_pairs * hidden * ffn)
+    return OpWork(num_touched * expert + 2 * num_rows * hidden * BF16, 6 * num_pairs * hidden * ffn)
 
 
 def paged_attention(
@@ -101,7 +95,7 @@ def paged_attention(
     num_kv_heads: int,
     head_dim: int,
     number_bytes: int = BF16,
-) -> Work:
+) -> OpWork:
     """Causal attention: sequence s has contexts[s] keys, and its last new_rows[s] rows are queries.
 
     The j-th of n new rows of a context c sees c - n + j keys (j from 1); each takes D multiply-adds
@@ -110,22 +104,22 @@ def paged_attention(
     keys = 2 * sum(contexts) * num_kv_heads * head_dim * number_bytes
     rows = 2 * sum(new_rows) * num_heads * head_dim * number_bytes
     seen = sum(n * (c - n) + n * (n + 1) // 2 for n, c in zip(new_rows, contexts, strict=True))
-    return Work(keys + rows, 4 * seen * num_heads * head_dim)
+    return OpWork(keys + rows, 4 * seen * num_heads * head_dim)
 
 
-def rms_norm(num_rows: int, hidden: int) -> Work:
+def rms_norm(num_rows: int, hidden: int) -> OpWork:
     """Read [R, H] and the weight [H], write [R, H]: square, add, scale twice."""
-    return Work((2 * num_rows * hidden + hidden) * BF16, 4 * num_rows * hidden)
+    return OpWork((2 * num_rows * hidden + hidden) * BF16, 4 * num_rows * hidden)
 
 
-def add_rms_norm(num_rows: int, hidden: int) -> Work:
+def add_rms_norm(num_rows: int, hidden: int) -> OpWork:
     """Like rms_norm, with a residual [R, H] that is read, added to and written."""
-    return Work((4 * num_rows * hidden + hidden) * BF16, 5 * num_rows * hidden)
+    return OpWork((4 * num_rows * hidden + hidden) * BF16, 5 * num_rows * hidden)
 
 
 def rotate_and_store(
     num_rows: int, *, num_heads: int, num_kv_heads: int, head_dim: int, has_norms: bool
-) -> Work:
+) -> OpWork:
     """Norm and rotate q and k, store k and v: q, k, v, cos, sin are read, q and the cache written.
 
     A rotated number takes two multiplications and an addition, a normed one four operations.
@@ -133,22 +127,22 @@ def rotate_and_store(
     q, kv = num_rows * num_heads * head_dim, num_rows * num_kv_heads * head_dim
     tables = num_rows * head_dim * FP32
     flops = (7 if has_norms else 3) * (q + kv)
-    return Work((2 * q + 4 * kv) * BF16 + tables + num_rows * I64, flops)
+    return OpWork((2 * q + 4 * kv) * BF16 + tables + num_rows * I64, flops)
 
 
-def route(num_rows: int, num_experts: int, top_k: int) -> Work:
+def route(num_rows: int, num_experts: int, top_k: int) -> OpWork:
     """Softmax of logits [R, E] and its K greatest values: writes ids i64 and weights f32."""
     written = num_rows * top_k * (I64 + FP32)
-    return Work(num_rows * num_experts * BF16 + written, 5 * num_rows * num_experts)
+    return OpWork(num_rows * num_experts * BF16 + written, 5 * num_rows * num_experts)
 
 
-def permute(num_rows: int, num_experts: int, top_k: int) -> Work:
+def permute(num_rows: int, num_experts: int, top_k: int) -> OpWork:
     """Group R * K slots i32 by expert: writes order, rows, counts and offsets as i64."""
     pairs = num_rows * top_k
-    return Work(pairs * 4 + (2 * pairs + 2 * num_experts + 1) * I64, 0)
+    return OpWork(pairs * 4 + (2 * pairs + 2 * num_experts + 1) * I64, 0)
 
 
-def sample(num_rows: int, vocabulary: int, *, draws: bool) -> Work:
+def sample(num_rows: int, vocabulary: int, *, draws: bool) -> OpWork:
     """Choose from logits f32[R, V]: one read, a comparison, and for a draw exp and sum."""
     num_logits = num_rows * vocabulary
-    return Work(num_logits * FP32 + num_rows * I64, (4 if draws else 1) * num_logits)
+    return OpWork(num_logits * FP32 + num_rows * I64, (4 if draws else 1) * num_logits)

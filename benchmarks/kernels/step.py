@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from benchmarks.experiment import Experiment, Result, Table, say, settings_of, table
+from benchmarks.experiment import Experiment, Result, TextTable, say, settings_of, table
 from benchmarks.kernels.cpu_kernel_cases import cache_bytes
 from benchmarks.kernels.cpu_kernels import MATMUL_SIZE, PROBE_FILLS, Ceilings, Probe
 from benchmarks.kernels.roofline import ceiling, weight_bytes
@@ -130,7 +130,7 @@ def measure(node: Decoding, num_steps: int) -> dict[str, Any]:
     }
 
 
-def layout(result: Result) -> Iterator[Table | str]:
+def layout(result: Result) -> Iterator[TextTable | str]:
     """Yield a line per kind of op, then the step's."""
     rate = result["read_gb_per_s"] * 1e9
     columns = {
@@ -172,8 +172,7 @@ EXPERIMENT = Experiment("step", __doc__, layout)
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the result."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL)
     parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none")
     parser.add_argument(
         "--lm-head",

@@ -1,8 +1,8 @@
 """The flags of every command that sends load, in the spelling of `vllm bench serve`.
 
-Owns the flags of targets and reports and their mapping to a Target and a Report; those of the load
-and of the dataset are fields of Load and DatasetSettings. Sends no load, but asks the tested server
-for its model. Every mistake is a ConfigError that names the flag.
+Owns the flags of targets and reports and their mapping to a Target and ReportFlags; those of the
+load and of the dataset are fields of LoadPattern and DatasetSettings. Sends no load, but asks the
+tested server for its model. Every mistake is a ConfigError that names the flag.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.load.client.arrivals import check_load
 from benchmarks.load.client.http import OWNED_FIELDS
 from benchmarks.load.client.targets import first_model, served_model, wait_until_ready
-from benchmarks.load.contracts import ENDPOINTS, Load, Target
+from benchmarks.load.contracts import ENDPOINTS, LoadPattern, Target
 from benchmarks.load.datasets.settings import DatasetSettings
 from benchmarks.load.figures.metrics import LATENCIES, parse_goodput
 from benchmarks.load.flags import add_flags, read_flags
@@ -56,16 +56,13 @@ def add_request_arguments(group: argparse._ActionsContainer) -> None:
         default="openai",
         help="openai: completions, openai-chat: chat completions (%(default)s)",
     )
-    group.add_argument("--endpoint", metavar="PATH", help="path (/v1/... of the backend)")
-    group.add_argument("--model", metavar="NAME", help="served model (the server's first)")
-    group.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        help="tokenizer's directory (the server's model's, if it is here)",
-    )
-    group.add_argument(
-        "--api-key", metavar="KEY", help="bearer token (the variable OPENAI_API_KEY)"
-    )
+    for name, metavar, text in (
+        ("--endpoint", "PATH", "path (/v1/... of the backend)"),
+        ("--model", "NAME", "served model (the server's first)"),
+        ("--tokenizer", "DIR", "tokenizer's directory (the server's model's, if it is here)"),
+        ("--api-key", "KEY", "bearer token (the variable OPENAI_API_KEY)"),
+    ):
+        group.add_argument(name, metavar=metavar, help=text)
     group.add_argument(
         "--header",
         nargs="+",
@@ -102,7 +99,7 @@ def add_request_arguments(group: argparse._ActionsContainer) -> None:
 def add_load_arguments(parser: argparse.ArgumentParser, *, num_warmups: int) -> None:
     """Add the flags of the load and of the dataset."""
     group = parser.add_argument_group("load")
-    add_flags(group, Load)
+    add_flags(group, LoadPattern)
     group.add_argument(
         "--num-warmups",
         type=int,
@@ -163,11 +160,16 @@ def base_url_of(parsed: argparse.Namespace) -> str:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     if parsed.host is not None or parsed.port is not None:
         raise ConfigError("--base-url says where the server is; leave out --host and --port")
-    url: str = parsed.base_url.rstrip("/")
+    return checked_url(f"--base-url {parsed.base_url}", parsed.base_url)
+
+
+def checked_url(flag: str, url: str) -> str:
+    """Return an address without a slash at its end; raises ConfigError, naming `flag`, if bad."""
+    url = url.rstrip("/")
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url {url}: an address begins with http:// or https://")
+        raise ConfigError(f"{flag}: an address begins with http:// or https://")
     if url.endswith("/v1"):
-        raise ConfigError(f"--base-url {url}: leave out /v1, the endpoint has it")
+        raise ConfigError(f"{flag}: leave out /v1, the endpoint has it")
     return url
 
 
@@ -178,8 +180,12 @@ def request_headers(parsed: argparse.Namespace) -> dict[str, str]:
     return headers | key_values("--header", parsed.header)
 
 
-def target_of(parsed: argparse.Namespace, base_url: str, *, dataset_name: str) -> Target:
+def target_of(
+    parsed: argparse.Namespace, base_url: str, *, dataset_name: str, model: str | None = None
+) -> Target:
     """Return the Target of the flags at `base_url`; asks it for its model if necessary.
+
+    `model` takes the place of --model.
 
     Raises ConfigError for fields that cannot be set, ServerUnreachable if it must be asked
     and does not answer.
@@ -192,7 +198,7 @@ def target_of(parsed: argparse.Namespace, base_url: str, *, dataset_name: str) -
     headers = request_headers(parsed)
     return Target(
         base_url=base_url,
-        model=parsed.model or first_model(base_url, headers),
+        model=model or parsed.model or first_model(base_url, headers),
         backend=parsed.backend,
         endpoint=parsed.endpoint,
         headers=headers,
@@ -212,17 +218,16 @@ def _sampling_fields(parsed: argparse.Namespace, dataset_name: str) -> dict[str,
     return fields
 
 
-def load_of(parsed: argparse.Namespace) -> Load:
-    """Return the Load of the flags; raises ConfigError if they contradict each other."""
+def load_of(parsed: argparse.Namespace) -> LoadPattern:
+    """Return the LoadPattern of the flags; raises ConfigError if they contradict each other."""
     if (parsed.num_warmups or 0) < 0:
         raise ConfigError(f"--num-warmups is {parsed.num_warmups}; it must be 0 or more")
-    load = read_flags(Load, parsed)
+    load = read_flags(LoadPattern, parsed)
     check_load(load)
     return load
 
 
-@dataclass(frozen=True)
-class Report:
+class ReportFlags(NamedTuple):
     """The settings of a run's report."""
 
     latencies: tuple[str, ...]
@@ -231,8 +236,8 @@ class Report:
     metadata: Mapping[str, str]
 
 
-def report_of(parsed: argparse.Namespace) -> Report:
-    """Return the Report of the flags; raises ConfigError for an invalid name or number."""
+def report_of(parsed: argparse.Namespace) -> ReportFlags:
+    """Return the ReportFlags of the flags; raises ConfigError for an invalid name or number."""
     latencies = tuple(parsed.percentile_metrics.split(","))
     for name in latencies:
         if name not in LATENCIES:
@@ -241,7 +246,7 @@ def report_of(parsed: argparse.Namespace) -> Report:
         for flag in ("save_detailed", "result_dir", "result_filename", "metadata", "label"):
             if getattr(parsed, flag):
                 raise ConfigError(f"--{flag.replace('_', '-')} needs --save-result")
-    return Report(
+    return ReportFlags(
         latencies=latencies,
         percentiles=_percentiles(parsed.metric_percentiles),
         goodput_s=parse_goodput(parsed.goodput),
@@ -250,14 +255,18 @@ def report_of(parsed: argparse.Namespace) -> Report:
 
 
 def _percentiles(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--metric-percentiles {text}: not numbers with commas") from None
+    values = _floats("--metric-percentiles", text)
     for value in values:
         if not 0 <= value <= 100:
             raise ConfigError(f"--metric-percentiles {text}: {value:g} is not within 0 to 100")
     return values
+
+
+def _floats(flag: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: not numbers with commas") from None
 
 
 def key_values(flag: str, pairs: Sequence[str]) -> dict[str, str]:
@@ -283,10 +292,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def numbers(flag: str, text: str, *, whole: bool) -> tuple[float, ...]:
     """Return the numbers of `text`, ascending; raises ConfigError naming `flag` otherwise."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{flag} {text}: not numbers with commas") from None
+    found = _floats(flag, text)
     for value in found:
         if not 0 < value < math.inf or (whole and not value.is_integer()):
             kind = "whole number" if whole else "number"

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from benchmarks.experiment import spread
-from benchmarks.load.contracts import Run
+from benchmarks.load.contracts import LoadRun
 from benchmarks.load.figures.metrics import measure_run
 from benchmarks.load.figures.series import decode_rate
 
 
 @dataclass(frozen=True)
-class Figures:
+class RoundFigures:
     """One target in one round at one concurrency; None where it could not be measured.
 
     Rates in tokens/s: `prefill` counts prompt tokens of requests for one output token,
@@ -48,28 +48,21 @@ NAMES = {
 }
 
 
-class ByteFloor(NamedTuple):
-    """The bytes of weights that a step of one request reads, and the memory's bandwidth."""
-
-    weight_bytes: int
-    read_bytes_per_s: float
-
-    @property
-    def ms_per_token(self) -> float:
-        """The least time of a step."""
-        return 1000 * self.weight_bytes / self.read_bytes_per_s
-
-    def as_json(self) -> dict[str, float]:
-        """Return the floor as JSON values."""
-        return {**self._asdict(), "ms_per_token": self.ms_per_token}
+def byte_floor(weight_bytes: int, read_bytes_per_s: float) -> dict[str, float]:
+    """Return the least time of a step of one request: the bytes it reads over the bandwidth."""
+    return {
+        "weight_bytes": weight_bytes,
+        "read_bytes_per_s": read_bytes_per_s,
+        "ms_per_token": 1000 * weight_bytes / read_bytes_per_s,
+    }
 
 
-def figures_of(run: Run, *, prefill: Run, streams: int) -> Figures:
+def figures_of(run: LoadRun, *, prefill: LoadRun, streams: int) -> RoundFigures:
     """Return a round's figures from the main run and the prefill run."""
     figures = measure_run(run)
     if not figures["completed"]:
-        return Figures()
-    return Figures(
+        return RoundFigures()
+    return RoundFigures(
         output_throughput=figures["output_throughput"],
         median_ttft_ms=figures["median_ttft_ms"],
         median_tpot_ms=figures["median_tpot_ms"] or None,
@@ -78,7 +71,7 @@ def figures_of(run: Run, *, prefill: Run, streams: int) -> Figures:
     )
 
 
-def prefill_throughput(run: Run) -> float | None:
+def prefill_throughput(run: LoadRun) -> float | None:
     """Return prompt tokens/s from the first request sent to the last token, or None."""
     done = [
         (record.sent_s, record.last_token_s, record.prompt_tokens)
@@ -93,7 +86,7 @@ def prefill_throughput(run: Run) -> float | None:
     return sum(tokens) / (max(last) - min(sent))
 
 
-def summarise(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, dict[str, dict[str, Any]]]:
+def summarise(rounds: Sequence[Mapping[str, RoundFigures]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return target -> figure -> its spread and, beside the first target's, the ratios' spread.
 
     `rounds` holds each round's figures by target, the first target first. A figure that no round
@@ -116,8 +109,7 @@ def summarise(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, dict[str, di
     return table
 
 
-@dataclass(frozen=True)
-class Agreement:
+class AnswerAgreement(NamedTuple):
     """The agreement of two targets' greedy answers to the same prompts.
 
     `identical` is the share of equal answers; the common prefixes are means over all prompts,
@@ -133,28 +125,25 @@ class Agreement:
 
 def agreement(
     answers: Sequence[str], others: Sequence[str], encode: Callable[[str], list[int]] | None
-) -> Agreement:
+) -> AnswerAgreement:
     """Compare `others` with `answers`, prompt by prompt; `encode` turns text into token ids."""
     pairs = list(zip(answers, others, strict=True))
-    tokens = None
-    if encode is not None:
-        tokens = statistics.mean(common_prefix(encode(a), encode(b)) for a, b in pairs)
     different = next(((a, b) for a, b in pairs if a != b), None)
-    return Agreement(
+    return AnswerAgreement(
         num_prompts=len(pairs),
         identical=sum(a == b for a, b in pairs) / len(pairs),
         common_prefix_characters=statistics.mean(common_prefix(a, b) for a, b in pairs),
-        common_prefix_tokens=tokens,
+        common_prefix_tokens=None
+        if encode is None
+        else statistics.mean(common_prefix(encode(a), encode(b)) for a, b in pairs),
         first_difference=None if different is None else _where(*different),
     )
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Return the number of equal leading items."""
-    for idx, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return idx
-    return min(len(a), len(b))
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((idx for idx, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def _where(a: str, b: str) -> str:

@@ -1,9 +1,9 @@
 """The types that the load tester's parts exchange: requests in, records out.
 
 Owns the types only: a BenchRequest comes from a dataset, a Target says where it is sent, a
-Load when; a RequestRecord has all measurements of one request, and a Run has all records.
-Datasets make BenchRequests; benchmarks.load.client.http makes a Run of them; metrics, result,
-report, sweep and compare read a Run. All times are seconds on one monotonic clock, counted
+LoadPattern when; a MeasuredRequest has all measurements of one request, and a LoadRun has all
+records. Datasets make BenchRequests; benchmarks.load.client.runner makes a LoadRun of them;
+metrics, page, sweep and compare read it. All times are seconds on one monotonic clock, counted
 from the start of the run, unless the name says otherwise.
 """
 
@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.load.flags import flag
+from benchmarks.load.flags import flag, number
 
 Message = dict[str, Any]
 Backend = Literal["openai", "openai-chat"]
@@ -56,7 +56,6 @@ class Target:
     backend: Backend = "openai"
     # Path below base_url; None: the backend's usual one.
     endpoint: str | None = None
-    api_key: str | None = field(default=None, repr=False)
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     extra_body: dict[str, Any] = field(default_factory=dict)
 
@@ -67,55 +66,36 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadPattern:
     """When requests are sent: open loop by rate, ramp or replay, or closed loop by a limit."""
 
-    request_rate: float = flag(
-        "--request-rate",
-        math.inf,
-        "requests/s, gamma distributed gaps (inf: all at once)",
-        above=0,
-        type=float,
-        metavar="R",
+    request_rate: float = number(
+        "--request-rate", math.inf, "requests/s, gamma gaps (inf: all at once)", above=0
     )
-    burstiness: float = flag(
+    burstiness: float = number(
         "--burstiness",
         1.0,
         "shape of the gaps: 1 Poisson, below 1 bursts, inf a clock (1)",
         above=0,
-        type=float,
-        metavar="B",
     )
     ramp_up: RampUp | None = flag("--ramp-up-strategy", choices=("linear", "exponential"))
-    ramp_up_start_rps: float | None = flag("--ramp-up-start-rps", type=float, metavar="R")
-    ramp_up_end_rps: float | None = flag("--ramp-up-end-rps", type=float, metavar="R")
+    ramp_up_start_rps: float | None = number("--ramp-up-start-rps", None)
+    ramp_up_end_rps: float | None = number("--ramp-up-end-rps", None)
     replay: bool = flag(
         "--replay --self-timed", False, "send at the dataset's own timestamps", action="store_true"
     )
-    time_scale: float = flag(
-        "--time-scale", 1.0, "2 replays half as fast", above=0, type=float, metavar="F"
+    time_scale: float = number("--time-scale", 1.0, "2 replays half as fast", above=0)
+    max_concurrency: int | None = number(
+        "--max-concurrency", None, "most requests with the server at once", kind=int, least=1
     )
-    max_concurrency: int | None = flag(
-        "--max-concurrency",
-        None,
-        "most requests with the server at once",
-        least=1,
-        type=int,
-        metavar="N",
+    request_timeout_s: float = number(
+        "--request-timeout", 600.0, "a request without an end after N s has failed (600)", above=0
     )
-    request_timeout_s: float = flag(
-        "--request-timeout",
-        600.0,
-        "a request without an end after so long has failed (600)",
-        above=0,
-        type=float,
-        metavar="S",
-    )
-    seed: int = flag("--seed", 0, "of arrivals and dataset (0)", type=int)
+    seed: int = number("--seed", 0, "of arrivals and dataset (0)", kind=int)
 
 
 @dataclass(frozen=True)
-class RequestRecord:
+class MeasuredRequest:
     """All measurements of one request; None for a point that it never reached.
 
     intended_s <= admitted_s <= sent_s <= first_token_s <= last_token_s <= end_s.
@@ -187,12 +167,12 @@ class ClientHealth:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadRun:
     """One load test of one target: what metrics, JSON, report, sweep and compare read."""
 
     target: Target
-    load: Load
-    records: tuple[RequestRecord, ...]
+    load: LoadPattern
+    records: tuple[MeasuredRequest, ...]
     health: ClientHealth
     duration_s: float
     # Wall-clock start, ISO 8601 with the time zone.

@@ -33,6 +33,13 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def number(
+    name: str, default: float | None, text: str | None = None, *, kind: Any = float, **bounds: float
+) -> Any:
+    """Return a field that the flag `name` sets to a number, of `kind` and within the bounds."""
+    return flag(name, default, text, type=kind, metavar="N", **bounds)
+
+
 def add_flags(group: argparse._ActionsContainer, settings: type[Any]) -> None:
     """Add the flags of a settings class; those that are not given are None."""
     for field in dataclasses.fields(settings):

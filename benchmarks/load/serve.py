@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.experiment import show
 from benchmarks.load import arguments, datasets
 from benchmarks.load.client.runner import prepare, run_load
-from benchmarks.load.contracts import BenchRequest, Load, Message, Run, Target
+from benchmarks.load.contracts import BenchRequest, LoadPattern, LoadRun, Target
 from benchmarks.load.figures.metrics import lists_of, measure_run
 from benchmarks.load.figures.page import check_report, write_report
-from benchmarks.load.figures.view import Progress, plain_console, tables_of
+from benchmarks.load.figures.view import progress, tables_of
 from topspin.errors import TopspinError
 
 
@@ -45,10 +46,7 @@ def main(flags: Sequence[str] | None = None) -> int:
     requests = datasets.load(settings, tokenizer, np.random.default_rng(load.seed))
     run = measure(target, requests, load, parsed=parsed, settings=settings)
     result = measure_run(run, percentiles=report.percentiles, goodput_s=report.goodput_s)
-    console = plain_console()
-    title = f"{target.model} at {target.url}"
-    for part in tables_of({"": (run, result)}, report.latencies, title=title):
-        console.print(part, soft_wrap=True)
+    show([f"{target.model} at {target.url}", *tables_of({"": (run, result)}, report.latencies)])
     if parsed.save_result:
         about = {"tokenizer_id": tokenizer_id, "label": parsed.label, **report.metadata}
         path = (parsed.result_dir or Path()) / (
@@ -77,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def result_filename(run: Run, result: Mapping[str, Any], label: str | None) -> str:
+def result_filename(run: LoadRun, result: Mapping[str, Any], label: str | None) -> str:
     """Return the name that `vllm bench serve` would give: label, load, model and date."""
     load = run.load
     rate = f"{load.request_rate}qps"
@@ -88,7 +86,7 @@ def result_filename(run: Run, result: Mapping[str, Any], label: str | None) -> s
     return f"{label or run.target.backend}-{rate}{limit}-{model}-{result['date']}.json"
 
 
-def _write(path: Path, result: dict[str, Any], detailed: Run | None) -> None:
+def _write(path: Path, result: dict[str, Any], detailed: LoadRun | None) -> None:
     """Write the JSON, with lists of every request of `detailed`."""
     if detailed is not None:
         result |= lists_of(detailed)
@@ -105,21 +103,21 @@ def _write(path: Path, result: dict[str, Any], detailed: Run | None) -> None:
 def measure(
     target: Target,
     requests: Sequence[BenchRequest],
-    load: Load,
+    load: LoadPattern,
     *,
     parsed: argparse.Namespace,
     settings: datasets.DatasetSettings,
-) -> Run:
+) -> LoadRun:
     """Check the run, warm the server up as --num-warmups says, and measure."""
     prepare(target, requests, load)
     warm_up(target, requests, load, parsed.num_warmups)
     about = {"dataset": settings.name, "dataset_path": str(settings.path or "")}
-    with Progress(quiet=parsed.quiet) as progress:
-        return run_load(target, requests, load, settings=about, watch=progress.show)
+    with progress(quiet=parsed.quiet) as watch:
+        return run_load(target, requests, load, settings=about, watch=watch)
 
 
 def warm_up(
-    target: Target, requests: Sequence[BenchRequest], load: Load, num_requests: int
+    target: Target, requests: Sequence[BenchRequest], load: LoadPattern, num_requests: int
 ) -> None:
     """Send `num_requests` requests like the first ones, as many at once as in the run.
 
@@ -129,7 +127,7 @@ def warm_up(
         return
     chosen = [_other(requests[index % len(requests)]) for index in range(num_requests)]
     at_once = load.max_concurrency or num_requests
-    limits = Load(max_concurrency=at_once, request_timeout_s=load.request_timeout_s)
+    limits = LoadPattern(max_concurrency=at_once, request_timeout_s=load.request_timeout_s)
     run = run_load(target, chosen, limits)
     if run.interrupted:
         raise KeyboardInterrupt
@@ -144,19 +142,12 @@ def _other(request: BenchRequest) -> BenchRequest:
     A warm-up with the same prompt would leave it in the server's prefix cache, and make the first
     measured requests faster.
     """
-    if isinstance(request.prompt, list):
-        return replace(request, prompt=request.prompt[::-1])
     if request.prompt is not None:
-        return replace(request, prompt=_reversed_words(request.prompt))
-    return replace(
-        request, messages=[_reversed_message(message) for message in request.messages or ()]
-    )
+        return replace(request, prompt=_reversed(request.prompt))
+    messages = [each | {"content": _reversed(each["content"])} for each in request.messages or ()]
+    return replace(request, messages=messages)
 
 
-def _reversed_message(message: Message) -> Message:
-    content: Any = message.get("content")
-    return message | {"content": _reversed_words(content)} if isinstance(content, str) else message
-
-
-def _reversed_words(text: str) -> str:
-    return " ".join(reversed(text.split(" ")))
+def _reversed(content: Any) -> Any:
+    """Return token ids, or a text's words, the last one first."""
+    return " ".join(content.split(" ")[::-1]) if isinstance(content, str) else content[::-1]

@@ -1,7 +1,7 @@
 """A server started for a measurement and stopped after it, so that two never share the cores.
 
 Owns one child process group, its log file, the wait until it answers, and its end. Knows no
-engine: the caller gives the command and the URL. Called by benchmarks.load.comparison and by
+engine: the caller gives the command and the URL. Called by benchmarks.load.compare and by
 benchmarks.servers.topspin.
 """
 
@@ -13,20 +13,15 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Self
 
-import httpx
-
+from benchmarks.load.client.targets import ServerUnreachable, check_ready
 from topspin.errors import ConfigError, EngineUnavailable
 
 POLL_S = 0.1
 STOP_TIMEOUT_S = 30.0
-_READY_PATHS = ("/health", "/v1/models")
 _LOG_TAIL_LINES = 10
 
 
@@ -36,41 +31,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def answers(url: str) -> bool:
-    """Return whether a server at `url` reports that it is ready."""
-    for path in _READY_PATHS:
-        try:
-            status = httpx.get(url.rstrip("/") + path, timeout=5.0).status_code
-        except httpx.HTTPError:
-            return False
-        # A server without /health may still list its models; one that is loading answers 503.
-        if status != 404:
-            return status == 200
-    return False
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process by SystemExit, so that started servers are stopped.
-
-    An ignored SIGHUP stays ignored: the command was started under nohup.
-    """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    if before[signal.SIGHUP] == signal.SIG_IGN:
-        del before[signal.SIGHUP]
-    for number in before:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class StartedServer:
@@ -105,7 +65,8 @@ class StartedServer:
         Raises ConfigError if something already answers there (it would be measured instead),
         EngineUnavailable with the end of its log if it dies or is not ready in time.
         """
-        if answers(self.url):
+        with contextlib.suppress(ServerUnreachable):
+            check_ready(self.url)
             raise ConfigError(f"{self.url} already answers; stop that server, or drop --start")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
@@ -129,12 +90,7 @@ class StartedServer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def check(self, *, patience_s: float = 0.0) -> None:
@@ -163,7 +119,9 @@ class StartedServer:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s
-        while not answers(self.url):
+        while True:
+            with contextlib.suppress(ServerUnreachable):
+                return check_ready(self.url)
             self.check()
             if time.monotonic() > deadline:
                 raise EngineUnavailable(

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.experiment import Experiment, Result, Table, say, table
+from benchmarks.experiment import Experiment, Result, TextTable, say, table
 from benchmarks.load import arguments, datasets, serve
-from benchmarks.load.contracts import Load, Run
+from benchmarks.load.contracts import LoadPattern, LoadRun
 from benchmarks.load.figures.metrics import measure_run, parse_goodput
 from benchmarks.load.figures.page import check_report, write_report
-from benchmarks.load.knee import Point, find_knee, pareto
+from benchmarks.load.knee import find_knee, is_measured, pareto
 from topspin.errors import ConfigError, TopspinError
 
 _PERCENTILES = (50.0, 90.0, 99.0)
@@ -46,20 +46,20 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepFlags:
     """The request of the command line.
 
-    `loads` are rates or concurrencies, by `load_name`; `load` is the Load of the first.
+    `loads` are rates or concurrencies, by `load_name`; `load` is the LoadPattern of the first.
     """
 
     parsed: argparse.Namespace
     loads: tuple[float, ...]
     load_name: str
-    load: Load
+    load: LoadPattern
     dataset: datasets.DatasetSettings
     goodput_s: Mapping[str, float]
 
-    def load_at(self, value: float) -> Load:
+    def load_at(self, value: float) -> LoadPattern:
         """Return the load of one point."""
         if self.load_name == "concurrency":
             return replace(self.load, max_concurrency=int(value))
@@ -71,7 +71,7 @@ class Asked:
         return self.dataset.num_prompts or max(_LEAST_REQUESTS, math.ceil(value * factor))
 
 
-def read_flags(flags: Sequence[str] | None) -> Asked:
+def read_flags(flags: Sequence[str] | None) -> SweepFlags:
     """Return the request in `flags`; raises ConfigError naming an invalid flag."""
     parsed = _parser().parse_args(flags)
     by_rate = parsed.request_rates is not None
@@ -91,7 +91,7 @@ def read_flags(flags: Sequence[str] | None) -> Asked:
         loads = arguments.numbers("--concurrencies", parsed.concurrencies, whole=True)
         parsed.max_concurrency = int(loads[0])
     check_report(parsed.report)
-    return Asked(
+    return SweepFlags(
         parsed=parsed,
         loads=loads,
         load_name="request rate" if by_rate else "concurrency",
@@ -140,13 +140,15 @@ def main(flags: Sequence[str] | None = None) -> int:
         print(f"Written to {asked.parsed.report}")
     if any(run.interrupted for run in runs.values()) or len(points) < len(asked.loads):
         return 130
-    return 0 if any(point.is_measured for point in points) else 1
+    return 0 if any(map(is_measured, points)) else 1
 
 
-def _measure(asked: Asked, opened: arguments.Opened) -> tuple[list[Point], dict[str, Run]]:
+def _measure(
+    asked: SweepFlags, opened: arguments.Opened
+) -> tuple[list[Result], dict[str, LoadRun]]:
     """Measure the points from the lowest load up; Ctrl-C ends with the points so far."""
-    points: list[Point] = []
-    runs: dict[str, Run] = {}
+    points: list[Result] = []
+    runs: dict[str, LoadRun] = {}
     for idx, value in enumerate(asked.loads):
         name = f"{asked.load_name} {value:g}"
         say(f"[{idx + 1}/{len(asked.loads)}] {name}")
@@ -163,11 +165,11 @@ def _measure(asked: Asked, opened: arguments.Opened) -> tuple[list[Point], dict[
         except ConfigError:
             raise
         except TopspinError as error:
-            points.append(Point(value, error=str(error)))
+            points.append({"load": value, "error": str(error), "result": None})
             say(f"  failed: {error}")
             continue
         figures = measure_run(run, percentiles=_PERCENTILES, goodput_s=asked.goodput_s)
-        points.append(Point(value, figures))
+        points.append({"load": value, "error": None, "result": figures})
         runs[name] = run
         say(f"  {figures['output_throughput']:.1f} output tokens/s, {figures['failed']} failed")
         if run.interrupted:
@@ -175,7 +177,7 @@ def _measure(asked: Asked, opened: arguments.Opened) -> tuple[list[Point], dict[
     return points, runs
 
 
-def _result(asked: Asked, opened: arguments.Opened, points: Sequence[Point]) -> Result:
+def _result(asked: SweepFlags, opened: arguments.Opened, points: Sequence[Result]) -> Result:
     goodput_ms = {name: goal * 1000 for name, goal in asked.goodput_s.items()}
     return {
         "model_id": opened.target.model,
@@ -184,15 +186,12 @@ def _result(asked: Asked, opened: arguments.Opened, points: Sequence[Point]) -> 
         "load_name": asked.load_name,
         "goodput_ms": goodput_ms,
         "knee": find_knee(points, goodput_ms)._asdict(),
-        "pareto": {key: [point.load for point in pareto(points, key)] for key in _LATENCIES},
-        "points": [
-            {"load": point.load, "error": point.error, "result": dict(point.figures) or None}
-            for point in points
-        ],
+        "pareto": {key: pareto(points, key) for key in _LATENCIES},
+        "points": points,
     }
 
 
-def layout(result: Result) -> Iterator[Table | str]:
+def layout(result: Result) -> Iterator[TextTable | str]:
     """Yield the points, the knee, and the points or requests that failed."""
     name, knee = result["load_name"], result["knee"]["load"]
     measured = [each for each in result["points"] if each["error"] is None]

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from benchmarks.experiment import Experiment, Result, Table, settings_of, table
+from benchmarks.experiment import Experiment, rows_of, settings_of
+from benchmarks.load.comparison import common_prefix
+from benchmarks.quality.quantization import TEXT, divergence
 from m2n_comm.payload import pack_rows, unpack_rows
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 
-TEXT = Path(__file__).parents[1] / "payload_text.txt"
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -52,24 +52,17 @@ def payload_of(model: torch.nn.Module, payload: str) -> Iterator[int]:
     def outgoing(module: torch.nn.Module, inputs: tuple[Any, ...], out: Any) -> Any:
         return out.to(torch.bfloat16).to(out.dtype)
 
-    hooks = []
     layers = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
-    for experts in layers:
-        hooks.append(experts.register_forward_pre_hook(incoming))
-        hooks.append(experts.register_forward_hook(outgoing))
-    try:
+    with ExitStack() as hooks:
+        for experts in layers:
+            hooks.callback(experts.register_forward_pre_hook(incoming).remove)
+            hooks.callback(experts.register_forward_hook(outgoing).remove)
         yield len(layers)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, float]:
     """Return the number of equal sequences and the mean share before the first difference."""
-    shares = []
-    for a, b in zip(ours, theirs, strict=True):
-        equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-        shares.append(equal / len(a))
+    shares = [common_prefix(a, b) / len(a) for a, b in zip(ours, theirs, strict=True)]
     return {
         "identical_sequences": sum(share == 1 for share in shares),
         "num_sequences": len(shares),
@@ -77,25 +70,19 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
     }
 
 
-def layout(result: Result) -> Iterator[Table]:
-    """Yield the loss per wire format."""
-    columns = {
-        "rows on the wire": "{payload}",
-        "mean KL": "{mean_kl}",
-        "greatest KL": "{max_kl}",
-        "same token": "{same_most_likely_token:.1%}",
-        "equal continuations": "{greedy[identical_sequences]} of {greedy[num_sequences]}",
-    }
-    yield table(columns, result["rows"])
-
-
-EXPERIMENT = Experiment("payload", __doc__, layout)
+COLUMNS: Final = {
+    "rows on the wire": "{payload}",
+    "mean KL": "{mean_kl}",
+    "greatest KL": "{max_kl}",
+    "same token": "{same_most_likely_token:.1%}",
+    "equal continuations": "{greedy[identical_sequences]} of {greedy[num_sequences]}",
+}
+EXPERIMENT = Experiment("payload", __doc__, rows_of(COLUMNS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare every payload with the plain model and write the result."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--output-len", type=int, default=32)
@@ -128,21 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if num_layers == 0:
                     raise SystemExit(f"{args.model}: found no routed experts in this model")
                 coded, made = look()
-            divergence = (plain.exp() * (plain - coded)).sum(-1)
-            rows.append(
-                {
-                    "payload": payload,
-                    "mean_kl": float(f"{divergence.mean().item():.3g}"),
-                    "max_kl": float(f"{divergence.max().item():.3g}"),
-                    "same_most_likely_token": round(
-                        (plain.argmax(-1) == coded.argmax(-1)).float().mean().item(), 4
-                    ),
-                    "greedy": agreement(made, continued),
-                }
-            )
-    return EXPERIMENT.finish(
-        args, {"settings": settings_of(args, positions=tokens.shape[1]), "rows": rows}
-    )
+            found = {**divergence(plain, coded), "greedy": agreement(made, continued)}
+            rows.append({"payload": payload, **found})
+    settings = settings_of(args, positions=tokens.shape[1])
+    return EXPERIMENT.finish(args, {"settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
-from benchmarks.experiment import Experiment, Result, Table, say, table
+from benchmarks.experiment import Experiment, Result, TextTable, say, table
 from benchmarks.quality.transformers_names import CACHE
 from kernels import reference
 from kernels.contracts import ExpertWeights, LinearWeight
@@ -239,14 +239,17 @@ def _experts(
 
 def compare(plain: Tensor, coded: Tensor, tokens: Tensor) -> dict[str, float]:
     """Compare log-probabilities [T, V] over a text i64[T] with those of the plain model."""
-    divergence = (plain.exp() * (plain - coded)).sum(-1)
+    return {**divergence(plain, coded), "perplexity": perplexity(coded, tokens)}
+
+
+def divergence(plain: Tensor, coded: Tensor) -> dict[str, float]:
+    """Return how far log-probabilities [T, V] are from those of the plain model."""
+    kl = (plain.exp() * (plain - coded)).sum(-1)
+    same = (plain.argmax(-1) == coded.argmax(-1)).float().mean().item()
     return {
-        "mean_kl": float(f"{divergence.mean().item():.3g}"),
-        "max_kl": float(f"{divergence.max().item():.3g}"),
-        "same_most_likely_token": round(
-            (plain.argmax(-1) == coded.argmax(-1)).float().mean().item(), 4
-        ),
-        "perplexity": perplexity(coded, tokens),
+        "mean_kl": float(f"{kl.mean().item():.3g}"),
+        "max_kl": float(f"{kl.max().item():.3g}"),
+        "same_most_likely_token": round(same, 4),
     }
 
 
@@ -263,25 +266,18 @@ def measure(
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.eval()
 
-    def look() -> Tensor:
-        return _log_softmax(model, tokens)
-
-    plain = look()
+    plain = _log_softmax(model, tokens)
     yield "fp32", {"perplexity": perplexity(plain, tokens[0])}
     for mode in modes:
         if mode == "bf16":
-            coded = _in_bf16(path, tokens)
+            other: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+            coded = _log_softmax(other.eval(), tokens)
         elif mode == KV_MODE:
             coded = _log_softmax(model, tokens, **{CACHE: Fp8Cache()})
         else:
             with patched(model, *mode_ops(mode)):
-                coded = look()
+                coded = _log_softmax(model, tokens)
         yield mode, compare(plain, coded, tokens[0])
-
-
-def _in_bf16(path: Path, tokens: Tensor) -> Tensor:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    return _log_softmax(model.eval(), tokens)
 
 
 def _log_softmax(model: Any, tokens: Tensor, **options: Any) -> Tensor:
@@ -289,7 +285,7 @@ def _log_softmax(model: Any, tokens: Tensor, **options: Any) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
-def layout(result: Result) -> Iterator[Table]:
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield the loss per model and mode, relative to the model in fp32."""
     columns = {
         "model": "{model}",

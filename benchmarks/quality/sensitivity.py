@@ -27,7 +27,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from benchmarks.experiment import Experiment, Result, Table, say, table
+from benchmarks.experiment import Experiment, Result, TextTable, say, table
 from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import ModelShape
 from deploy.quantisation import text
@@ -78,7 +78,7 @@ class Judge:
         return judge(self._model, self._plain, found, self._held_out)[""]
 
 
-def layout(result: Result) -> Iterator[Table]:
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield the divergence of mixed and uniform formats, and how well it was predicted."""
     columns = {
         "formats": "{name}",
@@ -93,7 +93,7 @@ def layout(result: Result) -> Iterator[Table]:
         "indicator_perplexity": "indicator and perplexity",
         "predicted_kl": "prediction and KL, of layers not measured",
     }
-    yield Table(
+    yield TextTable(
         ["Spearman's rank correlation", *(each["format"] for each in result["ranks"])],
         [
             [name, *(f"{each[kind]:.2f}" for each in result["ranks"])]
@@ -114,8 +114,7 @@ EXPERIMENT = Experiment("sensitivity", __doc__, layout)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write the result."""
-    parser = EXPERIMENT.parser()
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL")
+    parser = EXPERIMENT.parser(model=DEFAULT_MODEL)
     parser.add_argument("--layers", type=int, default=15, help="of each part (%(default)s)")
     parser.add_argument("--known", type=int, default=6, help="to predict from (%(default)s)")
     parser.add_argument("--group-size", type=int, default=32, help="(%(default)s)")

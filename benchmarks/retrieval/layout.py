@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.experiment import Result, Table, number, table
+from benchmarks.experiment import Result, TextTable, number, table
 
 
-def layout(result: Result) -> Iterator[Table | str]:
+def layout(result: Result) -> Iterator[TextTable | str]:
     """Yield the tables of the parts that were measured."""
     if "quality" in result:
         yield from _quality(result["quality"])
@@ -18,7 +18,7 @@ def layout(result: Result) -> Iterator[Table | str]:
         yield from _speed(result["speed"])
 
 
-def _quality(quality: Result) -> Iterator[Table | str]:
+def _quality(quality: Result) -> Iterator[TextTable | str]:
     text, generation = quality["text"], quality["generation"]
     budgets = text["budgets"]
     yield (
@@ -49,7 +49,7 @@ def _quality(quality: Result) -> Iterator[Table | str]:
     yield table({"": "{name}", **columns}, ({"name": n, "errors": each} for n, each in errors))
 
 
-def _tasks(tasks: Result) -> Table:
+def _tasks(tasks: Result) -> TextTable:
     dense, *budgets = next(iter(tasks.values()))["found"]
     columns = {
         "facts found": "{kind}",
@@ -60,7 +60,7 @@ def _tasks(tasks: Result) -> Table:
     return table(columns, ({"kind": kind, **each} for kind, each in tasks.items()))
 
 
-def _speed(speed: Result) -> Iterator[Table | str]:
+def _speed(speed: Result) -> Iterator[TextTable | str]:
     names = list(speed["rows"][0]["servers"])
     dense, budgets = names[0], names[1:]
 
@@ -76,7 +76,7 @@ def _speed(speed: Result) -> Iterator[Table | str]:
         "Median step (ms) of one request, and search and attention of a layer (us); in brackets "
         "how many times faster than dense:"
     )
-    yield Table(
+    yield TextTable(
         ["context", *headings, *(f"layer, {each}" for each in headings)],
         [
             [str(row["context"])]

@@ -20,6 +20,7 @@ from torch import Tensor
 from attention_nodes.step.kv_cache import KvCache
 from benchmarks.local_model import BLOCK_SIZE, LocalModel, Node
 from benchmarks.retrieval import methods
+from benchmarks.retrieval.flags import RetrievalFlags
 from kernels.contracts import SEGMENT_KEYS, AttentionMeta
 from kernels.dispatch import Ops
 from topspin.errors import ConfigError
@@ -39,6 +40,17 @@ TEMPERATURE: Final = 1.0
 _ITERATIONS: Final = RetrievalPolicy(num_tokens=GENERATION_TOKENS).num_iterations
 
 Say = Callable[[str], None]
+
+
+def measure(flags: RetrievalFlags) -> dict[str, Any]:
+    """Return the figures of all methods on the text, and behind its beginning."""
+    model = LocalModel(flags.path, num_blocks=len(flags.tokens) // BLOCK_SIZE)
+    prompt = flags.tokens[: len(flags.tokens) // 4]
+    num_generated = len(flags.tokens) - len(prompt)
+    return {
+        "text": measure_budgets(model, flags),
+        "generation": measure_generation(model, prompt, num_generated, flags),
+    }
 
 
 class Watched:
@@ -108,7 +120,7 @@ def _steps(node: Node, num_prompt: int, length: int) -> list[tuple[int, int]]:
     return prompt + [(position, position + 1) for position in range(num_prompt, length)]
 
 
-class Query(NamedTuple):
+class LayerQuery(NamedTuple):
     """A query of one layer [N, D] and the keys and values that it sees, [G, L, D]."""
 
     query: Tensor
@@ -117,7 +129,7 @@ class Query(NamedTuple):
 
 
 @dataclass
-class Figures:
+class MethodFigures:
     """Errors and recalls of one method at one budget: by layer, of each position."""
 
     errors: list[list[float]] = field(default_factory=list)
@@ -127,7 +139,7 @@ class Figures:
         """Return the errors at each position, means over layers."""
         return [statistics.fmean(each) for each in zip(*self.errors, strict=True)]
 
-    def as_json(self, base: Figures) -> dict[str, Any]:
+    def as_json(self, base: MethodFigures) -> dict[str, Any]:
         """Return means, by layer too.
 
         `error_noise` is the standard error, over positions, of the difference from `base`.
@@ -148,7 +160,7 @@ class Figures:
 
 
 def compare(
-    asked: Query, scores: Mapping[str, Tensor], policy: RetrievalPolicy
+    asked: LayerQuery, scores: Mapping[str, Tensor], policy: RetrievalPolicy
 ) -> dict[str, tuple[float, float]]:
     """Return the relative error and the recall of each choice by f32[G, L] scores.
 
@@ -179,13 +191,15 @@ def _compare_all(
     scorer_of: Callable[[Tensor, Tensor], Scorer],
     budgets: Mapping[str, int],
     say: Say,
-) -> dict[str, dict[str, Figures]]:
+) -> dict[str, dict[str, MethodFigures]]:
     """Return, by budget, the figures of each method at the last ones of what is captured.
 
     `scorer_of` prepares the methods for a layer's queries and keys.
     """
     policies = {name: _policy(num_tokens) for name, num_tokens in budgets.items()}
-    figures: dict[str, dict[str, Figures]] = {name: defaultdict(Figures) for name in policies}
+    figures: dict[str, dict[str, MethodFigures]] = {
+        name: defaultdict(MethodFigures) for name in policies
+    }
     for layer, (queries, keys, values) in enumerate(
         zip(captured.queries, captured.keys, captured.values, strict=True)
     ):
@@ -194,7 +208,7 @@ def _compare_all(
         for idx, position in enumerate(positions):
             query = queries[idx - len(positions)]
             scores = scorer(query, position)
-            asked = Query(query, keys[:, : position + 1], values[:, : position + 1])
+            asked = LayerQuery(query, keys[:, : position + 1], values[:, : position + 1])
             for name, policy in policies.items():
                 if SPREAD in scores:
                     span = policy.num_sinks, position - policy.num_recent
@@ -210,14 +224,13 @@ def _compare_all(
     return figures
 
 
-def measure_budgets(
-    model: LocalModel, tokens: Sequence[int], *, num_positions: int, seed: int, say: Say
-) -> dict[str, Any]:
+def measure_budgets(model: LocalModel, flags: RetrievalFlags) -> dict[str, Any]:
     """Return the figures of all methods and SHARES, at positions of the text's last quarter.
 
     What is before it is the prompt, by whose last queries SnapKV chooses, and of whose keys the one
     codebook is learnt. Raises ConfigError for a text that is too short.
     """
+    tokens, num_positions = flags.tokens, flags.args.positions
     length = len(tokens)
     if length < 4 * SEGMENT_KEYS:
         raise ConfigError(f"quality needs a text of {4 * SEGMENT_KEYS} tokens, not {length}")
@@ -225,7 +238,7 @@ def measure_budgets(
     positions = [num_prompt + each for each in _spread(length - num_prompt, num_positions)]
     window = range(num_prompt - WINDOW_ROWS, num_prompt)
     captured = capture(model, tokens, [*window, *positions])
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(flags.args.seed)
 
     def scorer_of(queries: Tensor, keys: Tensor) -> Scorer:
         coding = methods.SegmentCodes.of(keys, num_iterations=_ITERATIONS)
@@ -243,7 +256,7 @@ def measure_budgets(
         }
 
     budgets = {name: round(share * length) for name, share in SHARES.items()}
-    figures = _compare_all(captured, positions, scorer_of, budgets, say)
+    figures = _compare_all(captured, positions, scorer_of, budgets, flags.say)
     return {
         "tokens": length,
         "prompt": num_prompt,
@@ -261,15 +274,15 @@ def measure_budgets(
 
 
 def measure_generation(
-    model: LocalModel, prompt: Sequence[int], num_generated: int, *, num_positions: int, say: Say
+    model: LocalModel, prompt: Sequence[int], num_generated: int, flags: RetrievalFlags
 ) -> dict[str, Any]:
     """Return errors by the distance from a prompt's end, while the model goes on by itself.
 
     The one codebook is that of the first segment, which the prompt must fill.
     """
-    distances = _spread(num_generated, num_positions)
+    distances = _spread(num_generated, flags.args.positions)
     positions = [len(prompt) + each for each in distances]
-    say(f"{num_generated} tokens are generated")
+    flags.say(f"{num_generated} tokens are generated")
     captured = capture(model, prompt, positions, num_generated=num_generated)
 
     def scorer_of(queries: Tensor, keys: Tensor) -> Scorer:
@@ -282,7 +295,7 @@ def measure_generation(
         }
 
     budgets = {"generation": GENERATION_TOKENS}
-    (figures,) = _compare_all(captured, positions, scorer_of, budgets, say).values()
+    (figures,) = _compare_all(captured, positions, scorer_of, budgets, flags.say).values()
     return {
         "prompt": len(prompt),
         "budget": GENERATION_TOKENS,

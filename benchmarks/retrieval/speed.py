@@ -10,8 +10,7 @@ Called by benchmarks.retrieval.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 from benchmarks.experiment import rounds_in_turn
 from benchmarks.kernels.step import per_op
 from benchmarks.local_model import BLOCK_SIZE, LocalModel, Node
-from benchmarks.retrieval.tasks import DENSE, NothingSelected
+from benchmarks.retrieval.flags import DENSE, NothingSelected, RetrievalFlags
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.recorder import CpuRuntime
 from topspin.errors import ConfigError
@@ -31,29 +30,16 @@ NUM_WARM_UP: Final = 5
 _ATTENTION: Final = ("attend", "search", "read", "attend_lists")
 _SEARCH: Final = "attend_lists"
 
-Say = Callable[[str], None]
 
-
-def measure(
-    path: Path,
-    tokens: Sequence[int],
-    *,
-    contexts: Sequence[int],
-    budgets: Sequence[int],
-    num_steps: int,
-    num_rounds: int,
-    say: Say,
-) -> dict[str, Any]:
-    """Return times of steps and of attention by context, and of prompts of all `tokens`.
-
-    `contexts` are multiples of BLOCK_SIZE, as is the number of tokens.
-    """
-    longest = max(*contexts, len(tokens))
+def measure(flags: RetrievalFlags) -> dict[str, Any]:
+    """Return times of steps and of attention by context, and of prompts of all tokens."""
+    tokens, num_steps = flags.tokens, flags.args.steps
+    longest = max(*flags.contexts, len(tokens))
     own_blocks = -(-(NUM_WARM_UP + num_steps + 1) // BLOCK_SIZE)
     num_shared = longest // BLOCK_SIZE
-    names = [DENSE, *map(str, budgets)]
+    names = [DENSE, *map(str, flags.budgets)]
     model = LocalModel(
-        path,
+        flags.path,
         num_blocks=num_shared + own_blocks * len(names),
         max_len=longest + own_blocks * BLOCK_SIZE,
     )
@@ -62,11 +48,11 @@ def measure(
         name: range(num_shared + idx * own_blocks, num_shared + (idx + 1) * own_blocks)
         for idx, name in enumerate(names)
     }
-    prompts = _prompts(nodes, tokens, num_rounds, say)
+    prompts = _prompts(nodes, flags)
     _repeat(model, len(tokens), longest)
     rows = []
-    for context in contexts:
-        say(f"steps at {context} tokens")
+    for context in flags.contexts:
+        flags.say(f"steps at {context} tokens")
         begins = {
             name: node.admit(
                 [17] * (context + 1),
@@ -79,10 +65,9 @@ def measure(
     return {"threads": torch.get_num_threads(), "prompts": prompts, "rows": rows}
 
 
-def _prompts(
-    nodes: Mapping[str, Node], tokens: Sequence[int], num_rounds: int, say: Say
-) -> dict[str, Any]:
+def _prompts(nodes: Mapping[str, Node], flags: RetrievalFlags) -> dict[str, Any]:
     """Return the seconds of whole prompts, by node; all write the same to the first blocks."""
+    tokens = flags.tokens
     num_segments: dict[str, int] = dict.fromkeys(nodes, 0)
 
     def prompt_s(name: str, turn: int) -> float:
@@ -96,9 +81,9 @@ def _prompts(
         node.end(seq_id)
         return total
 
-    say(f"prompts of {len(tokens)} tokens")
+    flags.say(f"prompts of {len(tokens)} tokens")
     # What the first round compiles is not measured.
-    rounds = rounds_in_turn({name: name for name in nodes}, prompt_s, rounds=num_rounds)
+    rounds = rounds_in_turn({name: name for name in nodes}, prompt_s, rounds=flags.args.rounds)
     seconds = {name: [each[name] for each in rounds] for name in nodes}
     for name, count in num_segments.items():
         if name != DENSE and not count:

@@ -9,27 +9,24 @@ benchmarks.retrieval.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import httpx
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.servers.topspin import TopspinServer
+from benchmarks.load.contracts import BenchRequest, Target
+from benchmarks.retrieval.flags import DENSE, MOST_QUESTIONS, NothingSelected, RetrievalFlags
+from benchmarks.servers.topspin import TopspinServer, ask_at_once
 from models.text.tokenizer import Tokenizer
-from topspin.errors import EngineUnavailable, TopspinError
+from topspin.errors import TopspinError
 
 NUM_EXAMPLES: Final = 2
-DENSE: Final = "dense"
 SHARES: Final = {"1/5": 1 / 5, "1/10": 1 / 10}
 _ANSWER_TOKENS: Final = 32
 # Of the longest sequence, for questions and answers behind a text.
 _SPARE_TOKENS: Final = 256
-_TIMEOUT_S: Final = 300.0
-_NAME: Final = "model"
+_ANSWER: Final[dict[str, Any]] = {"temperature": 0.0, "stop": "\n"}
 _METRIC: Final = "topspin_kv_retrieval_selected_rows_total"
 _COLOURS: Final = (
     *("amber", "black", "blue", "brown", "crimson", "golden", "green", "grey", "ivory", "orange"),
@@ -44,17 +41,10 @@ _THINGS: Final = (
     *("spoon", "stone", "table", "tent", "tower", "train", "violin", "wagon", "wheel", "window"),
 )
 
+assert len(_THINGS) == NUM_EXAMPLES + MOST_QUESTIONS
+
 NEEDLES: Final = "needles"
 KINDS: Final = (NEEDLES, "look-ups")
-MOST_QUESTIONS: Final = len(_THINGS) - NUM_EXAMPLES
-
-Say = Callable[[str], None]
-
-
-class NothingSelected(TopspinError):
-    """Retrieval was asked for, and no layer selected keys."""
-
-    code = "nothing_selected"
 
 
 class Question(NamedTuple):
@@ -104,34 +94,23 @@ def _hide(hidden: Sequence[str], text: str, tokenizer: Tokenizer, num_tokens: in
     return pieces[0] + "".join(map(str.__add__, hidden, pieces[1:]))
 
 
-def measure(
-    path: Path,
-    text: str,
-    *,
-    num_tokens: int,
-    num_texts: int,
-    num_questions: int,
-    flags: Sequence[str],
-    seed: int,
-    folder: Path,
-    start_timeout_s: float,
-    say: Say,
-) -> dict[str, Any]:
+def measure(flags: RetrievalFlags) -> dict[str, Any]:
     """Return, by kind, how many were asked, found with attention to all keys, and, of those, with
     each budget. Raises NothingSelected if a server with a budget selected no keys.
     """
-    tokenizer = Tokenizer.from_directory(path)
+    args, num_tokens = flags.args, len(flags.tokens)
+    tokenizer = Tokenizer.from_directory(flags.path)
     asked = {
         kind: [
             question
-            for number in range(num_texts)
+            for number in range(args.texts)
             for question in questions_of(
                 kind,
-                text,
+                flags.text,
                 tokenizer=tokenizer,
                 num_tokens=num_tokens,
-                count=num_questions,
-                seed=seed + number,
+                count=args.questions,
+                seed=args.seed + number,
             )
         ]
         for kind in KINDS
@@ -141,22 +120,24 @@ def measure(
     for name, budget in budgets.items():
         extra = [] if budget is None else ["--kv-retrieval-tokens", str(budget)]
         server = TopspinServer(
-            [str(path), "--served-model-name", _NAME, *extra, *flags],
-            log=folder / f"retrieval-{name.replace('/', '-')}.log",
-            ready_timeout_s=start_timeout_s,
+            [str(flags.path), *extra, *flags.flags],
+            log=args.result_dir / f"retrieval-{name.replace('/', '-')}.log",
+            ready_timeout_s=args.start_timeout,
         )
-        url = server.url
         with server:
+            target = Target(server.url, server.model, extra_body=_ANSWER)
             try:
                 for kind, questions in asked.items():
                     right[kind][name] = []
                     for number, question in enumerate(questions):
-                        right[kind][name].append(question.number in _answer(url, question.prompt))
-                        say(f"{kind}, {name}: {sum(right[kind][name])} of {number + 1} found")
-                selected = selected_rows(httpx.get(f"{url}/metrics", timeout=_TIMEOUT_S).text)
-            except httpx.HTTPError as error:
+                        request = BenchRequest(prompt=question.prompt, max_tokens=_ANSWER_TOKENS)
+                        (answer,) = ask_at_once(target, [request]).records
+                        right[kind][name].append(question.number in answer.text)
+                        flags.say(f"{kind}, {name}: {sum(right[kind][name])} of {number + 1} found")
+                selected = server.metrics()[_METRIC]
+            except TopspinError:
                 server.check(patience_s=1.0)
-                raise EngineUnavailable(f"{url}: {error}") from error
+                raise
         if budget is not None and not selected:
             raise NothingSelected(f"the server with {budget} tokens attended to all keys")
     return {
@@ -170,31 +151,3 @@ def measure(
         }
         for kind, by_server in right.items()
     }
-
-
-def _answer(url: str, prompt: str) -> str:
-    body = {
-        "model": _NAME,
-        "prompt": prompt,
-        "max_tokens": _ANSWER_TOKENS,
-        "temperature": 0.0,
-        "stop": "\n",
-    }
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=_TIMEOUT_S)
-    if response.status_code != 200:
-        raise EngineUnavailable(f"{url}: status {response.status_code}: {response.text}")
-    text: str = response.json()["choices"][0]["text"]
-    return text
-
-
-def selected_rows(metrics: str) -> int:
-    """Return how many rows selected keys, of /metrics' text; EngineUnavailable if it lacks them."""
-    counts = [
-        sample.value
-        for family in text_string_to_metric_families(metrics)
-        for sample in family.samples
-        if sample.name == _METRIC
-    ]
-    if not counts:
-        raise EngineUnavailable(f"/metrics has no {_METRIC}")
-    return int(sum(counts))

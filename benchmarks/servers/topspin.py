@@ -1,4 +1,4 @@
-"""`topspin serve` as benchmarks start it, its memory, and requests for random tokens.
+"""`topspin serve` as benchmarks start it, its metrics and memory, and requests for random tokens.
 
 Owns the command, a free port and a log. Knows nothing of what is measured. Called by the benchmarks
 of whole engines.
@@ -12,21 +12,59 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, NamedTuple, Self
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.experiment import ended_by_signals
 from benchmarks.load.client.runner import check_complete, run_load
 from benchmarks.load.client.targets import first_model
-from benchmarks.load.contracts import BenchRequest, Load, Run, Target
+from benchmarks.load.contracts import BenchRequest, LoadPattern, LoadRun, Target
 from benchmarks.load.figures.series import decode_rate
 from benchmarks.load.started_server import StartedServer, free_port
 from models.sources.hub import DEFAULT_MODEL
+from topspin.errors import EngineUnavailable
 from topspin.plan.file import print_plan
 from topspin.plan.spec import EnginePlan
 
 READY_TIMEOUT_S = 300.0
-GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+METRICS_TIMEOUT_S = 30.0
+GREEDY: Final[dict[str, Any]] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+class Streams(NamedTuple):
+    """Requests of random token ids that decode at the same time; lengths in tokens."""
+
+    requests: int
+    prompt_len: int
+    output_len: int
+    vocab_size: int
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        """Return the prompts: new ones for every seed, so that no cache helps."""
+        rng = random.Random(seed)
+        lengths = [self.prompt_len] * self.requests
+        return [[rng.randrange(self.vocab_size) for _ in range(length)] for length in lengths]
+
+
+class Metrics(dict[str, float]):
+    """The samples of a server's /metrics by name, summed over their labels."""
+
+    @classmethod
+    def read(cls, text: str) -> Metrics:
+        """Return the samples of /metrics' text."""
+        sums = cls()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
+
+    def __missing__(self, name: str) -> float:
+        raise EngineUnavailable(f"/metrics has no {name}")
 
 
 class TopspinServer(StartedServer):
@@ -88,20 +126,44 @@ class TopspinServer(StartedServer):
         """Return the proportional set size of the supervisor and all its descendants."""
         return sum(pss_bytes(pid) for pid in descendants(self.pid))
 
-    def generate(self, prompts: Sequence[list[int]], output_len: int) -> Run:
-        """Send all prompts at once, and return greedy answers of `output_len` tokens."""
-        target = Target(self.url, self.model, extra_body=dict[str, Any](GREEDY))
-        requests = [BenchRequest(prompt=prompt, max_tokens=output_len) for prompt in prompts]
-        run = run_load(target, requests, Load(max_concurrency=len(prompts)))
-        check_complete(run, self.url)
-        return run
+    def metrics(self) -> Metrics:
+        """Return the samples of /metrics; raises EngineUnavailable if it does not answer."""
+        try:
+            response = httpx.get(f"{self.url}/metrics", timeout=METRICS_TIMEOUT_S)
+            return Metrics.read(response.raise_for_status().text)
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"{self.url}/metrics: {error}") from error
 
-    def decode_rate(self, prompts: Sequence[list[int]], output_len: int) -> float:
-        """Return tokens per second while all prompts' answers decoded."""
-        rate = decode_rate(self.generate(prompts, output_len).records, streams=len(prompts))
+    def generate(self, streams: Streams, turn: int) -> LoadRun:
+        """Return the greedy answers of a turn."""
+        requests = [
+            BenchRequest(prompt=prompt, max_tokens=streams.output_len)
+            for prompt in streams.prompts(turn)
+        ]
+        return ask_at_once(Target(self.url, self.model, extra_body=GREEDY), requests)
+
+    def decode_rate(self, streams: Streams, turn: int) -> float:
+        """Return tokens per second while the answers of all streams decoded."""
+        rate = decode_rate(self.generate(streams, turn).records, streams=streams.requests)
         if rate is None:
             raise SystemExit("the requests never decoded all at once; take longer outputs")
         return rate
+
+
+def ask_at_once(target: Target, requests: Sequence[BenchRequest]) -> LoadRun:
+    """Send all requests at once; raises EngineUnavailable unless all are answered."""
+    run = run_load(target, requests, LoadPattern(max_concurrency=len(requests)))
+    check_complete(run, target.base_url)
+    return run
+
+
+@contextmanager
+def running(
+    asked: Mapping[str, Sequence[str] | EnginePlan],
+) -> Iterator[dict[str, TopspinServer]]:
+    """Run servers beside each other; signals end them too."""
+    with ended_by_signals(), ExitStack() as started:
+        yield {name: started.enter_context(TopspinServer(each)) for name, each in asked.items()}
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,19 +179,15 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
-def random_prompts(seed: int, *, count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Return prompts of random token ids: new ones for every seed, so that no cache helps."""
-    rng = random.Random(seed)
-    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
-
-
 def descendants(pid: int) -> list[int]:
     """Return `pid` and all its descendants."""
-    found = [pid]
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            found += descendants(int(child))
-    return found
+    return [pid, *(each for child in children_of(pid) for each in descendants(child))]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that `pid` started."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
 
 
 def pss_bytes(pid: int) -> int:

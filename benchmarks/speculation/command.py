@@ -20,41 +20,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import msgspec
 
-from benchmarks.experiment import COLOURS, Experiment, Result, Table, check_positive, number, say
+from benchmarks.experiment import (
+    COLOURS,
+    Experiment,
+    Result,
+    TextTable,
+    check_positive,
+    number,
+    say,
+)
 from benchmarks.load.arguments import numbers
 from benchmarks.load.client.runner import check_complete, run_load
-from benchmarks.load.contracts import Load, Run, Target
+from benchmarks.load.contracts import LoadPattern, LoadRun, Target
 from benchmarks.load.figures.metrics import measure_run
-from benchmarks.load.figures.view import Progress
-from benchmarks.load.started_server import ended_by_signals
+from benchmarks.load.figures.view import progress
 from benchmarks.servers.topspin import TopspinServer, add_server_arguments
-from benchmarks.speculation.figures import Drafts, Phase, check_accepted, read_drafts, summarise
+from benchmarks.speculation.figures import ServerPhase, VerifiedDrafts, check_accepted, summarise
 from benchmarks.speculation.prompts import KINDS, PROMPTS_PER_KIND, backend_of, requests_of
 from models.sources.hub import resolve_model
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
-from topspin.errors import ConfigError, EngineUnavailable, TopspinError
+from topspin.errors import ConfigError, TopspinError
 from topspin.plan.speculation import parse_speculation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OFF, FORCED, ADAPTIVE, SERIAL = "off", "forced", "adaptive", "serial"
-NAME = "model"
 # Flags of `topspin serve` that the benchmark sets.
-_OWNED = ("--speculative-config", "--port", "--host", "--served-model-name")
+_OWNED = ("--speculative-config", "--port", "--host")
 _REQUESTS_PER_PLACE = 2
-_METRICS_TIMEOUT_S = 30.0
 
 # concurrency -> kind -> server -> phase
-Round = dict[int, dict[str, dict[str, Phase]]]
+Round = dict[int, dict[str, dict[str, ServerPhase]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SpeculationFlags:
     """The checked request of the command line; `servers` is name -> --speculative-config."""
 
     args: argparse.Namespace
@@ -66,7 +70,7 @@ class Plan:
     has_chat_template: bool
 
     @classmethod
-    def of(cls, argv: Sequence[str] | None) -> Plan:
+    def of(cls, argv: Sequence[str] | None) -> SpeculationFlags:
         """Read the flags; make all checks that need no server."""
         args, flags = _parser().parse_known_args(argv)
         for flag in flags:
@@ -96,7 +100,7 @@ class Plan:
     def server(self, name: str) -> TopspinServer:
         """Return the server NAME of `servers`, to be started."""
         flags = _without_draft_nodes(self.flags) if name == SERIAL else self.flags
-        own = ("--served-model-name", NAME, "--speculative-config", self.servers[name])
+        own = ("--speculative-config", self.servers[name])
         return TopspinServer(
             [str(self.path), *own, *flags],
             log=self.args.result_dir / f"{name}.log",
@@ -137,36 +141,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write; returns the exit status.
+    """Measure, print, write; returns the exit status (Experiment.run_rounds).
 
-    0 if all rounds were measured, 128 + n after Ctrl-C or signal n, with the complete rounds
-    written. Raises TopspinError, after writing them, if a server fails or the forced one accepts
-    nothing.
+    Raises TopspinError if a server fails or the forced one accepts nothing.
     """
-    plan = Plan.of(argv)
-    rounds: list[Round] = []
+    plan = SpeculationFlags.of(argv)
     warnings: list[str] = []
-    status, failure = 0, None
-    try:
-        with ended_by_signals():
-            for number in range(plan.args.rounds):
-                rounds.append(_round(plan, number, warnings))
-                for at, turns in rounds[-1].items():
-                    check_accepted(turns, FORCED, at)
-    except KeyboardInterrupt:
-        status = 130
-    except SystemExit as end:
-        status = int(end.code or 0)
-    except TopspinError as error:
-        failure = error
-    if rounds:
-        EXPERIMENT.finish(plan.args, _result(plan, rounds, warnings, failure))
-    if failure is not None:
-        raise failure
-    return status
+
+    def check(turns: Round) -> None:
+        for at, kinds in turns.items():
+            check_accepted(kinds, FORCED, at)
+
+    return EXPERIMENT.run_rounds(
+        plan.args,
+        lambda number: _round(plan, number, warnings),
+        lambda rounds: _result(plan, rounds, warnings),
+        check=check,
+    )
 
 
-def _round(plan: Plan, number: int, warnings: list[str]) -> Round:
+def _round(plan: SpeculationFlags, number: int, warnings: list[str]) -> Round:
     """Give every server its turn: all concurrencies, and at each all kinds."""
     found: Round = {at: {kind: {} for kind in KINDS} for at in plan.concurrencies}
     for name in plan.servers:
@@ -174,7 +168,7 @@ def _round(plan: Plan, number: int, warnings: list[str]) -> Round:
             try:
                 for at in plan.concurrencies:
                     for kind in KINDS:
-                        phase, run = _phase(plan, server.url, kind, at, number)
+                        phase, run = _phase(plan, server, kind, at, number)
                         found[at][kind][name] = phase
                         where = f"{name}, {kind}, {at} at once"
                         warnings += [
@@ -191,19 +185,20 @@ def _round(plan: Plan, number: int, warnings: list[str]) -> Round:
     return found
 
 
-def _phase(plan: Plan, url: str, kind: str, at: int, number: int) -> tuple[Phase, Run]:
+def _phase(
+    plan: SpeculationFlags, server: TopspinServer, kind: str, at: int, number: int
+) -> tuple[ServerPhase, LoadRun]:
     """Warm the server up with this kind, then measure it.
 
     The warm-up has the same prompts under another `cache_salt`: neither the prefix cache nor the
     drafter may use it, but an adaptive server has learnt how this kind is accepted.
     """
     backend = backend_of(kind, has_chat_template=plan.has_chat_template)
-    target = Target(base_url=url, model=NAME, backend=backend)
+    target = Target(server.url, server.model, backend=backend)
     warm_up, requests = (
         requests_of(
             kind,
             count,
-            backend=backend,
             output_len=plan.args.output_len,
             tokenizer=plan.tokenizer,
             salt=f"{at}/{kind}/{use}",
@@ -214,32 +209,24 @@ def _phase(plan: Plan, url: str, kind: str, at: int, number: int) -> tuple[Phase
             ("measured", max(PROMPTS_PER_KIND, _REQUESTS_PER_PLACE * at)),
         )
     )
-    load = Load(max_concurrency=at)
+    load = LoadPattern(max_concurrency=at)
     check_complete(run_load(target, warm_up, load), f"{kind}: the server")
-    before = _drafts(url)
-    with Progress(quiet=plan.args.quiet) as progress:
-        run = run_load(target, requests, load, watch=progress.show)
+    before = VerifiedDrafts.of(server.metrics())
+    with progress(quiet=plan.args.quiet) as watch:
+        run = run_load(target, requests, load, watch=watch)
     check_complete(run, f"{kind}: the server")
     figures = measure_run(run)
-    phase = Phase(
+    phase = ServerPhase(
         output_throughput=figures["output_throughput"],
         median_tpot_ms=figures["median_tpot_ms"] or None,
-        drafts=_drafts(url).since(before),
+        drafts=VerifiedDrafts.of(server.metrics()).since(before),
         answers=tuple(r.text for r in sorted(run.records, key=lambda record: record.index)),
     )
     return phase, run
 
 
-def _drafts(url: str) -> Drafts:
-    try:
-        response = httpx.get(f"{url}/metrics", timeout=_METRICS_TIMEOUT_S).raise_for_status()
-    except httpx.HTTPError as error:
-        raise EngineUnavailable(f"{url}/metrics: {error}") from error
-    return read_drafts(response.text)
-
-
 def _result(
-    plan: Plan, rounds: Sequence[Round], warnings: Sequence[str], failure: TopspinError | None
+    plan: SpeculationFlags, rounds: Sequence[Round], warnings: Sequence[str]
 ) -> dict[str, Any]:
     return {
         "model": plan.args.model,
@@ -247,9 +234,6 @@ def _result(
         "servers": plan.servers,
         "output_len": plan.args.output_len,
         "seed": plan.args.seed,
-        "rounds_asked": plan.args.rounds,
-        "rounds_measured": len(rounds),
-        "error": None if failure is None else str(failure),
         "warnings": warnings,
         "concurrencies": {
             str(at): {kind: summarise([found[at][kind] for found in rounds]) for kind in KINDS}
@@ -258,7 +242,7 @@ def _result(
     }
 
 
-def layout(result: Result) -> Iterator[Table | str]:
+def layout(result: Result) -> Iterator[TextTable | str]:
     """Yield a table for each concurrency."""
     yield (
         f"{Path(result['model']).name}, `{result['servers']['adaptive']}`, at most "
@@ -276,7 +260,7 @@ def layout(result: Result) -> Iterator[Table | str]:
             for kind, servers in kinds.items()
             for server, row in servers.items()
         ]
-        yield Table([f"prompts, {at} at once", *others, "answers as off"], rows)
+        yield TextTable([f"prompts, {at} at once", *others, "answers as off"], rows)
     yield (
         f"Medians of {result['rounds_measured']} rounds in turn; x: ratio to off, in brackets its "
         "95 % interval (Student's t on the logarithms of the rounds' ratios)."

@@ -18,12 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from prometheus_client.parser import text_string_to_metric_families
 from scipy import stats
 
+from benchmarks.servers.topspin import Metrics
 from topspin.errors import EngineUnavailable, TopspinError
-
-_PREFIX = "topspin_spec_decode_num_"
 
 
 class NothingAccepted(TopspinError):
@@ -32,41 +30,28 @@ class NothingAccepted(TopspinError):
     code = "nothing_accepted"
 
 
-class Drafts(NamedTuple):
+class VerifiedDrafts(NamedTuple):
     """Counts of a server, or of a phase: verified drafts, their tokens, and the accepted ones."""
 
     drafts: int
     draft_tokens: int
     accepted_tokens: int
 
-    def since(self, before: Drafts) -> Drafts:
+    @classmethod
+    def of(cls, metrics: Metrics) -> VerifiedDrafts:
+        """Return the counts of a server's metrics; raises EngineUnavailable if one is not there."""
+        return cls(*(int(metrics[f"topspin_spec_decode_num_{name}_total"]) for name in cls._fields))
+
+    def since(self, before: VerifiedDrafts) -> VerifiedDrafts:
         """Return what was counted since `before`; raises EngineUnavailable if counts fell."""
-        change = Drafts(*(now - then for now, then in zip(self, before, strict=True)))
+        change = VerifiedDrafts(*(now - then for now, then in zip(self, before, strict=True)))
         if min(change) < 0:
             raise EngineUnavailable(f"counters of drafts fell from {before} to {self}")
         return change
 
 
-def read_drafts(metrics: str) -> Drafts:
-    """Return the counters of /metrics' text, summed over models.
-
-    Raises EngineUnavailable if one is not there.
-    """
-    sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-    found = []
-    for name in Drafts._fields:
-        key = f"{_PREFIX}{name}_total"
-        if key not in sums:
-            raise EngineUnavailable(f"/metrics has no {key}")
-        found.append(int(sums[key]))
-    return Drafts(*found)
-
-
 @dataclass(frozen=True)
-class Phase:
+class ServerPhase:
     """One server's figures for a kind at a concurrency; `answers` in the order of the requests.
 
     `median_tpot_ms` is None if no answer had two tokens.
@@ -74,12 +59,12 @@ class Phase:
 
     output_throughput: float
     median_tpot_ms: float | None
-    drafts: Drafts
+    drafts: VerifiedDrafts
     answers: tuple[str, ...]
 
 
 # A kind's phases in one round, by server, the one without speculation first.
-Turn = Mapping[str, Phase]
+Turn = Mapping[str, ServerPhase]
 
 
 class Ratio(NamedTuple):
@@ -162,15 +147,15 @@ def _figure(
     return found
 
 
-def _counts(changes: Sequence[Drafts]) -> dict[str, Any]:
-    total = Drafts(*map(sum, zip(*changes, strict=True)))
+def _counts(changes: Sequence[VerifiedDrafts]) -> dict[str, Any]:
+    total = VerifiedDrafts(*map(sum, zip(*changes, strict=True)))
     return {
         **total._asdict(),
         "accepted_per_draft": total.accepted_tokens / total.drafts if total.drafts else None,
     }
 
 
-def equal_share(phases: Sequence[Phase], bases: Sequence[Phase]) -> float:
+def equal_share(phases: Sequence[ServerPhase], bases: Sequence[ServerPhase]) -> float:
     """Return the share of answers that equal those of `bases`, request by request."""
     equal = [
         answer == other

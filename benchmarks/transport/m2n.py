@@ -13,7 +13,6 @@ import importlib.util
 import itertools
 import multiprocessing
 import os
-import secrets
 import statistics
 import tempfile
 import time
@@ -29,15 +28,14 @@ import torch
 import zmq
 
 from app.cli.keys import make
-from benchmarks.experiment import Experiment, Result, Table, number, say
+from benchmarks.experiment import Experiment, Result, TextTable, number, rounds_in_turn, say
 from benchmarks.transport.m2n_backends import (
     DEPTH,
     NUM_LAYERS,
     ROW_BYTES,
     AllToAllPlayer,
-    Case,
+    ExchangeCase,
     GlooPlayer,
-    OurExpert,
     Player,
     ZmqPlayer,
     local_attention,
@@ -63,17 +61,17 @@ WARM_UP = 4 * NUM_LAYERS
 ROUND_BYTES = 128 * 2**20
 
 
-def num_trips(case: Case) -> int:
+def num_trips(case: ExchangeCase) -> int:
     """Return the number of round trips timed in one round."""
     return _whole_steps(min(TRIPS, ROUND_BYTES // _trip_bytes(case)))
 
 
-def num_bursts(case: Case) -> int:
+def num_bursts(case: ExchangeCase) -> int:
     """Return the number of turns of DEPTH messages to every peer timed in one round."""
     return _whole_steps(min(64, ROUND_BYTES // (_trip_bytes(case) * DEPTH)))
 
 
-def _trip_bytes(case: Case) -> int:
+def _trip_bytes(case: ExchangeCase) -> int:
     return case.rows * ROW_BYTES * case.num_attention * case.num_experts
 
 
@@ -81,7 +79,7 @@ def _whole_steps(count: int) -> int:
     return max(1, count // NUM_LAYERS) * NUM_LAYERS
 
 
-class Node:
+class ExchangeNode:
     """One node process: opens its net, plays a case, and reports the times."""
 
     def __init__(self, pipe: Connection, core: int) -> None:
@@ -99,32 +97,22 @@ class Node:
             self._pipe.send(getattr(self, name)(*arguments))
         self._context.destroy(1000)
 
-    def listen(self, case: Case) -> str:
+    def listen(self, case: ExchangeCase) -> str:
         """Return the address of an expert node of `case`."""
         if case.backend.startswith("gloo"):
             return ""
         if case.backend.startswith("zmq"):
-            tcp = case.backend == "zmq tcp"
-
-            def address() -> str:
-                return "tcp://127.0.0.1:*" if tcp else f"ipc://@bench-{secrets.token_hex(8)}"
-
-            name, self._listening = zmq_listen(case, self._context, address)
-            return str(name)
+            name, self._listening = zmq_listen(case, self._context)
+            return name
         self._listening = open_listener(case)
         return str(self._listening.address)
 
+    @torch.inference_mode()
     def play(
-        self, case: Case, role: str, index: int, addresses: list[str]
+        self, case: ExchangeCase, role: str, index: int, addresses: list[str]
     ) -> tuple[list[float], float]:
         """Play one node of `case`; returns the trips' seconds and the burst's."""
-        with torch.inference_mode():
-            return self._play(case, index, addresses, attention=role == "attention")
-
-    def _play(
-        self, case: Case, index: int, addresses: list[str], *, attention: bool
-    ) -> tuple[list[float], float]:
-        player = self._open(case, index, addresses, attention=attention)
+        player = self._open(case, index, addresses, attention=role == "attention")
         trips, turns = num_trips(case), num_bursts(case)
         for _ in range(min(trips, WARM_UP)):
             player.trip()
@@ -141,7 +129,9 @@ class Node:
         player.close()
         return seconds, burst_s
 
-    def _open(self, case: Case, index: int, addresses: list[str], *, attention: bool) -> Player:
+    def _open(
+        self, case: ExchangeCase, index: int, addresses: list[str], *, attention: bool
+    ) -> Player:
         listening, self._listening = self._listening, None
         match case.backend:
             case "gloo":
@@ -155,12 +145,11 @@ class Node:
                 return local_attention(case)
         if attention:
             return our_attention(case, index, addresses)
-        expert: OurExpert = our_expert(case, index, listening)
-        return expert
+        return our_expert(case, index, listening)
 
 
 def _node_main(pipe: Connection, core: int) -> None:
-    Node(pipe, core).run()
+    ExchangeNode(pipe, core).run()
 
 
 @contextmanager
@@ -189,7 +178,7 @@ def _nodes(count: int) -> Iterator[list[Connection]]:
             process.join(10.0)
 
 
-def _measure(case: Case, pipes: list[Connection]) -> tuple[list[float], float]:
+def _measure(case: ExchangeCase, pipes: list[Connection]) -> tuple[list[float], float]:
     """Play `case`; returns every attention node's trips and the slowest one's burst."""
     if case.backend == "local":
         pipes[0].send(("play", case, "attention", 0, []))
@@ -210,8 +199,10 @@ def _measure(case: Case, pipes: list[Connection]) -> tuple[list[float], float]:
     return list(itertools.chain(*(seconds for seconds, _ in answers))), max(s for _, s in answers)
 
 
-def _row(case: Case, trips: list[float], bursts: list[float]) -> dict[str, Any]:
+def _row(case: ExchangeCase, rounds: Sequence[tuple[list[float], float]]) -> dict[str, Any]:
     size = case.rows * ROW_BYTES
+    trips = [each for seconds, _ in rounds for each in seconds]
+    bursts = [burst_s for _, burst_s in rounds]
     cuts = statistics.quantiles(trips, n=100)
     moved = 2 * _trip_bytes(case) * num_bursts(case) * DEPTH
     return {
@@ -253,18 +244,18 @@ def run(
         with _nodes(m + n) as pipes:
             for size in sizes:
                 cases = [
-                    Case(backend=name, num_attention=m, num_experts=n, rows=size // ROW_BYTES)
+                    ExchangeCase(
+                        backend=name, num_attention=m, num_experts=n, rows=size // ROW_BYTES
+                    )
                     for name in backends_of(m, n, backends)
                 ]
-                trips: dict[str, list[float]] = {case.backend: [] for case in cases}
-                bursts: dict[str, list[float]] = {case.backend: [] for case in cases}
-                for _ in range(max(2, 2 * rounds // (m + n))):
-                    for case in cases:
-                        seconds, burst_s = _measure(case, pipes)
-                        trips[case.backend] += seconds
-                        bursts[case.backend].append(burst_s)
-                for case in cases:
-                    rows.append(_row(case, trips[case.backend], bursts[case.backend]))
+                found = rounds_in_turn(
+                    {case.backend: case for case in cases},
+                    lambda case, _: _measure(case, pipes),
+                    rounds=max(2, 2 * rounds // (m + n)),
+                    warm_ups=0,
+                )
+                rows += [_row(case, [each[case.backend] for each in found]) for case in cases]
                 elapsed_s = time.monotonic() - start_s
                 say(f"{topology}, {size // 1024} KB: done after {elapsed_s:.0f} s")
     return rows
@@ -289,7 +280,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def layout(result: Result) -> Iterator[Table]:
+def layout(result: Result) -> Iterator[TextTable]:
     """Yield round trips and throughput, a column per backend."""
     backends = list(dict.fromkeys(row["backend"] for row in result["rows"]))
     found = {(row["topology"], row["message_bytes"], row["backend"]): row for row in result["rows"]}
@@ -307,8 +298,10 @@ def layout(result: Result) -> Iterator[Table]:
     def trip(row: Result) -> str:
         return f"{number(row['p50_us'])} / {number(row['p99_us'])}" if row else "-"
 
-    yield Table(["round trip, p50 / p99 us", *backends], rows(trip))
-    yield Table(["four in the air, GB/s", *backends], rows(lambda row: number(row.get("gb_per_s"))))
+    yield TextTable(["round trip, p50 / p99 us", *backends], rows(trip))
+    yield TextTable(
+        ["four in the air, GB/s", *backends], rows(lambda row: number(row.get("gb_per_s")))
+    )
 
 
 def draw(result: Result, figure: Figure) -> None:

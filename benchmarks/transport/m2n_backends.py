@@ -10,10 +10,10 @@ bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast, get_args
+from typing import Any, Final, Literal, Protocol, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ExchangeCase:
     """One measurement: `rows` of ROW_BYTES each way between every pair."""
 
     backend: str
@@ -52,9 +52,10 @@ class Case:
     keys: str = ""
 
     @property
-    def wait(self) -> str:
-        """Return the wait policy of shm."""
-        return "spin" if self.backend.endswith("spin") else "block"
+    def waits(self) -> Waits:
+        """The wait policy of our transports."""
+        policy: Literal["spin", "block"] = "spin" if self.backend.endswith("spin") else "block"
+        return Waits(timeout_s=DEADLINE_S, policy=policy)
 
 
 class Player(Protocol):
@@ -70,16 +71,15 @@ class Player(Protocol):
         """Release everything."""
 
 
-def _shape() -> NetShape:
-    return NetShape(
-        hidden_size=HIDDEN_SIZE,
-        top_k=TOP_K,
-        num_layers=NUM_LAYERS,
-        payload=torch.bfloat16,
-        window_rows=WINDOW_ROWS,
-        num_micro_batches=DEPTH,
-        deadline_s=DEADLINE_S,
-    )
+_SHAPE: Final = NetShape(
+    hidden_size=HIDDEN_SIZE,
+    top_k=TOP_K,
+    num_layers=NUM_LAYERS,
+    payload=torch.bfloat16,
+    window_rows=WINDOW_ROWS,
+    num_micro_batches=DEPTH,
+    deadline_s=DEADLINE_S,
+)
 
 
 def _table(num_experts: int) -> ExpertTable:
@@ -92,7 +92,7 @@ class _Course:
     Trips and turns of bursts come in multiples of NUM_LAYERS, so steps are always complete.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: ExchangeCase) -> None:
         self._case = case
         self._step = 0
         self._layer = NUM_LAYERS
@@ -120,7 +120,7 @@ class _Course:
 class OurAttention:
     """An attention node of Topspin: every row goes to every expert node."""
 
-    def __init__(self, case: Case, net: AttentionNet) -> None:
+    def __init__(self, case: ExchangeCase, net: AttentionNet) -> None:
         self._net = net
         self._course = _Course(case)
         self._hidden = torch.randn(case.rows, HIDDEN_SIZE).to(torch.bfloat16)
@@ -160,7 +160,7 @@ class OurAttention:
 class OurExpert:
     """An expert node of Topspin that answers zeros."""
 
-    def __init__(self, case: Case, net: ExpertNet) -> None:
+    def __init__(self, case: ExchangeCase, net: ExpertNet) -> None:
         self._net = net
         self._course = _Course(case)
         self._partial = torch.zeros(
@@ -189,9 +189,9 @@ class OurExpert:
         self._net.close()
 
 
-def local_attention(case: Case) -> OurAttention:
+def local_attention(case: ExchangeCase) -> OurAttention:
     """Return an attention node whose experts run inside combine()."""
-    hub = LocalHub(_shape(), 1, case.num_experts)
+    hub = LocalHub(_SHAPE, 1, case.num_experts)
     partial = torch.zeros(case.rows, HIDDEN_SIZE, dtype=torch.bfloat16)
 
     def serve(batch: ExpertBatch) -> torch.Tensor:
@@ -203,37 +203,33 @@ def local_attention(case: Case) -> OurAttention:
     return OurAttention(case, hub.attention_net(0, _table(case.num_experts)))
 
 
-def our_attention(case: Case, index: int, addresses: list[str]) -> OurAttention:
+def our_attention(case: ExchangeCase, index: int, addresses: list[str]) -> OurAttention:
     """Connect attention node `index`."""
     net = connect_attention(
-        Identity(role="attention", index=index, incarnation=1, shape=_shape()),
+        Identity(role="attention", index=index, incarnation=1, shape=_SHAPE),
         [ExpertPeer(address=address, incarnation=2) for address in addresses],
         _table(case.num_experts),
-        _waits(case),
+        case.waits,
         network=_network(case, "attention"),
     )
     return OurAttention(case, net)
 
 
-def our_expert(case: Case, index: int, listener: ExpertListener) -> OurExpert:
+def our_expert(case: ExchangeCase, index: int, listener: ExpertListener) -> OurExpert:
     """Accept all attention nodes as expert node `index`."""
     net = listener.accept(
-        Identity(role="expert", index=index, incarnation=2, shape=_shape()),
+        Identity(role="expert", index=index, incarnation=2, shape=_SHAPE),
         (1,) * case.num_attention,
         _table(case.num_experts),
-        _waits(case),
+        case.waits,
     )
     return OurExpert(case, net)
-
-
-def _waits(case: Case) -> Waits:
-    return Waits(timeout_s=DEADLINE_S, policy="spin" if case.wait == "spin" else "block")
 
 
 class GlooPlayer:
     """Either role over torch.distributed gloo, point to point; tensors are reused."""
 
-    def __init__(self, case: Case, *, attention: bool, index: int) -> None:
+    def __init__(self, case: ExchangeCase, *, attention: bool, index: int) -> None:
         _join_gloo(case, attention=attention, index=index)
         self._attention = attention
         first = case.num_attention if attention else 0
@@ -244,28 +240,20 @@ class GlooPlayer:
         self._in = torch.zeros(shape, dtype=torch.bfloat16)
 
     def _receive(self, slot: int) -> list[Any]:
-        return [
-            dist.irecv(self._in[slot, position], peer, tag=slot)
-            for position, peer in enumerate(self._peers)
-        ]
+        pairs = zip(self._in[slot], self._peers, strict=True)
+        return [dist.irecv(rows, peer, tag=slot) for rows, peer in pairs]
 
     def _send(self, slot: int) -> list[Any]:
-        return [
-            dist.isend(self._out[slot, position], peer, tag=slot)
-            for position, peer in enumerate(self._peers)
-        ]
+        pairs = zip(self._out[slot], self._peers, strict=True)
+        return [dist.isend(rows, peer, tag=slot) for rows, peer in pairs]
 
     def trip(self) -> None:
         """Exchange once with every peer."""
         if self._attention:
-            works = self._receive(0) + self._send(0)
-            for work in works:
-                work.wait()
+            _wait(self._receive(0) + self._send(0))
         else:
-            for work in self._receive(0):
-                work.wait()
-            for work in self._send(0):
-                work.wait()
+            _wait(self._receive(0))
+            _wait(self._send(0))
 
     def burst(self, count: int) -> None:
         """Exchange with DEPTH slots in flight."""
@@ -275,24 +263,27 @@ class GlooPlayer:
             sent = [self._send(slot) for slot in range(DEPTH)]
         for turn in range(count):
             for slot in range(DEPTH):
-                for work in posted[slot] + sent[slot]:
-                    work.wait()
+                _wait(posted[slot] + sent[slot])
                 last = turn == count - 1
                 posted[slot] = [] if last else self._receive(slot)
                 sent[slot] = self._send(slot) if not (last and self._attention) else []
-        for slot in range(DEPTH):
-            for work in sent[slot]:
-                work.wait()
+        for each in sent:
+            _wait(each)
 
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group()
 
 
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
 class AllToAllPlayer:
     """Either role over gloo's all_to_all_single: one for the way out, one for the way back."""
 
-    def __init__(self, case: Case, *, attention: bool, index: int) -> None:
+    def __init__(self, case: ExchangeCase, *, attention: bool, index: int) -> None:
         _join_gloo(case, attention=attention, index=index)
         m, n = case.num_attention, case.num_experts
         to_experts = [0] * m + [case.rows] * n
@@ -344,7 +335,7 @@ class AllToAllPlayer:
         dist.destroy_process_group()
 
 
-def _join_gloo(case: Case, *, attention: bool, index: int) -> None:
+def _join_gloo(case: ExchangeCase, *, attention: bool, index: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
@@ -357,7 +348,9 @@ def _join_gloo(case: Case, *, attention: bool, index: int) -> None:
 class ZmqPlayer:
     """Either role over one PAIR socket per peer; large messages are not copied by pyzmq."""
 
-    def __init__(self, case: Case, *, attention: bool, sockets: list[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self, case: ExchangeCase, *, attention: bool, sockets: list[zmq.Socket[bytes]]
+    ) -> None:
         self._attention = attention
         self._sockets = sockets
         self._message = memoryview(bytearray(case.rows * ROW_BYTES))
@@ -401,14 +394,13 @@ class ZmqPlayer:
 
 
 def zmq_listen(
-    case: Case, context: zmq.Context[Any], address: Callable[[], str]
+    case: ExchangeCase, context: zmq.Context[Any]
 ) -> tuple[str, list[zmq.Socket[bytes]]]:
     """Bind one socket per attention node; returns their addresses, joined by commas."""
-    sockets = []
-    for _ in range(case.num_attention):
-        sock = context.socket(zmq.PAIR)
-        sock.bind(address())
-        sockets.append(sock)
+    sockets = [context.socket(zmq.PAIR) for _ in range(case.num_attention)]
+    for sock in sockets:
+        ipc = f"ipc://@bench-{secrets.token_hex(8)}"
+        sock.bind("tcp://127.0.0.1:*" if case.backend == "zmq tcp" else ipc)
     names = [sock.getsockopt_string(zmq.LAST_ENDPOINT) for sock in sockets]
     return ",".join(names), sockets
 
@@ -425,14 +417,14 @@ def zmq_connect(
     return sockets
 
 
-def open_listener(case: Case) -> ExpertListener:
+def open_listener(case: ExchangeCase) -> ExpertListener:
     """Listen for the attention nodes of a case over Topspin."""
     transport = case.backend.split()[0]
     assert transport in get_args(Between)
     return listen_expert(cast(Between, transport), _network(case, "expert"))
 
 
-def _network(case: Case, group: str) -> NodeNetwork:
+def _network(case: ExchangeCase, group: str) -> NodeNetwork:
     """Return a network with the keys of a group, if frames of the case carry codes."""
     if not case.backend.endswith("keys"):
         return ON_ONE_HOST

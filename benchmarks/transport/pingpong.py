@@ -14,7 +14,7 @@ import contextlib
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ import torch
 from app.cli.trace.plot import draw_gantt, gantt_window
 from app.cli.trace.report import lanes_of
 from benchmarks import report
-from benchmarks.experiment import Experiment, Result, Table, number, table
+from benchmarks.experiment import Experiment, Result, TextTable, number, rounds_in_turn, table
 from benchmarks.pingpong_nodes import MAX_M, WARM_UP_STEPS, Node, Shape
 from server.scheduler.micro_batching.cost import linked_cost_model
 from server.scheduler.micro_batching.cost_fit import CostFit, StepLoad
@@ -63,16 +63,26 @@ def measure_hops(node: Node, num_steps: int) -> HopTimes:
     )
 
 
+def _times(
+    node: Node, rows_of: Callable[[int], int], *, num_steps: int, rounds: int
+) -> dict[int, list[float]]:
+    """Return the seconds of steps by the number of micro-batches, which take turns."""
+
+    def measure(m: int, turn: int) -> list[float]:
+        return [rally_s(each) for each in node.measure(m, rows_of(m), num_steps)]
+
+    numbers = {m: m for m in range(1, MAX_M + 1)}
+    found = rounds_in_turn(numbers, measure, rounds=rounds, warm_ups=0)
+    return {m: [each for turn in found for each in turn[m]] for m in numbers}
+
+
 def constant_rows(
     node: Node, hops: HopTimes, ratio: float, *, num_steps: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Measure m = 1..4 with the rows of a micro-batch held constant; m take turns."""
     t_f = max(hops.t_a, hops.t_e)
     node.open(max(0.0, ratio * t_f - hops.t_c) * 1e6)
-    found: dict[int, list[float]] = {m: [] for m in range(1, MAX_M + 1)}
-    for _ in range(rounds):
-        for m, times in found.items():
-            times += map(rally_s, node.measure(m, m * node.shape.rows, num_steps))
+    found = _times(node, lambda m: m * node.shape.rows, num_steps=num_steps, rounds=rounds)
     node.close()
     t_c = max(hops.t_c, ratio * t_f)
     rows = []
@@ -134,10 +144,7 @@ def constant_batch(
         if timings.link_s is not None:
             fit.add_link(shape.rows / chosen, timings.link_s)
     assert chosen is not None
-    found: dict[int, list[float]] = {m: [] for m in range(1, MAX_M + 1)}
-    for _ in range(rounds):
-        for m, times in found.items():
-            times += map(rally_s, node.measure(m, shape.rows, num_steps))
+    found = _times(node, lambda m: shape.rows, num_steps=num_steps, rounds=rounds)
     node.close()
     medians = {m: statistics.median(times) for m, times in found.items()}
     best = min(medians, key=lambda m: medians[m])
@@ -173,7 +180,7 @@ def trace_cost(node: Node, hops: HopTimes, *, num_steps: int, rounds: int, png: 
     return statistics.median(times[True]) / statistics.median(times[False])
 
 
-def layout(result: Result) -> Iterator[Table | str]:
+def layout(result: Result) -> Iterator[TextTable | str]:
     """Yield the overlap against the formula, and the choice of `auto`."""
     hops = result["hops_ms"]
     yield (
@@ -247,9 +254,9 @@ def run(shape: Shape, *, num_steps: int, rounds: int, png: Path) -> dict[str, An
     os.sched_setaffinity(0, set(cores))
     return {
         "shape": shape._asdict(),
-        "hops_ms": {name: round(value * 1e3, 4) for name, value in hops._asdict().items()},
-        "hops_after_ms": {
-            name: round(value * 1e3, 4) for name, value in hops_after._asdict().items()
+        **{
+            key: {name: round(value * 1e3, 4) for name, value in each._asdict().items()}
+            for key, each in (("hops_ms", hops), ("hops_after_ms", hops_after))
         },
         "trace_on_over_off": round(cost, 4),
         "constant_rows": rows,

@@ -1,6 +1,6 @@
 """The routes of the gateway, and nothing else.
 
-Composes them into a Starlette application that reports every failure in OpenAI's error shape, or in
+Composes them into a FastAPI application that reports every failure in OpenAI's error shape, or in
 Anthropic's. Called by server.gateway.service and by tests.
 """
 
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -52,6 +52,7 @@ from server.gateway.operations.otlp import SpanSender
 from server.gateway.operations.probes import HEALTH, LIVE, METRICS, VERSION, Probes
 from server.gateway.operations.spans import GONE_STATUS
 from server.gateway.operations.tracing import TRACE, trace
+from topspin import __version__
 from topspin.errors import TopspinError
 
 # Of the paths in no route's text: those with a parameter, and those that are not served.
@@ -81,7 +82,10 @@ def create_app(
     metrics = GatewayMetrics(model.names[0])
     handler = Handler(engine=engine, model=model, metrics=metrics, keep_alive_s=keep_alive_s)
     probes = Probes(engine, metrics, ProgressWatch(progress_deadline_s))
-    app = Starlette(
+    app = FastAPI(
+        title="Topspin",
+        version=__version__,
+        openapi_url=None,
         routes=_routes(_handlings(handler, probes)),
         middleware=_cross_origin(allowed_origins),
         exception_handlers={

@@ -1,6 +1,6 @@
 """The arrival times of requests: rates, gamma gaps, ramps and replayed timestamps.
 
-Owns the arithmetic and the check that a Load makes sense; pure, seeded, sends nothing. The
+Owns the arithmetic and the check that a LoadPattern makes sense; pure, seeded, sends nothing. The
 gaps follow the convention of `vllm bench serve`: gamma with shape `burstiness` and mean
 1/rate, so 1 is a Poisson process and infinity a clock. benchmarks.load.client.runner calls it.
 """
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.load.contracts import BenchRequest, Load
+from benchmarks.load.contracts import BenchRequest, LoadPattern
 from benchmarks.load.flags import check_bounds
 from topspin.errors import ConfigError
 
 
-def check_load(load: Load) -> None:
+def check_load(load: LoadPattern) -> None:
     """Raise ConfigError, naming the flags, if `load` contradicts itself."""
     check_bounds(load)
     _check_ramp(load)
@@ -37,7 +37,7 @@ def check_load(load: Load) -> None:
         raise ConfigError("--time-scale is infinite")
 
 
-def _check_ramp(load: Load) -> None:
+def _check_ramp(load: LoadPattern) -> None:
     start, end = load.ramp_up_start_rps, load.ramp_up_end_rps
     if load.ramp_up is None:
         if start is not None or end is not None:
@@ -50,7 +50,7 @@ def _check_ramp(load: Load) -> None:
             raise ConfigError(f"{flag} is {value}; it must be above 0 and finite")
 
 
-def request_rates(num_requests: int, load: Load) -> list[float]:
+def request_rates(num_requests: int, load: LoadPattern) -> list[float]:
     """Return the rate, in requests/s, at which each of `num_requests` arrives.
 
     A ramp goes by the request's index: the first arrives at the start rate, the last at the
@@ -65,7 +65,7 @@ def request_rates(num_requests: int, load: Load) -> list[float]:
     return [start * (end / start) ** share for share in shares]
 
 
-def arrival_times(num_requests: int, load: Load) -> list[float]:
+def arrival_times(num_requests: int, load: LoadPattern) -> list[float]:
     """Return the arrival times of `num_requests` requests, in seconds from the start, ascending.
 
     The same seed gives the same times. At a constant rate the times are scaled so that the last is

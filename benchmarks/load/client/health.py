@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.load.contracts import ClientHealth, RequestRecord
+from benchmarks.load.contracts import ClientHealth, MeasuredRequest
 
 # One thread does all the work, so the ceiling is one core; beyond this, queueing begins.
 CPU_SHARE_LIMIT = 0.85
@@ -58,7 +58,7 @@ class Monitor:
             self._lags.append(now - self._due)
             self._due += PERIOD_S
 
-    def stop(self, records: Sequence[RequestRecord]) -> ClientHealth:
+    def stop(self, records: Sequence[MeasuredRequest]) -> ClientHealth:
         """End, and return the health over the time since the start."""
         self._timer.cancel()
         now = self._clock()

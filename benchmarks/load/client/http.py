@@ -11,13 +11,12 @@ import asyncio
 import errno
 import time
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import aiohttp
 import msgspec
 
 from benchmarks.load.client.reply import ReplyError, ReplyReader, tokens_per_arrival
-from benchmarks.load.contracts import BenchRequest, RequestRecord, Target
+from benchmarks.load.contracts import BenchRequest, MeasuredRequest, Target
 from topspin.errors import ConfigError
 
 # Fields of the body that the client owns, each with the reason why it may not be set.
@@ -66,21 +65,20 @@ def request_body(target: Target, request: BenchRequest) -> bytes:
 
 
 @dataclass
-class Counters:
-    """Counters of a run so far, for progress displays."""
+class Snapshot:
+    """The state of a run, for progress displays; `num_events` counts events with output."""
 
+    elapsed_s: float = 0.0
+    num_requests: int = 0
     num_sent: int = 0
     num_completed: int = 0
     num_failed: int = 0
     num_events: int = 0
 
-
-@dataclass
-class _Exchange:
-    """The data of a reply in progress, kept if it breaks off."""
-
-    reader: ReplyReader
-    http_status: int | None = None
+    @property
+    def num_running(self) -> int:
+        """The number of requests at the server."""
+        return self.num_sent - self.num_completed - self.num_failed
 
 
 class Client:
@@ -91,14 +89,12 @@ class Client:
 
     def __init__(self, target: Target, *, timeout_s: float) -> None:
         self._start_s = time.perf_counter()
-        self.counters = Counters()
+        self.state = Snapshot()
         self._target = target
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Client:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self._target.api_key is not None:
-            headers["Authorization"] = f"Bearer {self._target.api_key}"
         self._session = aiohttp.ClientSession(
             # A connection per request: some servers close one after a streamed answer, and a
             # request that meets that close would count as the server's failure.
@@ -109,12 +105,7 @@ class Client:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._session.close()
 
     def begin(self) -> None:
@@ -125,48 +116,47 @@ class Client:
         """Return the seconds since time 0."""
         return time.perf_counter() - self._start_s
 
-    async def send(self, body: bytes, planned: RequestRecord) -> RequestRecord:
+    async def send(self, body: bytes, planned: MeasuredRequest) -> MeasuredRequest:
         """Send `body`, read the reply to its end, and return `planned` with the measurements.
 
         Errors are in the record; so is a cancellation, as "interrupted", after which the
         caller has to stop.
         """
-        exchange = _Exchange(ReplyReader())
+        reader = ReplyReader()
         sent_s = self.now()
-        self.counters.num_sent += 1
+        self.state.num_sent += 1
         kind: str | None = None
         message = ""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                await self._exchange(body, exchange, deadline)
+                await self._exchange(body, reader, deadline)
         except ReplyError as error:
             kind, message = error.kind, str(error)
         except asyncio.CancelledError:
             kind, message = "interrupted", "the run was ended"
         except TimeoutError:
-            if exchange.reader.done_s is None:
+            if reader.done_s is None:
                 kind, message = "timeout", f"no end within {self._timeout_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             kind, message = _error_kind(error), f"{type(error).__name__}: {error}"
         record = _completed(
-            replace(planned, sent_s=sent_s, http_status=exchange.http_status),
-            exchange.reader,
+            replace(planned, sent_s=sent_s),
+            reader,
             kind=kind,
             message=message,
             end_s=self.now(),
         )
         if record.ok:
-            self.counters.num_completed += 1
+            self.state.num_completed += 1
         elif kind != "interrupted":
-            self.counters.num_failed += 1
+            self.state.num_failed += 1
         return record
 
-    async def _exchange(self, body: bytes, exchange: _Exchange, deadline: asyncio.Timeout) -> None:
-        """Post and read into `exchange`; raises the errors of both."""
-        reader = exchange.reader
+    async def _exchange(self, body: bytes, reader: ReplyReader, deadline: asyncio.Timeout) -> None:
+        """Post and read into `reader`; raises the errors of both."""
         url = self._target.url
         async with self._session.post(url, data=body, allow_redirects=False) as response:
-            exchange.http_status = response.status
+            reader.http_status = response.status
             if response.status != 200:
                 text = (await response.text(errors="replace"))[:MAX_ERROR_TEXT]
                 raise ReplyError(f"http_{response.status}", text or str(response.reason))
@@ -174,7 +164,7 @@ class Client:
                 text = (await response.text(errors="replace"))[:MAX_ERROR_TEXT]
                 raise ReplyError("bad_reply", f"the server did not stream: {text}")
             async for block in response.content.iter_any():
-                self.counters.num_events += reader.feed(block, self.now())
+                self.state.num_events += reader.feed(block, self.now())
                 if reader.done_s is not None:
                     # Only the end of the body is still to come; it needs no concurrency place.
                     soon = asyncio.get_running_loop().time() + AFTER_DONE_S
@@ -183,8 +173,8 @@ class Client:
 
 
 def _completed(
-    record: RequestRecord, reader: ReplyReader, *, kind: str | None, message: str, end_s: float
-) -> RequestRecord:
+    record: MeasuredRequest, reader: ReplyReader, *, kind: str | None, message: str, end_s: float
+) -> MeasuredRequest:
     arrivals = reader.arrivals
     total = reader.completion_tokens
     counts = tokens_per_arrival(arrivals, total)
@@ -205,6 +195,7 @@ def _completed(
         output_tokens=sum(counts.per_arrival) if total is None else total,
         tokens_from="events" if total is None else "usage",
         text=reader.text,
+        http_status=reader.http_status,
         finish_reason=reader.finish_reason,
         error_kind=kind,
         error=message,

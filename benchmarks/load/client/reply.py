@@ -80,6 +80,7 @@ class ReplyReader:
     """Collects one reply; pass every read with its time to `feed`, then read the figures."""
 
     def __init__(self) -> None:
+        self.http_status: int | None = None
         self.arrivals: list[Arrival] = []
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None

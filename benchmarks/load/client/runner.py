@@ -16,13 +16,13 @@ import math
 import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.load.client.arrivals import arrival_times, check_load, replayed_times
 from benchmarks.load.client.health import Monitor
-from benchmarks.load.client.http import Client, request_body
-from benchmarks.load.contracts import BenchRequest, Load, RequestRecord, Run, Target
+from benchmarks.load.client.http import Client, Snapshot, request_body
+from benchmarks.load.contracts import BenchRequest, LoadPattern, LoadRun, MeasuredRequest, Target
 from topspin.errors import EngineUnavailable
 
 WATCH_PERIOD_S = 0.25
@@ -30,27 +30,10 @@ WATCH_PERIOD_S = 0.25
 SPARE_FILES = 64
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of a run, for the progress view; `num_events` counts events with output."""
-
-    elapsed_s: float
-    num_requests: int
-    num_sent: int
-    num_completed: int
-    num_failed: int
-    num_events: int
-
-    @property
-    def num_running(self) -> int:
-        """The number of requests at the server."""
-        return self.num_sent - self.num_completed - self.num_failed
-
-
 Watch = Callable[[Snapshot], None]
 
 
-class Plan(NamedTuple):
+class SendPlan(NamedTuple):
     """A run before it begins: start times (None in a closed loop) and bodies."""
 
     starts_s: list[float] | None
@@ -60,11 +43,11 @@ class Plan(NamedTuple):
 def run_load(
     target: Target,
     requests: Sequence[BenchRequest],
-    load: Load,
+    load: LoadPattern,
     *,
     settings: dict[str, Any] | None = None,
     watch: Watch | None = None,
-) -> Run:
+) -> LoadRun:
     """Send all `requests` to `target` by `load` and return the measurements.
 
     `watch` is called about four times a second, in the event loop, so it must be quick. The
@@ -77,11 +60,11 @@ def run_load(
 async def measure(
     target: Target,
     requests: Sequence[BenchRequest],
-    load: Load,
+    load: LoadPattern,
     *,
     settings: dict[str, Any] | None = None,
     watch: Watch | None = None,
-) -> Run:
+) -> LoadRun:
     """Do what run_load does, in the running event loop; a cancellation ends the run early."""
     plan = prepare(target, requests, load)
     _allow_open_files(len(requests), load)
@@ -105,7 +88,7 @@ async def measure(
                 task.uncancel()
             duration_s = client.now()
             health = monitor.stop(play.records)
-    return Run(
+    return LoadRun(
         target=target,
         load=load,
         records=tuple(sorted(play.records, key=lambda record: record.index)),
@@ -118,7 +101,7 @@ async def measure(
     )
 
 
-def check_complete(run: Run, name: str) -> None:
+def check_complete(run: LoadRun, name: str) -> None:
     """Raise unless every request succeeded: a ratio of runs with failed requests means nothing.
 
     KeyboardInterrupt if the run was ended early, else EngineUnavailable, naming `name`'s first
@@ -134,20 +117,22 @@ def check_complete(run: Run, name: str) -> None:
         )
 
 
-def prepare(target: Target, requests: Sequence[BenchRequest], load: Load) -> Plan:
+def prepare(target: Target, requests: Sequence[BenchRequest], load: LoadPattern) -> SendPlan:
     """Return the plan of a run; raises ConfigError if the load or a request makes no sense."""
     check_load(load)
-    return Plan(_starts(requests, load), bodies=[request_body(target, each) for each in requests])
+    return SendPlan(
+        _starts(requests, load), bodies=[request_body(target, each) for each in requests]
+    )
 
 
-def _starts(requests: Sequence[BenchRequest], load: Load) -> list[float] | None:
+def _starts(requests: Sequence[BenchRequest], load: LoadPattern) -> list[float] | None:
     """Return the start time of each request, or None in a closed loop."""
     if load.replay:
         return replayed_times(requests, load.time_scale)
     return None if _is_closed(load) else arrival_times(len(requests), load)
 
 
-def _is_closed(load: Load) -> bool:
+def _is_closed(load: LoadPattern) -> bool:
     """Return whether the load is a closed loop: an infinite rate under a limit of concurrency.
 
     There every request is due at once, so times can only count from when a place became free.
@@ -189,9 +174,13 @@ class _Play:
     """Plays requests against one client; `records` grows as requests end."""
 
     def __init__(
-        self, client: Client, requests: Sequence[BenchRequest], bodies: Sequence[bytes], load: Load
+        self,
+        client: Client,
+        requests: Sequence[BenchRequest],
+        bodies: Sequence[bytes],
+        load: LoadPattern,
     ) -> None:
-        self.records: list[RequestRecord] = []
+        self.records: list[MeasuredRequest] = []
         self._client = client
         self._requests = requests
         self._bodies = bodies
@@ -221,12 +210,12 @@ class _Play:
             record = await self._request(waiting.popleft(), intended_s)
             intended_s = self._client.now() if record.end_s is None else record.end_s
 
-    async def _request(self, index: int, intended_s: float) -> RequestRecord:
+    async def _request(self, index: int, intended_s: float) -> MeasuredRequest:
         request = self._requests[index]
         admitted_s = intended_s
         if self._places is not None:
             admitted_s = await self._places.take(intended_s)
-        planned = RequestRecord(
+        planned = MeasuredRequest(
             index=index,
             intended_s=intended_s,
             admitted_s=admitted_s,
@@ -245,20 +234,10 @@ class _Play:
 async def _watching(client: Client, num_requests: int, watch: Watch | None) -> None:
     while watch is not None:
         await asyncio.sleep(WATCH_PERIOD_S)
-        counters = client.counters
-        watch(
-            Snapshot(
-                elapsed_s=client.now(),
-                num_requests=num_requests,
-                num_sent=counters.num_sent,
-                num_completed=counters.num_completed,
-                num_failed=counters.num_failed,
-                num_events=counters.num_events,
-            )
-        )
+        watch(replace(client.state, elapsed_s=client.now(), num_requests=num_requests))
 
 
-def _allow_open_files(num_requests: int, load: Load) -> None:
+def _allow_open_files(num_requests: int, load: LoadPattern) -> None:
     """Raise this process's limit of open files as far as allowed: every connection is one.
 
     A run that may need more still starts: only overlapping connections need a file each, and a

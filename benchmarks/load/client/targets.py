@@ -25,7 +25,7 @@ class ServerUnreachable(TopspinError):
     code = "server_unreachable"
 
 
-class ServedModel(NamedTuple):
+class ListedModel(NamedTuple):
     """An entry of /v1/models; fields that a server does not send are None.
 
     `root` is a directory on the server's host (vLLM's: or a hub id).
@@ -36,7 +36,7 @@ class ServedModel(NamedTuple):
     vocab_size: int | None = None
 
 
-def served_models(base_url: str, headers: Mapping[str, str] | None = None) -> list[ServedModel]:
+def served_models(base_url: str, headers: Mapping[str, str] | None = None) -> list[ListedModel]:
     """Return the models that `base_url` serves.
 
     Raises ServerUnreachable if it does not answer, or not as /v1/models should.
@@ -51,7 +51,7 @@ def served_models(base_url: str, headers: Mapping[str, str] | None = None) -> li
         raise ServerUnreachable(f"{url} answers {response.status_code}: {text}")
     try:
         return [
-            ServedModel(str(model["id"]), model.get("root"), model.get("vocab_size"))
+            ListedModel(str(model["id"]), model.get("root"), model.get("vocab_size"))
             for model in response.json()["data"]
         ]
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -66,29 +66,29 @@ def first_model(base_url: str, headers: Mapping[str, str] | None = None) -> str:
     return models[0].name
 
 
-def served_model(base_url: str, name: str, headers: Mapping[str, str] | None = None) -> ServedModel:
+def served_model(base_url: str, name: str, headers: Mapping[str, str] | None = None) -> ListedModel:
     """Return the server's entry of the model `name`, empty if it does not answer."""
     try:
         models = served_models(base_url, headers)
     except ServerUnreachable:
         models = []
-    return next((model for model in models if model.name == name), ServedModel(name))
+    return next((model for model in models if model.name == name), ListedModel(name))
 
 
 def check_ready(base_url: str, headers: Mapping[str, str] | None = None) -> None:
     """Raise ServerUnreachable, saying why, unless the server is ready for requests.
 
-    A server may list its models while it still loads them, so /health is asked first; not every
-    server of the API has it.
+    A server may list its models while it still loads them, so /health is asked first; one without
+    it is ready when it lists them.
     """
     url = base_url.rstrip("/") + "/health"
     try:
         response = httpx.get(url, headers=dict(headers or {}), timeout=REQUEST_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerUnreachable(f"{url}: {error}") from None
-    if response.status_code == 200 or response.status_code in NO_HEALTH:
+    if response.status_code in NO_HEALTH:
         served_models(base_url, headers)
-    else:
+    elif response.status_code != 200:
         raise ServerUnreachable(f"{url} answers {response.status_code}: {response.text[:200]}")
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from topspin.errors import ConfigError
 
 
-class Place(NamedTuple):
+class DatasetPlace(NamedTuple):
     """A place in a file: a line, or an entry of a JSON list, from 1."""
 
     path: Path
@@ -24,10 +24,10 @@ class Place(NamedTuple):
         return ConfigError(f"{self.path}: {self.kind} {self.number}: {reason}")
 
 
-class Entry(NamedTuple):
+class DatasetEntry(NamedTuple):
     """One object of a file, with checks that name it when they fail."""
 
-    place: Place
+    place: DatasetPlace
     fields: Mapping[str, Any]
 
     def number(self, name: str, *, least: float) -> float:
@@ -60,22 +60,22 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
-def json_entries(path: Path) -> Iterator[Entry]:
+def json_entries(path: Path) -> Iterator[DatasetEntry]:
     """Yield the objects of a file that holds one JSON list."""
     try:
         found = json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise Place(path, "line", error.lineno).error(f"is not JSON: {error.msg}") from error
+        raise DatasetPlace(path, "line", error.lineno).error(f"is not JSON: {error.msg}") from error
     if not isinstance(found, list):
         raise ConfigError(f"{path}: must hold a JSON list, not a {type(found).__name__}")
     for number, value in enumerate(found, 1):
-        yield _entry(Place(path, "entry", number), value)
+        yield _entry(DatasetPlace(path, "entry", number), value)
 
 
-def jsonl_entries(path: Path) -> Iterator[Entry]:
+def jsonl_entries(path: Path) -> Iterator[DatasetEntry]:
     """Yield the objects of a file with one JSON object per line; empty lines are skipped."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
-        place = Place(path, "line", number)
+        place = DatasetPlace(path, "line", number)
         if not line.strip():
             continue
         try:
@@ -85,7 +85,7 @@ def jsonl_entries(path: Path) -> Iterator[Entry]:
         yield _entry(place, value)
 
 
-def _entry(place: Place, value: Any) -> Entry:
+def _entry(place: DatasetPlace, value: Any) -> DatasetEntry:
     if not isinstance(value, dict):
         raise place.error(f"must be a JSON object, not a {type(value).__name__}")
-    return Entry(place, value)
+    return DatasetEntry(place, value)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.load.flags import check_bounds, flag, flag_of, given
+from benchmarks.load.flags import check_bounds, flag, flag_of, given, number
 from topspin.errors import ConfigError
 
 NAMES = ("random", "sharegpt", "prefix-repetition", "burstgpt", "custom")
@@ -56,7 +56,7 @@ def _range_ratio(text: str) -> RangeRatio:
 
 
 def _tokens(name: str, default: int | None, text: str, *, least: int = 1) -> Any:
-    return flag(name, default, text, least=least, type=int, metavar="N")
+    return number(name, default, text, kind=int, least=least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +136,11 @@ class DatasetSettings:
     burstgpt_model: str | None = flag(
         "--burstgpt-model", None, "rows of this model only: GPT-4 or ChatGPT (all)", metavar="NAME"
     )
-    trace_start_s: float = flag(
-        "--trace-start", 0.0, "leave out a trace's first S seconds (0)", least=0, type=float
+    trace_start_s: float = number(
+        "--trace-start", 0.0, "leave out a trace's first N seconds (0)", least=0
     )
-    trace_duration_s: float | None = flag(
-        "--trace-duration", None, "replay S seconds of a trace (all)", above=0, type=float
+    trace_duration_s: float | None = number(
+        "--trace-duration", None, "replay N seconds of a trace (all)", above=0
     )
 
     def __post_init__(self) -> None:

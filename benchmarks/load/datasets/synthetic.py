@@ -19,14 +19,13 @@ def completion(
 ) -> BenchRequest:
     """Return one request whose prompt is the passages one after the other.
 
-    As a chat the passages are the user's message; the template adds an unknown number of tokens, so
-    prompt_tokens is None.
+    The template of a chat adds an unknown number of tokens, so prompt_tokens is None.
     """
-    prompt = maker.prompt(passages)
-    if chat:
-        return BenchRequest(messages=[{"role": "user", "content": prompt}], max_tokens=output_len)
-    num_tokens = sum(len(passage) for passage in passages)
-    return BenchRequest(prompt=prompt, prompt_tokens=num_tokens, max_tokens=output_len)
+    return BenchRequest(
+        prompt=maker.prompt(passages),
+        prompt_tokens=None if chat else sum(map(len, passages)),
+        max_tokens=output_len,
+    )
 
 
 def random_requests(

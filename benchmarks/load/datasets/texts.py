@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.load.contracts import BenchRequest, Message
-from benchmarks.load.datasets.lines import Entry, json_entries, jsonl_entries
+from benchmarks.load.datasets.lines import DatasetEntry, json_entries, jsonl_entries
 from benchmarks.load.datasets.settings import DatasetSettings
 from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError, InvalidRequest
@@ -64,8 +64,8 @@ def sharegpt_requests(
         if prompt_len < _SHAREGPT_MIN_LEN or prompt_len > max_prompt_len:
             continue
         if prompt_len + output_len <= max_total_len:
-            fields = _text(prompt, prompt_len, chat=settings.chat)
-            found.append(BenchRequest(**fields, max_tokens=output_len))
+            length = None if settings.chat else prompt_len
+            found.append(BenchRequest(prompt=prompt, prompt_tokens=length, max_tokens=output_len))
     return found
 
 
@@ -95,7 +95,10 @@ def custom_requests(
 
 
 def _custom(
-    entry: Entry, settings: DatasetSettings, tokenizer: Tokenizer | None, start_s: float | None
+    entry: DatasetEntry,
+    settings: DatasetSettings,
+    tokenizer: Tokenizer | None,
+    start_s: float | None,
 ) -> BenchRequest:
     kinds = [key for key in ("prompt", "messages", "prompt_token_ids") if key in entry.fields]
     if len(kinds) != 1:
@@ -113,7 +116,7 @@ def _custom(
 
 
 def _prompt(
-    entry: Entry, kind: str, settings: DatasetSettings, tokenizer: Tokenizer | None
+    entry: DatasetEntry, kind: str, settings: DatasetSettings, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """Return the fields of a request that say what is asked."""
     if kind == "messages":
@@ -133,17 +136,13 @@ def _prompt(
     prompt = entry.fields["prompt"]
     if not isinstance(prompt, str) or not prompt:
         raise entry.place.error("prompt must be a text that is not empty")
-    length = None if tokenizer is None else _length(entry, tokenizer, prompt)
-    return _text(prompt, length, chat=settings.chat)
+    length = None
+    if tokenizer is not None and not settings.chat:
+        length = _length(entry, tokenizer, prompt)
+    return {"prompt": prompt, "prompt_tokens": length}
 
 
-def _text(text: str, length: int | None, *, chat: bool) -> dict[str, Any]:
-    if chat:
-        return {"messages": [{"role": "user", "content": text}]}
-    return {"prompt": text, "prompt_tokens": length}
-
-
-def _turns(entry: Entry, key: str, *, most: int | None = None) -> list[Message]:
+def _turns(entry: DatasetEntry, key: str, *, most: int | None = None) -> list[Message]:
     """Return the entry's (first) messages as {"role", "content"}, from either spelling."""
     raw: Any = entry.fields.get(key)
     if not isinstance(raw, list):
@@ -165,15 +164,15 @@ def _turns(entry: Entry, key: str, *, most: int | None = None) -> list[Message]:
 
 
 def _mixed(
-    entries: Sequence[Entry], settings: DatasetSettings, rng: np.random.Generator
-) -> list[Entry]:
+    entries: Sequence[DatasetEntry], settings: DatasetSettings, rng: np.random.Generator
+) -> list[DatasetEntry]:
     """Return the entries shuffled by the seed, or in file order with --disable-shuffle."""
     if settings.in_order:
         return list(entries)
     return [entries[idx] for idx in rng.permutation(len(entries))]
 
 
-def _length(entry: Entry, tokenizer: Tokenizer, text: str) -> int:
+def _length(entry: DatasetEntry, tokenizer: Tokenizer, text: str) -> int:
     try:
         return len(tokenizer.encode(text, add_special_tokens=True))
     except InvalidRequest as error:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.load.contracts import BenchRequest
-from benchmarks.load.datasets.lines import Place, read_text
+from benchmarks.load.datasets.lines import DatasetPlace, read_text
 from benchmarks.load.datasets.prompts import PromptMaker
 from benchmarks.load.datasets.settings import DatasetSettings
 from benchmarks.load.datasets.synthetic import completion
@@ -76,9 +76,9 @@ def read_burstgpt(path: Path, *, model: str | None) -> Iterator[TraceRow]:
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     missing = [name for name in _BURSTGPT_COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
-        raise Place(path, "line", 1).error(f"has no column {', '.join(missing)}")
+        raise DatasetPlace(path, "line", 1).error(f"has no column {', '.join(missing)}")
     for fields in reader:
-        place = Place(path, "line", reader.line_num)
+        place = DatasetPlace(path, "line", reader.line_num)
         numbers = [_number(place, name, fields[name]) for name in _BURSTGPT_COLUMNS[::2]]
         output_len = _number(place, "Response tokens", fields["Response tokens"])
         time_s, input_len = numbers
@@ -88,7 +88,7 @@ def read_burstgpt(path: Path, *, model: str | None) -> Iterator[TraceRow]:
             yield TraceRow(time_s, int(input_len), int(output_len))
 
 
-def _number(place: Place, name: str, text: str | None) -> float:
+def _number(place: DatasetPlace, name: str, text: str | None) -> float:
     try:
         value = float(text or "")
     except ValueError as error:

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from benchmarks.load.contracts import RequestRecord, Run
+from benchmarks.load.contracts import LoadRun, MeasuredRequest
 from benchmarks.load.figures.series import concurrency
 from topspin.errors import ConfigError
 
@@ -43,36 +43,36 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 QUEUE = "client_queue_time"
 
 
-def ttft_s(record: RequestRecord) -> float | None:
+def ttft_s(record: MeasuredRequest) -> float | None:
     """Return the time to the first token from the intended send time."""
     if record.first_token_s is None:
         return None
     return record.first_token_s - record.intended_s
 
 
-def e2el_s(record: RequestRecord) -> float | None:
+def e2el_s(record: MeasuredRequest) -> float | None:
     """Return the time to the end of the reply from the intended send time."""
     return None if record.end_s is None else record.end_s - record.intended_s
 
 
-def queue_s(record: RequestRecord) -> float | None:
+def queue_s(record: MeasuredRequest) -> float | None:
     """Return the request's waiting time in the client."""
     return None if record.sent_s is None else record.sent_s - record.intended_s
 
 
-def tpot_s(record: RequestRecord) -> float | None:
+def tpot_s(record: MeasuredRequest) -> float | None:
     """Return the mean time per token after the first; None below two tokens."""
     if record.output_tokens < 2 or record.first_token_s is None or record.last_token_s is None:
         return None
     return (record.last_token_s - record.first_token_s) / (record.output_tokens - 1)
 
 
-def itls_s(record: RequestRecord) -> list[float]:
+def itls_s(record: MeasuredRequest) -> list[float]:
     """Return the waits between successive arrivals of output."""
     return [after - before for before, after in pairwise(record.arrival_times_s)]
 
 
-def latencies_ms(run: Run) -> dict[str, list[float]]:
+def latencies_ms(run: LoadRun) -> dict[str, list[float]]:
     """Return the latencies of the successful requests, and the waits between arrivals."""
     good = [record for record in run.records if record.ok]
     of_request = {"ttft": ttft_s, "tpot": tpot_s, "e2el": e2el_s, QUEUE: queue_s}
@@ -84,7 +84,7 @@ def latencies_ms(run: Run) -> dict[str, list[float]]:
 
 
 def measure_run(
-    run: Run,
+    run: LoadRun,
     *,
     percentiles: Sequence[float] = (99.0,),
     goodput_s: Mapping[str, float] | None = None,
@@ -174,7 +174,7 @@ def _finite(value: Any) -> Any:
     return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
-def lists_of(run: Run) -> dict[str, Any]:
+def lists_of(run: LoadRun) -> dict[str, Any]:
     """Return vLLM's lists with an entry per request; 0 for points that a failed one missed."""
     records = run.records
     return {
@@ -190,7 +190,7 @@ def lists_of(run: Run) -> dict[str, Any]:
     }
 
 
-def meets_goals(record: RequestRecord, goals_s: Mapping[str, float]) -> bool:
+def meets_goals(record: MeasuredRequest, goals_s: Mapping[str, float]) -> bool:
     """Return whether a successful request met every goal; TPOT is 0 for a single token."""
     found = {"ttft": ttft_s(record), "tpot": tpot_s(record) or 0.0, "e2el": e2el_s(record)}
     values = [(found[name], goal) for name, goal in goals_s.items()]
@@ -219,7 +219,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     return goals
 
 
-def _best_second(records: Sequence[RequestRecord]) -> float:
+def _best_second(records: Sequence[MeasuredRequest]) -> float:
     tokens: Counter[int] = Counter()
     for record in records:
         for time_s, count in zip(record.arrival_times_s, record.arrival_tokens, strict=True):

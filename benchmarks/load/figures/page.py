@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from benchmarks.experiment import COLOURS, can_draw
-from benchmarks.load.contracts import Run
+from benchmarks.experiment import COLOURS, TextTable, can_draw, show
+from benchmarks.load.contracts import LoadRun
 from benchmarks.load.figures import series
 from benchmarks.load.figures.metrics import LATENCIES, latencies_ms, measure_run
 from benchmarks.load.figures.view import tables_of
@@ -43,16 +42,13 @@ def check_report(path: Path | None) -> None:
         raise ConfigError("a report has a picture, which needs matplotlib: pip install '.[plots]'")
 
 
-def write_report(path: Path, runs: Mapping[str, Run], *, title: str) -> None:
+def write_report(path: Path, runs: Mapping[str, LoadRun], *, title: str) -> None:
     """Write the report of `runs` (name -> run, at least one) to `path`."""
     console = Console(record=True, file=io.StringIO(), width=_WIDTH)
     measured = {
         name: (run, measure_run(run, percentiles=_PERCENTILES)) for name, run in runs.items()
     }
-    console.print(Text(title, style="bold"))
-    for part in tables_of(measured):
-        console.print(part)
-    console.print(_settings(runs))
+    show([Text(title, style="bold"), *tables_of(measured), _settings(runs)], console)
     page = console.export_html(inline_styles=True)
     alt = "distributions of the latencies, throughput and concurrency over time"
     image = base64.b64encode(_png(runs)).decode("ascii")
@@ -63,26 +59,25 @@ def write_report(path: Path, runs: Mapping[str, Run], *, title: str) -> None:
     path.write_text(page, encoding="utf-8")
 
 
-def _settings(runs: Mapping[str, Run]) -> Table:
+def _settings(runs: Mapping[str, LoadRun]) -> TextTable:
     """Return each run's target, load and dataset; never keys or headers."""
-    table = Table(title="Settings", title_justify="left")
-    table.add_column("")
-    columns: list[dict[str, Any]] = []
-    for name, run in runs.items():
-        table.add_column(name)
-        about: dict[str, Any] = {
+    columns: list[dict[str, Any]] = [
+        {
             "started": run.started_at,
             "url": run.target.url,
             "model": run.target.model,
+            "extra body": run.target.extra_body,
+            **dataclasses.asdict(run.load),
+            **run.settings,
         }
-        about |= {"extra body": run.target.extra_body, **dataclasses.asdict(run.load)}
-        columns.append(about | run.settings)
-    for key in dict.fromkeys(key for each in columns for key in each):
-        table.add_row(key, *(str(each.get(key, "-")) for each in columns))
-    return table
+        for run in runs.values()
+    ]
+    keys = dict.fromkeys(key for each in columns for key in each)
+    rows = [[key, *(str(each.get(key, "-")) for each in columns)] for key in keys]
+    return TextTable(["settings", *runs], rows)
 
 
-def _png(runs: Mapping[str, Run]) -> bytes:
+def _png(runs: Mapping[str, LoadRun]) -> bytes:
     from matplotlib.figure import Figure
 
     figure, data = Figure(figsize=(15, 8), layout="constrained"), io.BytesIO()
@@ -91,7 +86,7 @@ def _png(runs: Mapping[str, Run]) -> bytes:
     return data.getvalue()
 
 
-def _draw(runs: Mapping[str, Run], figure: Figure) -> None:
+def _draw(runs: Mapping[str, LoadRun], figure: Figure) -> None:
     """Draw the latencies' distributions, and throughput and concurrency over time."""
     panels = figure.subplots(2, 3).flat
     for axes, name in zip(panels, LATENCIES, strict=False):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.load.contracts import RequestRecord, Run
+from benchmarks.load.contracts import LoadRun, MeasuredRequest
 
 Floats = npt.NDArray[np.float64]
 
@@ -24,7 +24,7 @@ class Curve(NamedTuple):
     values: Floats
 
 
-def concurrency(records: Sequence[RequestRecord]) -> Curve:
+def concurrency(records: Sequence[MeasuredRequest]) -> Curve:
     """Return the number of requests at the server (sent, not ended) over time."""
     spans = [(r.sent_s, r.end_s) for r in records if r.sent_s is not None and r.end_s is not None]
     changes: dict[float, int] = {0.0: 0}
@@ -38,7 +38,7 @@ def concurrency(records: Sequence[RequestRecord]) -> Curve:
     )
 
 
-def throughput(run: Run, *, bins: int = 60) -> Curve:
+def throughput(run: LoadRun, *, bins: int = 60) -> Curve:
     """Return output tokens per second in equal bins from the start to the end of the run."""
     times, tokens = _arrivals(run.records)
     edges = np.linspace(0.0, max(run.duration_s, 1e-9), bins + 1)
@@ -47,7 +47,7 @@ def throughput(run: Run, *, bins: int = 60) -> Curve:
     return Curve(edges[:-1], totals / np.diff(edges))
 
 
-def decode_rate(records: Sequence[RequestRecord], *, streams: int) -> float | None:
+def decode_rate(records: Sequence[MeasuredRequest], *, streams: int) -> float | None:
     """Return output tokens/s while `streams` requests decoded and none was in prefill.
 
     Counts the arrivals after the beginning of each such interval, including those at its end, over
@@ -81,7 +81,7 @@ def decode_rate(records: Sequence[RequestRecord], *, streams: int) -> float | No
     return float(np.sum(sums[ends[:, 1]] - sums[ends[:, 0]]) / total_s)
 
 
-def _arrivals(records: Sequence[RequestRecord]) -> tuple[Floats, Floats]:
+def _arrivals(records: Sequence[MeasuredRequest]) -> tuple[Floats, Floats]:
     """Return the time and the number of tokens of every arrival of every request."""
     times = [time for record in records for time in record.arrival_times_s]
     tokens = [count for record in records for count in record.arrival_tokens]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine.local_layers import Load, predicted_s
+from benchmarks.engine.local_layers import predicted_s
+from benchmarks.servers.topspin import Streams
 from deploy.placement.devices import DeviceProfile, LinkProfile, ProcessMemory, Rates
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
@@ -28,7 +29,7 @@ def test_a_local_layer_is_predicted_to_save_its_round_trip(tmp_path: Path) -> No
     path = make_checkpoint(tmp_path / "model", "mixtral")
     num_layers = len(load_model_config(path).moe_layers)
     steps = [
-        predicted_s(LAPTOP, path, latency_us=latency, num_local=count, load=Load(4, 16, 8))
+        predicted_s(LAPTOP, path, latency_us=latency, num_local=count, load=Streams(4, 16, 8, 100))
         for latency, count in ((0, num_layers), (500, num_layers), (0, 1), (500, 1), (500, 0))
     ]
     here, still_here, one_near, one_far, all_far = steps

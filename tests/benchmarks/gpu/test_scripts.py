@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -77,25 +78,36 @@ def test_a_failing_measurement_fails_the_script(
     ]
 
 
-def test_smoke(tmp_path: Path) -> None:
+def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all((smoke.ROOT / name).exists() for name in (*smoke.TESTS, smoke.QUICK[0]))
+    own = tmp_path / "test_own.py"
+    own.write_text("def test_one() -> None:\n    pass\n")
+    monkeypatch.setattr(smoke, "QUICK", (str(own),))
+    versions = {"torch": torch.__version__}
+    monkeypatch.setattr(smoke, "installed", lambda package: versions.get(package, "1.0"))
     status, result = run(smoke, tmp_path)
     assert (status, result["problems"]) == (0, [])
     found = {each["probe"]: each["found"] for each in result["figures"] if "probe" in each}
     assert found["torch"] == torch.__version__
     assert found["Python.h"] is not None
-    tests = [each for each in result["figures"] if "test" in each]
-    assert {each["outcome"] for each in tests} == {"passed"}
+    assert [each["outcome"] for each in result["figures"] if "test" in each] == ["passed"]
 
 
 def test_smoke_names_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(smoke, "installed", lambda package: "1.0")
     monkeypatch.setattr(smoke, "run_tests", lambda *_: None)
     status, result = run(smoke, tmp_path)
     assert status == 1
     assert "problem: C compiler: MISSING: install gcc or clang" in capsys.readouterr().err
     assert result["problems"][-1] == "pytest: did not come to its end"
+
+
+def test_a_package_that_cannot_be_imported_is_missing() -> None:
+    assert smoke.installed("msgspec") == importlib.metadata.version("msgspec")
+    assert smoke.installed("no_such_package") is None
 
 
 def test_outcomes_are_read_from_the_report() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.kernels import roofline
-from benchmarks.kernels.roofline import Roofline, Work
+from benchmarks.kernels.roofline import OpWork, Roofline
 from kernels import reference
 from kernels.dispatch import select_ops
 
@@ -17,7 +17,7 @@ def test_linear_counts_the_tensors_and_the_products() -> None:
     with FlopCounterMode(display=False) as counter:
         out = reference.linear(x, reference.pack_linear(weight))
     found = roofline.linear(5, 24, 7)
-    assert found == Work(x.nbytes + weight.nbytes + out.nbytes, counter.get_total_flops())
+    assert found == OpWork(x.nbytes + weight.nbytes + out.nbytes, counter.get_total_flops())
     wide = roofline.linear(5, 24, 7, out_bytes=4)
     assert wide.num_bytes - found.num_bytes == out.float().nbytes - out.nbytes
 
@@ -40,7 +40,7 @@ def test_experts_count_what_is_touched_and_every_pair() -> None:
     slots = torch.tensor([[0, 2], [2, 0], [2, -1]], dtype=torch.int32)
     with FlopCounterMode(display=False) as counter:
         out = reference.grouped_mlp(rows, slots, torch.ones(3, 2), experts).out
-    found = roofline.grouped_mlp(3, hidden, ffn, num_pairs=5, num_touched=2)
+    found = roofline.grouped_mlp(hidden, ffn, num_rows=3, num_pairs=5, num_touched=2)
     expert_bytes = experts.gate_up[0].data.nbytes + experts.down[0].data.nbytes
     assert found.num_bytes == 2 * expert_bytes + rows.nbytes + out.nbytes
     assert found.flops == counter.get_total_flops()
@@ -58,7 +58,7 @@ def test_attention_counts_what_each_row_sees(num_new: int, context: int) -> None
     keys, queries = torch.zeros(context + 5, 2, 8).bfloat16(), torch.zeros(num_new + 1, 6, 8)
     assert found.num_bytes == 2 * keys.nbytes + 2 * queries.bfloat16().nbytes
     wide = roofline.paged_attention([num_new, 1], [context, 5], **shape, number_bytes=4)
-    assert wide == roofline.Work(2 * found.num_bytes, found.flops)
+    assert wide == roofline.OpWork(2 * found.num_bytes, found.flops)
 
 
 def test_small_ops_count_their_tensors() -> None:
@@ -81,7 +81,7 @@ def test_small_ops_count_their_tensors() -> None:
 
 def test_the_slower_of_memory_and_arithmetic_is_the_limit() -> None:
     machine = Roofline(bytes_per_s=100.0, flops_per_s=1000.0)
-    reads, computes = Work(200, 1000), Work(100, 4000)
+    reads, computes = OpWork(200, 1000), OpWork(100, 4000)
     assert machine.least_s(reads) == 2.0
     assert machine.bound(reads) == "memory"
     assert machine.least_s(computes) == 4.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.load.contracts import ClientHealth, Load, RequestRecord, Run, Target
+from benchmarks.load.contracts import ClientHealth, LoadPattern, LoadRun, MeasuredRequest, Target
 
 
 def record(
     index: int, sent_s: float | None, arrivals: Sequence[tuple[float, int]], **more: Any
-) -> RequestRecord:
+) -> MeasuredRequest:
     """Return a request sent at `sent_s` with the given number of tokens at each time."""
     times = tuple(time_s for time_s, _ in arrivals)
     tokens = tuple(count for _, count in arrivals)
@@ -29,16 +29,16 @@ def record(
         "max_tokens": sum(tokens) or 1,
         "http_status": 200,
     }
-    return RequestRecord(**{**fields, **more})
+    return MeasuredRequest(**{**fields, **more})
 
 
-def run_of(records: Sequence[RequestRecord], *, duration_s: float, **more: Any) -> Run:
+def run_of(records: Sequence[MeasuredRequest], *, duration_s: float, **more: Any) -> LoadRun:
     """Return a run of these records by a client that kept up."""
     fields: dict[str, Any] = {
         "target": Target("http://127.0.0.1:1", "scripted"),
-        "load": Load(max_concurrency=2),
+        "load": LoadPattern(max_concurrency=2),
         "health": ClientHealth(0.1, 0.001, 0.002, 0.003, 0.0, 0.0, 0.0),
         "started_at": "2026-01-01T00:00:00+00:00",
         "num_requested": len(records),
     }
-    return Run(records=tuple(records), duration_s=duration_s, **{**fields, **more})
+    return LoadRun(records=tuple(records), duration_s=duration_s, **{**fields, **more})

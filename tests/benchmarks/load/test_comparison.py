@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.load import comparison
-from benchmarks.load.comparison import Figures
+from benchmarks.load.comparison import RoundFigures
 from tests.benchmarks.load.records import record, run_of
 
 
 def test_ratios_are_taken_within_a_round() -> None:
     # The machine halves its speed in round 2: the ratio must not change.
     rounds = [
-        {"a": Figures(output_throughput=100.0), "b": Figures(output_throughput=120.0)},
-        {"a": Figures(output_throughput=50.0), "b": Figures(output_throughput=65.0)},
-        {"a": Figures(output_throughput=100.0), "b": Figures(output_throughput=110.0)},
+        {"a": RoundFigures(output_throughput=100.0), "b": RoundFigures(output_throughput=120.0)},
+        {"a": RoundFigures(output_throughput=50.0), "b": RoundFigures(output_throughput=65.0)},
+        {"a": RoundFigures(output_throughput=100.0), "b": RoundFigures(output_throughput=110.0)},
     ]
     table = comparison.summarise(rounds)
     a, b = table["a"]["output_throughput"], table["b"]["output_throughput"]
@@ -28,8 +28,8 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 def test_what_was_not_measured_is_left_out_and_not_taken_as_zero() -> None:
     rounds = [
-        {"a": Figures(median_ttft_ms=None), "b": Figures(median_ttft_ms=4.0)},
-        {"a": Figures(median_ttft_ms=2.0), "b": Figures(median_ttft_ms=6.0)},
+        {"a": RoundFigures(median_ttft_ms=None), "b": RoundFigures(median_ttft_ms=4.0)},
+        {"a": RoundFigures(median_ttft_ms=2.0), "b": RoundFigures(median_ttft_ms=6.0)},
     ]
     table = comparison.summarise(rounds)
     assert table["a"]["median_ttft_ms"]["rounds"] == [2.0]
@@ -48,15 +48,23 @@ def test_prefill_counts_prompt_tokens_from_the_first_send_to_the_last_token() ->
     assert comparison.prefill_throughput(run_of([failed], duration_s=9.0)) is None
 
 
+def test_a_rounds_figures_are_those_of_its_runs() -> None:
+    # Two streams with 2 and 4 tokens; the first tokens come after 1 s and 2 s.
+    whole = [record(0, 0.0, [(1.0, 1), (4.0, 1)]), record(1, 0.0, [(2.0, 1), (5.0, 3)])]
+    prefill = run_of([record(0, 0.0, [(2.0, 1)])], duration_s=9.0)
+    found = comparison.figures_of(run_of(whole, duration_s=6.0), prefill=prefill, streams=2)
+    assert found == RoundFigures(
+        output_throughput=1.0,
+        median_ttft_ms=1500.0,
+        median_tpot_ms=2000.0,
+        prefill_throughput=5.0,
+        decode_throughput=0.5,
+    )
+
+
 def test_a_round_without_an_answer_has_no_figures() -> None:
     run = run_of([], duration_s=1.0)
-    assert comparison.figures_of(run, prefill=run, streams=1) == Figures()
-
-
-def test_the_floor_is_bytes_over_bandwidth() -> None:
-    floor = comparison.ByteFloor(weight_bytes=30_000_000, read_bytes_per_s=15e9)
-    assert floor.ms_per_token == pytest.approx(2.0)
-    assert floor.as_json()["ms_per_token"] == floor.ms_per_token
+    assert comparison.figures_of(run, prefill=run, streams=1) == RoundFigures()
 
 
 def test_agreement_says_how_far_answers_are_equal() -> None:

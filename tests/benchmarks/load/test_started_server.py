@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.load.started_server import StartedServer, answers
+from benchmarks.load.client.targets import check_ready
+from benchmarks.load.started_server import StartedServer, free_port
 from tests.benchmarks.load.scripted_server import ScriptedServer
 from topspin.errors import ConfigError, EngineUnavailable
 
@@ -19,27 +19,16 @@ from topspin.errors import ConfigError, EngineUnavailable
 _PARENT = """
 import subprocess, sys
 print("parent up", flush=True)
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
-child.wait()
-"""
-_CHILD = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/v1/models" else 404)
-        self.end_headers()
-    def log_message(self, *args): pass
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+subprocess.run([sys.executable, "-m", "tests.benchmarks.load.scripted_main", "x", *sys.argv[1:]])
 """
 
+ROOT = Path(__file__).parents[3]
 Make = Callable[..., StartedServer]
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -50,6 +39,7 @@ def make(tmp_path: Path, port: int) -> Make:
             url=f"http://127.0.0.1:{port}",
             log=tmp_path / "logs" / "server.log",
             ready_timeout_s=ready_timeout_s,
+            cwd=ROOT,
         )
 
     return started
@@ -59,8 +49,8 @@ def test_it_answers_inside_the_block_and_its_whole_group_is_gone_after(
     make: Make, port: int, tmp_path: Path
 ) -> None:
     url = f"http://127.0.0.1:{port}"
-    with make("-c", _PARENT, _CHILD, str(port)) as server:
-        assert answers(url)
+    with make("-c", _PARENT, str(port), str(tmp_path / "journal")) as server:
+        check_ready(url)
         server.check()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
@@ -76,10 +66,9 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(make: Make) -> N
 
 
 def test_a_server_that_never_answers_is_ended(make: Make) -> None:
-    with (
-        pytest.raises(EngineUnavailable, match=r"did not answer within 0\.3 s"),
-        make("-c", "import time; time.sleep(600)", ready_timeout_s=0.3),
-    ):
+    words = ("-c", "import time; time.sleep(600)")
+    late = pytest.raises(EngineUnavailable, match=r"did not answer within 0\.3 s")
+    with late, make(*words, ready_timeout_s=0.3):
         pass
 
 

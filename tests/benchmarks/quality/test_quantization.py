@@ -39,7 +39,6 @@ def test_figures_of_distributions_that_can_be_counted() -> None:
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        ("mixtral", {"intermediate_size": 64}),
         ("qwen2_moe", {"shared_expert_intermediate_size": 64}),
         ("llama_bias", {}),
     ],

@@ -14,12 +14,13 @@ from app.cli.main import main
 from benchmarks.experiment import can_draw
 from benchmarks.local_model import BLOCK_SIZE, LocalModel
 from benchmarks.retrieval import command, quality, speed, tasks
-from benchmarks.retrieval.tasks import KINDS, NothingSelected, questions_of, selected_rows
+from benchmarks.retrieval.flags import NothingSelected, RetrievalFlags
+from benchmarks.retrieval.tasks import KINDS, questions_of
 from kernels.contracts import SEGMENT_KEYS
 from kernels.cpu.compiled.matmul.linear import block_width
 from models.text.tokenizer import Tokenizer
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
-from topspin.errors import ConfigError, EngineUnavailable
+from topspin.errors import ConfigError
 
 TEXT = "".join(f"Line {number} says nothing that matters.\n" for number in range(400))
 
@@ -35,10 +36,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def some_tokens(count: int) -> list[int]:
     rng = torch.Generator().manual_seed(3)
     return torch.randint(VOCAB_SIZE - 8, (count,), generator=rng).tolist()
-
-
-def say_nothing(line: str) -> None:
-    pass
 
 
 @torch.inference_mode()
@@ -78,7 +75,7 @@ def test_exact_is_best_in_recall_and_all_keys_have_no_error() -> None:
     rng = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 400, 16, generator=rng)
     query = torch.randn(4, 16, generator=rng)
-    asked = quality.Query(query, keys, values)
+    asked = quality.LayerQuery(query, keys, values)
     exact = quality.methods.exact_scores(query, keys[:, :399])
     scores = {quality.EXACT: exact, "worst": -exact}
     policy = quality.RetrievalPolicy(num_tokens=100, num_sinks=4, num_recent=20)
@@ -120,13 +117,6 @@ def test_every_question_is_answered_once_in_its_text(kind: str, checkpoint: Path
     assert max(places) - min(places) > (1200 if kind == "needles" else 100)
 
 
-def test_selected_rows_are_read_or_the_lack_is_told() -> None:
-    name = "topspin_kv_retrieval_selected_rows_total"
-    assert selected_rows(f'{name}{{model_name="m"}} 12.0\n') == 12
-    with pytest.raises(EngineUnavailable, match=f"/metrics has no {name}"):
-        selected_rows("other_total 1.0\n")
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -160,16 +150,11 @@ def test_steps_in_which_nothing_is_selected_are_no_result(
 ) -> None:
     node = LocalModel.node
     monkeypatch.setattr(LocalModel, "node", lambda self, tokens=None: node(self, None))
+    flags = ("--tokens", str(SEGMENT_KEYS), "--contexts", str(2 * SEGMENT_KEYS), "--budgets", "128")
+    parser = command.EXPERIMENT.parser(rounds=1)
+    asked = RetrievalFlags.read(parser, [str(checkpoint), *flags, "--steps", "2", "--quiet"])
     with pytest.raises(NothingSelected, match="no codebook was learnt with 128 tokens"):
-        speed.measure(
-            checkpoint,
-            some_tokens(SEGMENT_KEYS),
-            contexts=[2 * SEGMENT_KEYS],
-            budgets=[128],
-            num_steps=2,
-            num_rounds=1,
-            say=say_nothing,
-        )
+        speed.measure(asked)
 
 
 @pytest.mark.slow

@@ -100,25 +100,15 @@ def test_pages_are_scored_by_bounds_and_by_spread(query: Tensor, keys: Tensor) -
     bounds = methods.bounds_scores(query, pages, num_keys)
     spread = methods.spread_scores(query, pages, num_keys)
     assert bool((bounds >= methods.exact_scores(query, keys[:, :num_keys]) - 1e-4).all())
-    repeat = NUM_HEADS // NUM_GROUPS
     for group, key in itertools.product(range(NUM_GROUPS), range(0, num_keys, 7)):
-        begin = key // size * size
-        page = keys[group, begin : begin + size].tolist()
-        found_bounds, found_spread = [], []
-        for head in query[group * repeat : (group + 1) * repeat].tolist():
-            columns = list(zip(*page, strict=True))
-            found_bounds.append(
-                sum(max(q * max(c), q * min(c)) for q, c in zip(head, columns, strict=True))
-            )
-            means = [sum(c) / size for c in columns]
-            squares = [
-                sum((x - m) ** 2 for x in c) / size for m, c in zip(means, columns, strict=True)
-            ]
-            mean = sum(q * m for q, m in zip(head, means, strict=True))
-            variance = sum(q * q * each for q, each in zip(head, squares, strict=True))
-            found_spread.append(mean + methods.PAGE_DEVIATIONS * math.sqrt(variance))
-        assert float(bounds[group, key]) == pytest.approx(max(found_bounds), rel=1e-4)
-        assert float(spread[group, key]) == pytest.approx(max(found_spread), rel=1e-4)
+        page = keys[group, key // size * size :][:size]
+        heads = query.view(NUM_GROUPS, -1, HEAD_DIM)[group]
+        extremes = torch.maximum(heads * page.amax(0), heads * page.amin(0))
+        bound = extremes.sum(-1).max()
+        assert float(bounds[group, key]) == pytest.approx(float(bound), rel=1e-4)
+        variance = heads.square() @ (page.square().mean(0) - page.mean(0).square())
+        likely = (heads @ page.mean(0) + methods.PAGE_DEVIATIONS * variance.sqrt()).max()
+        assert float(spread[group, key]) == pytest.approx(float(likely), rel=1e-4)
 
 
 def test_pruning_keeps_the_scores_of_the_best_pages_only() -> None:
@@ -138,22 +128,16 @@ def test_the_last_queries_of_a_prompt_score_it_and_nothing_behind(keys: Tensor) 
     queries = drawn(window, NUM_HEADS, HEAD_DIM, seed=2)
     found = methods.prompt_scores(queries, keys[:, :num_prompt], num_prompt + 9)
     assert bool(found[:, num_prompt:].isneginf().all())
-    repeat, half = NUM_HEADS // NUM_GROUPS, methods.POOL_KEYS // 2
+    half = methods.POOL_KEYS // 2
     for group in range(NUM_GROUPS):
-        sums = [0.0] * (num_prompt + 2 * half)
-        for row, head in itertools.product(
-            range(window), range(group * repeat, (group + 1) * repeat)
-        ):
+        sums = torch.zeros(num_prompt + 2 * half)
+        heads = queries.view(window, NUM_GROUPS, -1, HEAD_DIM)[:, group]
+        for row, asked in enumerate(heads):
             seen = num_prompt - window + row + 1
-            products = [
-                math.exp(float(queries[row, head] @ keys[group, key]) / math.sqrt(HEAD_DIM))
-                for key in range(seen)
-            ]
-            for key, product in enumerate(products):
-                sums[half + key] += product / sum(products)
-        for key in range(num_prompt):
-            expected = sum(sums[key : key + methods.POOL_KEYS]) / methods.POOL_KEYS
-            assert float(found[group, key]) == pytest.approx(expected, abs=1e-5)
+            weights = (asked @ keys[group, :seen].T / math.sqrt(HEAD_DIM)).softmax(-1)
+            sums[half : half + seen] += weights.sum(0)
+        expected = sums.unfold(0, methods.POOL_KEYS, 1).mean(-1)
+        torch.testing.assert_close(found[group, :num_prompt], expected)
 
 
 def test_attention_to_what_is_seen_is_that_of_torch(query: Tensor, keys: Tensor) -> None:

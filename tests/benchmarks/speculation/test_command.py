@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app.cli.main import main
 from benchmarks.experiment import can_draw
-from benchmarks.load.client.http import request_body
-from benchmarks.load.contracts import Backend, Target
+from benchmarks.servers.topspin import Metrics
 from benchmarks.speculation import command as spec
 from benchmarks.speculation.figures import (
-    Drafts,
     NothingAccepted,
-    Phase,
+    ServerPhase,
+    VerifiedDrafts,
     check_accepted,
     paired_ratio,
-    read_drafts,
     summarise,
 )
 from benchmarks.speculation.prompts import KINDS, PROMPTS_PER_KIND, TEXTS, requests_of
@@ -30,8 +28,8 @@ from models.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from topspin.errors import ConfigError, EngineUnavailable
 
-NONE = Drafts(0, 0, 0)
-SOME = Drafts(10, 40, 15)
+NONE = VerifiedDrafts(0, 0, 0)
+SOME = VerifiedDrafts(10, 40, 15)
 
 
 def test_an_interval_is_students_on_the_logarithms_of_the_rounds_ratios() -> None:
@@ -56,19 +54,22 @@ def test_counters_are_read_and_their_changes_are_a_phases() -> None:
         f'{name}_accepted_tokens_total{{model_name="other"}} 1.0',
         f'{name}_accepted_tokens_per_pos_total{{model_name="m",position="0"}} 11.0',
     ]
-    after = read_drafts("\n".join(lines) + "\n")
-    assert after == Drafts(drafts=12, draft_tokens=50, accepted_tokens=21)
-    assert after.since(Drafts(2, 10, 6)) == Drafts(10, 40, 15)
+    after = VerifiedDrafts.of(Metrics.read("\n".join(lines) + "\n"))
+    assert after == VerifiedDrafts(drafts=12, draft_tokens=50, accepted_tokens=21)
+    assert after.since(VerifiedDrafts(2, 10, 6)) == SOME
     with pytest.raises(EngineUnavailable, match="counters of drafts fell"):
         NONE.since(SOME)
     with pytest.raises(EngineUnavailable, match=r"/metrics has no .*draft_tokens_total"):
-        read_drafts(lines[0] + "\n")
+        VerifiedDrafts.of(Metrics.read(lines[0] + "\n"))
 
 
 def _phase(
-    rate: float, tpot_ms: float | None, drafts: Drafts = NONE, answers: tuple[str, ...] = ("a", "b")
-) -> Phase:
-    return Phase(rate, tpot_ms, drafts, answers)
+    rate: float,
+    tpot_ms: float | None,
+    drafts: VerifiedDrafts = NONE,
+    answers: tuple[str, ...] = ("a", "b"),
+) -> ServerPhase:
+    return ServerPhase(rate, tpot_ms, drafts, answers)
 
 
 ROUNDS = [
@@ -104,32 +105,25 @@ def test_rounds_are_paired_counts_summed_and_answers_compared_with_off() -> None
     assert table["adaptive"]["median_tpot_ms"] is None
 
 
-def test_the_table_has_a_row_for_each_kind_and_server() -> None:
+def test_what_no_round_or_only_one_has_is_shown() -> None:
     result = {
         "model": "some/where/tiny",
-        "servers": {"off": "off", "adaptive": '{"method":"suffix"}'},
+        "servers": {"adaptive": "x"},
         "output_len": 8,
         "rounds_measured": 2,
-        "error": None,
         "warnings": ["the client was saturated."],
-        "concurrencies": {"4": {"json": summarise(ROUNDS)}},
+        "concurrencies": {
+            "4": {kind: summarise(ROUNDS[:n]) for kind, n in (("chat", 2), ("json", 1))}
+        },
     }
     shown = spec.EXPERIMENT.markdown(result)
-    assert 'tiny, `{"method":"suffix"}`, at most 8 tokens' in shown
-    assert "| prompts, 4 at once | server |" in shown
-    assert "| json | off | 20.0 | 8.00 | - | 0 | - |" in shown
-    forced = "| json | forced | 40.0 (2.00x [2.00..2.00]) | 4.00 (0.50x [0.50..0.50])"
-    assert f"{forced} | 1.50 | 80 | 75% |" in shown
-    assert "| json | adaptive | 20.0 (1.00x [1.00..1.00]) | - | - | 0 | 50% |" in shown
+    assert "| chat | adaptive | 20.0 (1.00x [1.00..1.00]) | - | - | 0 | 50% |" in shown
+    assert "| json | forced | 20.0 (2.00x) | 4.00 (0.50x) |" in shown
     assert shown.endswith("Warning: the client was saturated.")
-    alone = spec.EXPERIMENT.markdown(
-        {**result, "concurrencies": {"4": {"json": summarise(ROUNDS[:1])}}}
-    )
-    assert "| json | forced | 20.0 (2.00x) | 4.00 (0.50x) |" in alone
 
 
 def test_a_forced_server_that_accepts_nothing_is_no_result() -> None:
-    drafted = Drafts(5, 20, 0)
+    drafted = VerifiedDrafts(5, 20, 0)
     turns = {
         "chat": {"off": _phase(1.0, 1.0, SOME), "forced": _phase(1.0, 1.0, drafted)},
         "json": {"off": _phase(1.0, 1.0, SOME), "forced": _phase(1.0, 1.0, NONE)},
@@ -137,7 +131,7 @@ def test_a_forced_server_that_accepts_nothing_is_no_result() -> None:
     message = r"the forced server accepted no token .* at 16 at once \(20 were drafted\)"
     with pytest.raises(NothingAccepted, match=message):
         check_accepted(turns, "forced", 16)
-    turns["json"]["forced"] = _phase(1.0, 1.0, Drafts(5, 20, 1))
+    turns["json"]["forced"] = _phase(1.0, 1.0, VerifiedDrafts(5, 20, 1))
     check_accepted(turns, "forced", 16)
 
 
@@ -148,38 +142,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(folder, "qwen3_moe", max_position_embeddings=2048)
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [*((kind, "openai") for kind in KINDS), *((kind, "openai-chat") for kind in TEXTS)],
-)
-def test_requests_repeat_and_no_two_with_one_salt_are_the_same(
-    kind: str, backend: Backend, checkpoint: Path
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_repeat_and_no_two_with_one_salt_are_the_same(kind: str, checkpoint: Path) -> None:
     tokenizer = Tokenizer.from_directory(checkpoint)
-
-    def made(salt: str) -> list[dict[str, Any]]:
-        requests = requests_of(
-            kind,
-            2 * PROMPTS_PER_KIND + 1,
-            backend=backend,
-            output_len=7,
-            tokenizer=tokenizer,
-            salt=salt,
-            seed=[3, 1],
-        )
-        target = Target("http://here", "m", backend)
-        return [json.loads(request_body(target, request)) for request in requests]
-
-    bodies = made("x")
-    assert bodies == made("x")
-    assert len(bodies) == 2 * PROMPTS_PER_KIND + 1
-    salted = {
-        (body["cache_salt"], str(body.get("prompt") or body.get("messages"))) for body in bodies
-    }
-    assert len(salted) == len(bodies)
-    assert len({salt for salt, _ in salted}) == 3
-    assert not {salt for salt, _ in salted} & {body["cache_salt"] for body in made("y")}
-    assert all((body["temperature"], body["max_tokens"]) == (0.0, 7) for body in bodies)
+    made = partial(requests_of, kind, output_len=7, tokenizer=tokenizer, seed=[3, 1])
+    asked = made(2 * PROMPTS_PER_KIND + 1, salt="x")
+    assert asked == made(2 * PROMPTS_PER_KIND + 1, salt="x")
+    salts = [each.extra_body["cache_salt"] for each in asked]
+    pairs = {(salt, str(each.prompt)) for salt, each in zip(salts, asked, strict=True)}
+    assert len(pairs) == len(asked) == 2 * PROMPTS_PER_KIND + 1
+    assert len(set(salts)) == 3
+    assert not set(salts) & {each.extra_body["cache_salt"] for each in made(9, salt="y")}
+    assert {(each.extra_body["temperature"], each.max_tokens) for each in asked} == {(0.0, 7)}
 
 
 def test_every_kind_has_as_many_prompts() -> None:
@@ -204,14 +178,14 @@ def test_bad_flags_are_refused_before_anything_starts(
         spec.main([str(checkpoint), *flags])
 
 
-def words_of(plan: spec.Plan, name: str) -> str:
+def words_of(plan: spec.SpeculationFlags, name: str) -> str:
     """Return the command of a server up to its port, which is another each time."""
     return shlex.join(plan.server(name).words[:-2])
 
 
 def test_the_servers_differ_in_their_speculation_only(checkpoint: Path) -> None:
     config = '{"method": "ngram", "num_speculative_tokens": 3, "adaptive": false}'
-    plan = spec.Plan.of([str(checkpoint), "--config", config, "--expert-nodes", "2"])
+    plan = spec.SpeculationFlags.of([str(checkpoint), "--config", config, "--expert-nodes", "2"])
     commands = {name: words_of(plan, name) for name in plan.servers}
     shared = {command.replace(plan.servers[name], "X") for name, command in commands.items()}
     assert {text.replace("'X'", "X") for text in shared} == {
@@ -229,7 +203,9 @@ def test_the_servers_differ_in_their_speculation_only(checkpoint: Path) -> None:
 @pytest.mark.parametrize("flags", [["--draft-nodes", "1"], ["--draft-nodes=1"]])
 def test_with_draft_nodes_a_server_drafts_serially(checkpoint: Path, flags: list[str]) -> None:
     config = '{"method": "draft_model", "model": "self-int4"}'
-    plan = spec.Plan.of([str(checkpoint), "--config", config, *flags, "--expert-nodes", "2"])
+    plan = spec.SpeculationFlags.of(
+        [str(checkpoint), "--config", config, *flags, "--expert-nodes", "2"]
+    )
     assert list(plan.servers) == ["off", "forced", "adaptive", "serial"]
     assert plan.servers["serial"] == plan.servers["forced"]
     assert words_of(plan, "serial").endswith(" --expert-nodes 2")
@@ -241,11 +217,11 @@ def _rounds(monkeypatch: pytest.MonkeyPatch, *accepted: int | BaseException) -> 
     """Let the servers' turns end at once: a round's accepted tokens, or what ends it."""
     counts = iter(accepted)
 
-    def measured(plan: spec.Plan, number: int, warnings: list[str]) -> spec.Round:
+    def measured(plan: spec.SpeculationFlags, number: int, warnings: list[str]) -> spec.Round:
         count = next(counts)
         if isinstance(count, BaseException):
             raise count
-        drafts = {"off": NONE, "forced": Drafts(5, 20, count), "adaptive": NONE}
+        drafts = {"off": NONE, "forced": VerifiedDrafts(5, 20, count), "adaptive": NONE}
         turn = {name: _phase(10.0 + number, 4.0, each) for name, each in drafts.items()}
         return {at: dict.fromkeys(KINDS, turn) for at in plan.concurrencies}
 

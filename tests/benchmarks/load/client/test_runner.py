@@ -19,7 +19,7 @@ from benchmarks.load.client.runner import (
     measure,
     run_load,
 )
-from benchmarks.load.contracts import BenchRequest, Load, Target
+from benchmarks.load.contracts import BenchRequest, LoadPattern, Target
 from benchmarks.load.figures.metrics import measure_run, queue_s, ttft_s
 from tests.benchmarks.load.scripted_server import (
     Received,
@@ -68,34 +68,26 @@ def test_no_long_collection_happens_in_a_run() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_every_request_is_sent_once_and_in_its_place() -> None:
-    with ScriptedServer() as server:
-        asked = [BenchRequest(max_tokens=1, prompt=[index]) for index in range(30)]
-        run = run_load(target_at(server), asked, Load(max_concurrency=7))
-    assert sorted(received.body["prompt"][0] for received in server.requests) == list(range(30))
-    assert [record.index for record in run.records] == list(range(30))
-    assert all(record.ok for record in run.records)
-    assert run.num_requested == 30
-    assert not run.interrupted
-
-
-def test_the_limit_of_concurrency_holds_and_places_are_taken_at_once() -> None:
+def test_a_closed_loop_sends_every_request_once_and_takes_places_at_once() -> None:
     with ScriptedServer(slow) as server:
-        run = run_load(target_at(server), requests(24), Load(max_concurrency=6))
+        asked = [BenchRequest(max_tokens=1, prompt=[index]) for index in range(24)]
+        run = run_load(target_at(server), asked, LoadPattern(max_concurrency=6))
+    assert sorted(received.body["prompt"][0] for received in server.requests) == list(range(24))
+    assert [record.index for record in run.records] == list(range(24))
+    assert all(record.ok for record in run.records)
+    assert (run.num_requested, run.interrupted) == (24, False)
     assert measure_run(run)["max_concurrent_requests"] <= 6
-    # A closed loop: each later request is timed from the end of an earlier one.
+    # Each later request is timed from the end of an earlier one.
     starts = [record.intended_s for record in run.records]
     assert starts.count(0.0) == 6
-    later = {start for start in starts if start}
-    assert len(later) == 18
-    assert later <= {record.end_s for record in run.records}
+    assert {start for start in starts if start} <= {record.end_s for record in run.records}
 
 
 def test_an_open_loop_does_not_wait_for_replies() -> None:
     # No reply begins before all 20 requests have come.
     server = ScriptedServer(lambda received: held(received, lambda: len(server.requests) == 20))
     with server:
-        run = run_load(target_at(server), requests(20), Load(request_rate=200, seed=5))
+        run = run_load(target_at(server), requests(20), LoadPattern(request_rate=200, seed=5))
     assert all(record.ok for record in run.records)
     assert measure_run(run)["max_concurrent_requests"] == 20
     times = [record.intended_s for record in run.records]
@@ -108,7 +100,7 @@ def test_an_open_loop_does_not_wait_for_replies() -> None:
 
 def test_waiting_for_a_place_is_queueing_from_the_intended_time() -> None:
     with ScriptedServer(slow) as server:
-        load = Load(request_rate=1000, max_concurrency=1)
+        load = LoadPattern(request_rate=1000, max_concurrency=1)
         run = run_load(target_at(server), requests(5), load)
     assert measure_run(run)["max_concurrent_requests"] == 1
     order = sorted(run.records, key=lambda record: record.intended_s)
@@ -124,7 +116,7 @@ def test_waiting_for_a_place_is_queueing_from_the_intended_time() -> None:
 def test_replayed_requests_are_due_at_their_timestamps() -> None:
     asked = [BenchRequest(max_tokens=1, prompt="a", arrival_s=t) for t in (0.1, 0.0, 0.05)]
     with ScriptedServer() as server:
-        run = run_load(target_at(server), asked, Load(replay=True, time_scale=2))
+        run = run_load(target_at(server), asked, LoadPattern(replay=True, time_scale=2))
     assert [record.intended_s for record in run.records] == [0.2, 0.0, 0.1]
     assert run.duration_s >= 0.2
 
@@ -134,7 +126,7 @@ def test_a_stalled_client_says_so_and_counts_from_the_intended_time() -> None:
         time.sleep(0.6)
 
     with ScriptedServer() as server:
-        load = Load(request_rate=50, burstiness=10)
+        load = LoadPattern(request_rate=50, burstiness=10)
         run = run_load(target_at(server), requests(50), load, watch=stall)
     assert all(record.ok for record in run.records)
     latest = max(run.records, key=lambda record: (record.sent_s or 0) - record.intended_s)
@@ -151,11 +143,11 @@ def test_nothing_is_sent_if_anything_is_wrong() -> None:
         target = target_at(server)
         bad = [*requests(2), BenchRequest(max_tokens=1, messages=[{"role": "user"}])]
         with pytest.raises(ConfigError):
-            run_load(target, bad, Load(max_concurrency=1))
+            run_load(target, bad, LoadPattern(max_concurrency=1))
         with pytest.raises(ConfigError):
-            run_load(target, requests(2), Load(replay=True, request_rate=1))
+            run_load(target, requests(2), LoadPattern(replay=True, request_rate=1))
         with pytest.raises(ConfigError, match="timestamps"):
-            run_load(target, requests(2), Load(replay=True))
+            run_load(target, requests(2), LoadPattern(replay=True))
     assert server.requests == []
 
 
@@ -167,14 +159,19 @@ def hang_but_for_the_first(received: Received) -> Reply:
 
 @pytest.mark.usefixtures("terminal_signals")
 def test_control_c_ends_the_run_and_keeps_what_there_is() -> None:
+    seen: list[Snapshot] = []
+
     def interrupt(snapshot: Snapshot) -> None:
+        seen.append(snapshot)
         if snapshot.num_completed == 1 and snapshot.num_running == 2:
             signal.raise_signal(signal.SIGINT)
 
     asked = [BenchRequest(max_tokens=2, prompt=[index]) for index in range(9)]
     with ScriptedServer(hang_but_for_the_first) as server:
-        run = run_load(target_at(server), asked, Load(max_concurrency=2), watch=interrupt)
+        run = run_load(target_at(server), asked, LoadPattern(max_concurrency=2), watch=interrupt)
     assert run.interrupted
+    assert {each.num_requests for each in seen} == {9}
+    assert 0 < seen[-1].elapsed_s <= run.duration_s
     assert [record.error_kind for record in run.records] == [None, "interrupted", "interrupted"]
     metrics = measure_run(run)
     assert (metrics["completed"], metrics["failed"]) == (1, 0)
@@ -190,26 +187,13 @@ def test_a_cancelled_run_returns_what_there_is() -> None:
                 task.cancel()
 
         task = asyncio.create_task(
-            measure(target, asked, Load(request_rate=100, max_concurrency=2), watch=stop)
+            measure(target, asked, LoadPattern(request_rate=100, max_concurrency=2), watch=stop)
         )
         return len((await task).records)
 
     with ScriptedServer(hang_but_for_the_first) as server:
         target = target_at(server)
         assert asyncio.run(cancelled()) in (2, 3)
-
-
-def test_snapshots_count_what_happens() -> None:
-    seen: list[Snapshot] = []
-    with ScriptedServer(lambda received: held(received, lambda: bool(seen))) as server:
-        run_load(target_at(server), requests(3), Load(), watch=seen.append)
-    assert seen
-    assert seen[0].num_requests == 3
-    for snapshot in seen:
-        assert snapshot.num_running == snapshot.num_sent - snapshot.num_completed
-        assert 0 <= snapshot.num_running <= 3
-    elapsed = [snapshot.elapsed_s for snapshot in seen]
-    assert elapsed == sorted(elapsed)
 
 
 def test_places_are_given_in_order_at_the_time_when_they_became_free() -> None:

@@ -30,10 +30,6 @@ def test_events_do_not_depend_on_where_the_bytes_are_cut(cuts: list[int]) -> Non
     assert parse(blocks) == EVENTS
 
 
-def test_byte_by_byte() -> None:
-    assert parse([STREAM[i : i + 1] for i in range(len(STREAM))]) == EVENTS
-
-
 def test_an_event_comes_out_with_the_bytes_that_end_it() -> None:
     parser = EventParser()
     assert parser.feed(b"data: one\n") == []

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 
 from benchmarks.load.client.targets import (
-    ServedModel,
+    ListedModel,
     ServerUnreachable,
     check_ready,
     first_model,
@@ -18,45 +13,22 @@ from benchmarks.load.client.targets import (
     served_models,
     wait_until_ready,
 )
+from tests.benchmarks.load.scripted_server import ScriptedServer
 
-Answers = dict[str, list[tuple[int, bytes]]]
 MODELS = b'{"data": [{"id": "one", "root": "/models/one", "vocab_size": 9}, {"id": "two"}]}'
 
 
-@contextmanager
-def answering(answers: Answers) -> Iterator[str]:
-    """Serve each path's answers in turn, and the last one from then on; yields the base URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            left = answers.get(self.path, [(404, b"")])
-            status, body = left.pop(0) if len(left) > 1 else left[0]
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
 def test_the_models_are_those_that_the_server_lists() -> None:
-    with answering({"/v1/models": [(200, MODELS)]}) as url:
-        assert served_models(url) == [
-            ServedModel("one", root="/models/one", vocab_size=9),
-            ServedModel("two"),
-        ]
+    with ScriptedServer(pages={"/v1/models": [(200, MODELS)]}) as server:
+        url = server.base_url
+        one = ListedModel("one", root="/models/one", vocab_size=9)
+        assert served_models(url) == [one, ListedModel("two")]
         assert first_model(url + "/") == "one"
-        assert served_model(url, "one").vocab_size == 9
-        assert served_model(url, "three") == ServedModel("three")
-    assert served_model("http://127.0.0.1:9", "one") == ServedModel("one")
+        assert served_model(url, "one") == one
+        assert served_model(url, "three") == ListedModel("three")
+        # A server without health is ready with its models.
+        check_ready(url)
+    assert served_model(url, "one") == ListedModel("one")
 
 
 @pytest.mark.parametrize(
@@ -70,29 +42,19 @@ def test_the_models_are_those_that_the_server_lists() -> None:
 )
 def test_an_answer_that_is_no_list_is_an_error(status: int, body: bytes, said: str) -> None:
     with (
-        answering({"/v1/models": [(status, body)]}) as url,
+        ScriptedServer(pages={"/v1/models": [(status, body)]}) as server,
         pytest.raises(ServerUnreachable, match=said),
     ):
-        first_model(url)
+        first_model(server.base_url)
 
 
-def test_a_server_that_still_loads_is_waited_for() -> None:
+def test_a_server_that_still_loads_is_waited_for_though_it_lists_its_models() -> None:
     health = [(503, b"loading"), (503, b"loading"), (200, b"")]
-    with answering({"/health": health, "/v1/models": [(200, MODELS)]}) as url:
+    with ScriptedServer(pages={"/health": health, "/v1/models": [(200, MODELS)]}) as server:
         with pytest.raises(ServerUnreachable, match="answers 503: loading"):
-            check_ready(url)
-        wait_until_ready(url, 60)
+            check_ready(server.base_url)
+        wait_until_ready(server.base_url, 60)
         assert health == [(200, b"")]
-
-
-def test_a_server_without_health_is_ready_with_its_models() -> None:
-    with answering({"/v1/models": [(200, MODELS)]}) as url:
-        check_ready(url)
-
-
-def test_the_wait_ends() -> None:
-    with (
-        answering({"/health": [(503, b"loading")]}) as url,
-        pytest.raises(ServerUnreachable, match=r"not ready after 0.01 s: .*503: loading"),
-    ):
-        wait_until_ready(url, 0.01)
+        health[:] = [(503, b"loading")]
+        with pytest.raises(ServerUnreachable, match=r"not ready after 0.01 s: .*503: loading"):
+            wait_until_ready(server.base_url, 0.01)

@@ -114,9 +114,9 @@ def test_custom_messages_and_timestamps(tmp_path: Path) -> None:
     ]
     path = _write_lines(tmp_path / "c.jsonl", lines)
     requests = _load(None, path, name="custom", chat=True)
-    assert [(r.arrival_s, r.messages) for r in requests] == [
-        (0.0, turns),
-        (2.5, [{"role": "user", "content": "late"}]),
+    assert [(r.arrival_s, r.messages, r.prompt) for r in requests] == [
+        (0.0, turns, None),
+        (2.5, None, "late"),
     ]
 
 
