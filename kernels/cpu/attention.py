@@ -40,6 +40,7 @@ Integers = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 _MEMO: Final = "cpu_attention"
+_LATEST: Final = ("cpu_attention of a recorded step, as it is now",)
 _NO_BRANCH: Final[tuple[int, ...]] = ()
 # Pieces up to SHORT_ROWS query rows share padded groups; longer slices of a prompt are
 # cut so that early rows do not compute scores of keys that only later rows see.
@@ -329,6 +330,7 @@ def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
     some sequences retrieve, or none.
     """
     assert (recorded.retrieval is None) == (fresh.retrieval is None)
+    recorded.memo[_LATEST] = fresh  # for steps with an obstacle, which are called again
     queries = _queries(fresh)
     for key, plan in recorded.memo.items():
         if key[0] != _MEMO:
@@ -412,7 +414,7 @@ def paged_attention(
                 q,
                 k_cache,
                 v_cache,
-                meta,
+                cast("AttentionMeta", meta.memo.get(_LATEST, meta)),
                 scale=scale,
                 sliding_window=sliding_window,
                 codes=codes,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.engine import engine_config
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 14
@@ -28,6 +29,20 @@ class Case(NamedTuple):
 
 
 CaseOf = Callable[[str], Case]
+
+
+def crowded_config(case: Case, *, spare: int = 8, most: int = NUM_TOKENS, **settings: Any) -> Any:
+    """Return a plan with blocks for `spare` tokens more than the longest request has.
+
+    It has `most` tokens of output. Others are preempted, and computed again.
+    """
+    model = load_model_config(case.path)
+    number_bytes = {"float32": 4, "bfloat16": 2}[settings.get("dtype", "float32")]
+    if settings.get("kv_cache_dtype", "auto") != "auto":
+        number_bytes = 1
+    num_tokens = max(map(len, case.prompts)) + most + spare
+    size_bytes = num_tokens * 2 * number_bytes * model.num_layers * model.kv_size
+    return engine_config(case.path, kv_cache_bytes=size_bytes, **settings)
 
 
 @pytest.fixture(autouse=True)

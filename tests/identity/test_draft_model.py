@@ -39,7 +39,6 @@ TREES = {"num_speculative_tokens": 6, "branches": True, "draft_width": 3}
 LAYOUTS = (
     ("local", (1, 1), 1, {}),
     ("shm", (2, 2), 2, TREES),
-    pytest.param("tcp", (1, 3), 2, {}, marks=slow),
     pytest.param("shm", (1, 3), 3, {**TREES, "draft_passes": 2}, marks=slow),
 )
 

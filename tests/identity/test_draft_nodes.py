@@ -30,10 +30,7 @@ from tests.identity.test_speculation import (
 slow = pytest.mark.slow
 LAYOUTS = (
     ("shm", (2, 2), 2, 1, TREES),
-    pytest.param("local", (1, 1), 1, 1, TREES, marks=slow),
-    pytest.param("shm", (2, 2), 2, 1, {}, marks=slow),
     pytest.param("shm", (2, 1), 1, 2, TREES, marks=slow),
-    pytest.param("tcp", (1, 3), 2, 1, TREES, marks=slow),
     pytest.param("shm", (3, 2), 3, 2, {**TREES, "draft_passes": 2}, marks=slow),
 )
 

@@ -42,29 +42,6 @@ def only_copies(redundant: int) -> dict[str, Any]:
     return {"redundant_experts": redundant, "balance": BalancePolicy(interval_s=0.0)}
 
 
-@pytest.mark.parametrize(
-    ("transport", "topology", "redundant", "micro_batches"),
-    [
-        ("local", (1, 3), 5, 2),
-        pytest.param("shm", (2, 2), 8, 1, marks=slow),
-        pytest.param("tcp", (1, 3), 9, 1, marks=slow),
-    ],
-)
-def test_copies_change_no_token(
-    case_of: CaseOf, transport: str, topology: tuple[int, int], redundant: int, micro_batches: int
-) -> None:
-    case = case_of("mixtral")
-    config = config_of(
-        case.path,
-        topology,
-        **only_copies(redundant),
-        transport=transport,
-        micro_batches=micro_batches,
-    )
-    with Engine(config) as engine:
-        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
-
-
 def random_tables(capacities: Sequence[int], *, seed: int) -> Iterator[ExpertTable]:
     """Yield tables of nodes with so many slots per layer, with experts in random places."""
     rng = random.Random(seed)

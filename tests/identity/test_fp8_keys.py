@@ -12,9 +12,9 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.quality.transformers_names import CACHE
-from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate, oracle_model
 from tests.engine import Engine, engine_config
+from tests.identity.conftest import Case, crowded_config
 from tests.structs import changed
 from topspin.devices import KernelName
 from topspin.plan.kv_cache import KvLayerRule
@@ -94,10 +94,7 @@ def expected(path: Path, layers: tuple[int, ...]) -> list[list[int]]:
         ("qwen3_moe", {"deterministic": True, "transport": "shm", "attention_nodes": 2}),
         ("mixtral_sliding_window", {"kv_cache_dtype": "fp8_e4m3"}),
         ("qwen3_moe", {"speculation": TREES}),
-        pytest.param("qwen3_moe", {"kernels": "reference"}, marks=slow),
-        pytest.param("olmoe", {"attention_nodes": 2, "transport": "shm"}, marks=slow),
         pytest.param("mixtral", {"speculation": SUFFIXES}, marks=slow),
-        pytest.param("llama_bias", {}, marks=slow),
     ],
 )
 def test_tokens_are_those_of_transformers_with_rounded_keys(
@@ -126,15 +123,8 @@ def test_single_layers_are_kept_in_fp8(rounded: Rounded, kernels: KernelName) ->
 
 def test_preempted_sequences_go_on(rounded: Rounded) -> None:
     path, wanted = rounded("qwen3_moe")
-    model = load_model_config(path)
-    bytes_per_token = 2 * model.num_layers * model.kv_size
-    longest = max(map(len, PROMPTS)) + NUM_TOKENS
-    config = engine_config(
-        path,
-        kv_cache_dtype="fp8",
-        kv_cache_bytes=(longest + 8) * bytes_per_token,
-        prefix_caching=False,
-    )
+    case = Case(path, PROMPTS, wanted)
+    config = crowded_config(case, most=NUM_TOKENS, kv_cache_dtype="fp8", prefix_caching=False)
     with Engine(config) as engine:
         assert engine.generate(PROMPTS, max_tokens=NUM_TOKENS) == wanted
         assert engine.stats().num_preemptions > 0

@@ -21,7 +21,7 @@ from server.gateway.grammars.structured_outputs import json_grammar
 from tests.checkpoints import EOS_TOKEN_ID
 from tests.engine import Collected, Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
-from tests.identity.conftest import Case, CaseOf
+from tests.identity.conftest import Case, CaseOf, crowded_config
 from tests.identity.test_speculation import CHAINS, TREES, accepted
 from topspin.plan.speculation import Speculation
 
@@ -95,7 +95,6 @@ def expected(case_of: CaseOf) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("transport", "topology", "micro_batches", "speculation"),
     [
-        pytest.param("shm", (2, 2), 2, None, marks=pytest.mark.slow),
         ("local", (1, 1), 1, CHAINS),
         ("tcp", (1, 2), 2, TREES),
     ],
@@ -132,14 +131,7 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(
     case_of: CaseOf, expected: list[list[int]], speculation: Speculation | None
 ) -> None:
     case = case_of(VARIANT)
-    longest = max(map(len, case.prompts)) + MAX_TOKENS
-    bytes_per_token = 2 * 4 * 2 * 2 * 32
-    config = engine_config(
-        case.path,
-        transport="shm",
-        kv_cache_bytes=(longest + 8) * bytes_per_token,
-        speculation=speculation,
-    )
+    config = crowded_config(case, most=MAX_TOKENS, transport="shm", speculation=speculation)
     with Engine(config) as engine:
         # The first time they may come one after the other, as their grammars are compiled.
         for _ in range(2):

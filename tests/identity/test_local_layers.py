@@ -56,11 +56,8 @@ def plan_of(
         (VARIANT, "shm", (1, 2), 2, 0.5),
         ("qwen3_moe", "local", (2, 1), 1, 0.5),
         ("mixtral", "local", (1, 0), 1, 1.0),
-        pytest.param("olmoe", "tcp", (2, 2), 3, 0.5, marks=slow),
         pytest.param(VARIANT, "shm", (2, 0), 4, 1.0, marks=slow),
-        pytest.param("mixtral", "tcp", (1, 2), 4, 0.5, marks=slow),
         pytest.param("qwen3_moe", "shm", (2, 0), 2, 1.0, marks=slow),
-        pytest.param(VARIANT, "local", (1, 1), 2, 0.5, marks=slow),
     ],
 )
 def test_always(

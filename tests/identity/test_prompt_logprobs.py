@@ -11,7 +11,7 @@ import torch
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
-from tests.identity.conftest import NUM_TOKENS, CaseOf
+from tests.identity.conftest import NUM_TOKENS, CaseOf, crowded_config
 from topspin.messages import TokenLogprobs
 
 NUM_TOP = 3
@@ -88,14 +88,7 @@ def test_chunks_cached_prefixes_and_prompts_without_output(case_of: CaseOf) -> N
 def test_preempted_prompts_are_scored_once(case_of: CaseOf) -> None:
     case = case_of("mixtral")
     expected = logprobs_of(case.path, case.prompts)
-    model = load_model_config(case.path)
-    bytes_per_token = 2 * 4 * model.num_layers * model.kv_size
-    longest = max(map(len, case.prompts)) + NUM_TOKENS
-    config = engine_config(
-        case.path,
-        kv_cache_bytes=(longest + 8) * bytes_per_token,
-        max_num_batched_tokens=16,
-    )
+    config = crowded_config(case, max_num_batched_tokens=16)
     with Engine(config) as engine:
         ids = [
             engine.add(prompt, max_tokens=NUM_TOKENS, prompt_logprobs=NUM_TOP)

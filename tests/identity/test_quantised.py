@@ -45,8 +45,6 @@ def clear_tokens(model: Any, prompt: list[int], margin: float = CLEAR_MARGIN) ->
         ("qwen2_moe", "int8", "shm", (1, 2)),
         # Tied to the embeddings, which keep their precision, and not.
         ("mixtral_sliding_window", "int4-head", "local", (1, 1)),
-        pytest.param("qwen3_moe", "int4-head", "shm", (1, 1), marks=pytest.mark.slow),
-        pytest.param("mixtral", "int4", "tcp", (2, 2), marks=pytest.mark.slow),
         pytest.param("llama_bias", "int4", "local", (1, 1), marks=pytest.mark.slow),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine import Collected, Engine, engine_config
-from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
+from tests.identity.conftest import NUM_TOKENS, Case, CaseOf, crowded_config
 from tests.identity.test_sampling import SAMPLING
 from topspin.messages import Stats
 from topspin.plan.speculation import Speculation
@@ -40,10 +40,6 @@ NGRAMS = Speculation(
 LAYOUTS = (
     ("local", (1, 1), 1, CHAINS),
     ("shm", (2, 2), 2, TREES),
-    pytest.param("tcp", (1, 3), 2, CHAINS, marks=slow),
-    pytest.param("shm", (1, 3), 3, CHAINS, marks=slow),
-    pytest.param("local", (2, 2), 2, TREES, marks=slow),
-    pytest.param("tcp", (2, 2), 4, TREES, marks=slow),
 )
 # Tokens that occur again and again, so that something can be found in what was written.
 FEW = dict.fromkeys(range(40, 44), 18.0)
@@ -68,15 +64,7 @@ def config_of(
 
 def crowded_config_of(case: Case, **settings: Any) -> Any:
     """Prompts come in pieces, and there are blocks for little more than the longest request."""
-    longest = max(map(len, case.prompts)) + NUM_TOKENS
-    bytes_per_token = 2 * 4 * 2 * 2 * 32
-    return engine_config(
-        case.path,
-        transport="shm",
-        kv_cache_bytes=(longest + 40) * bytes_per_token,
-        max_num_batched_tokens=17,
-        **settings,
-    )
+    return crowded_config(case, spare=40, transport="shm", max_num_batched_tokens=17, **settings)
 
 
 TIMEOUT_S = 60.0

@@ -1,0 +1,156 @@
+"""Every allowed pair of features is in an engine that gives the tokens of the reference.
+
+The reference is transformers; where a feature rounds numbers (keys in fp8, say), it is one node of
+each role in one process with what rounds and nothing else, whose tokens other tests of this folder
+compare with transformers, and only tokens that lead by a margin count. Some rows run by default,
+with each feature once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.contracts import SEGMENT_KEYS
+from models.description.config import load_model_config
+from models.description.facts import facts_of
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.engine import Engine, engine_config
+from tests.identity import matrix
+from tests.identity.conftest import NUM_TOKENS, PROMPT_LENS, Case, CaseOf
+from tests.identity.matrix import Row, covering_rows, is_rounded, made_of, some_of
+from topspin.plan.combinations import conflicts_in
+from topspin.plan.features import FEATURES
+from topspin.plan.spec import EnginePlan
+
+ROWS = covering_rows()
+# In log-probabilities: far above what one code rounded the other way changes.
+MARGIN = 0.5
+NUM_CLEAR = 4
+# Few tokens, again and again: drafts find something in what was written.
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 0.95,
+    "max_tokens": NUM_TOKENS,
+    "logit_bias": dict.fromkeys(range(40, 44), 18.0),
+}
+SPECULATION = ("drafts", "branches", "draft nodes")
+Tokens = list[list[int]]
+
+
+def test_every_allowed_pair_is_in_a_row() -> None:
+    names = [name for axis in matrix.axes() for name in axis]
+    met = {pair for row in ROWS for pair in map(frozenset, combinations(matrix.found_in(row), 2))}
+    assert set(matrix.allowed_pairs()) <= met
+    assert {name for pair in met for name in pair} >= {*names}
+    some = {name for row in some_of(ROWS) for name in row}
+    assert some == {*names}
+
+
+def test_other_pairs_are_of_the_table() -> None:
+    """But for what a method of drafts has no use for, and kernels without a format."""
+    allowed = set(matrix.allowed_pairs())
+    others = {
+        (one, other)
+        for one, other in combinations(matrix.TRIED, 2)
+        if FEATURES[one].axis != FEATURES[other].axis
+        and frozenset((one, other)) not in allowed
+        and not conflicts_in(matrix.given_to(*matrix.MOE, (one, other)))
+    }
+    assert others == {
+        ("draft nodes", "drafts by suffix"),
+        ("draft nodes", "drafts by n-gram"),
+        ("kernels `reference`", "quantised weights"),
+        ("kernels `deterministic`", "quantised weights"),
+    }
+
+
+def model_of(row: Row) -> str:
+    return next((name for name in row if name in matrix.MODELS), matrix.MODELS[0])
+
+
+def plan_of(path: Path, names: Iterable[str]) -> EnginePlan:
+    """Return a plan of one node of each role with features; contexts may be long."""
+    base = engine_config(
+        path,
+        transport="shm",
+        block_size=16,
+        kv_cache_bytes=24 * 2**20,
+        max_num_batched_tokens=512,
+        window_rows=256,
+    )
+    return made_of(facts_of(load_model_config(path), path), base, set(names))
+
+
+@pytest.fixture(scope="module")
+def long_case_of(tmp_path_factory: pytest.TempPathFactory) -> CaseOf:
+    """Return a cached function that gives a model of long contexts and prompts, without answers."""
+    rng = np.random.default_rng(5)
+    lengths = (SEGMENT_KEYS + 150, *PROMPT_LENS[:15])
+    prompts = [rng.integers(0, VOCAB_SIZE - 8, size=length).tolist() for length in lengths]
+
+    @cache
+    def get(model: str) -> Case:
+        path = tmp_path_factory.mktemp(model)
+        return Case(make_checkpoint(path, model, max_position_embeddings=4096), prompts, [])
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def drawn(case_of: CaseOf) -> Callable[[str], Tokens]:
+    """Return a cached function that gives the sampled tokens of one node of each role."""
+
+    @cache
+    def get(model: str) -> Tokens:
+        case = case_of(model)
+        with Engine(plan_of(case.path, ())) as engine:
+            return engine.generate(case.prompts[:2], **SAMPLING)
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=f"{idx}", marks=[] if row in some_of(ROWS) else [pytest.mark.slow])
+        for idx, row in enumerate(ROWS)
+    ],
+)
+def test_tokens_are_those_of_the_reference(
+    case_of: CaseOf, long_case_of: CaseOf, drawn: Callable[[str], Tokens], row: Row
+) -> None:
+    model = model_of(row)
+    retrieves = any(
+        FEATURES[name].axis in ("retrieval", "spill") for name in row if name in FEATURES
+    )
+    case = long_case_of(model) if retrieves else case_of(model)
+    rounding = [name for name in row if is_rounded([name])]
+    prompts, expected = case.prompts, case.tokens
+    if rounding:
+        kernels = [name for name in row if name.startswith("kernels")]
+        with Engine(plan_of(case.path, [*rounding, *kernels])) as engine:
+            # A draft is verified by one selection for all of it: other tokens of long contexts.
+            prompts = prompts[1:] if retrieves and has_drafts(row) else prompts
+            expected = engine.clear_tokens(prompts, max_tokens=NUM_TOKENS, margin=MARGIN)
+        assert sum(map(len, expected)) >= NUM_CLEAR
+    with Engine(plan_of(case.path, row)) as engine:
+        # The second time their prompts may be cached, and answers are foreseen.
+        for _ in range(2):
+            found = engine.generate(prompts, max_tokens=NUM_TOKENS)
+            cut = [tokens[: len(want)] for tokens, want in zip(found, expected, strict=True)]
+            assert cut == expected
+            assert {*map(len, found)} == {NUM_TOKENS}
+        if not rounding:
+            assert engine.generate(prompts[:2], **SAMPLING) == drawn(model)
+            assert (engine.stats().num_drafts > 0) == has_drafts(row)
+
+
+def has_drafts(row: Row) -> bool:
+    return any(name in FEATURES and FEATURES[name].axis in SPECULATION for name in row)
