@@ -16,7 +16,7 @@ from torch import Tensor
 from models.checkpoints.weights import (
     AttentionWeights,
     ExpertLayerWeights,
-    ExpertWeights,
+    ExpertNodeWeights,
     LayerWeights,
 )
 from models.description.config import ModelConfig
@@ -26,7 +26,7 @@ from models.rope import inverse_frequencies
 def plain_logits(
     config: ModelConfig,
     attention: AttentionWeights,
-    experts: ExpertWeights,
+    experts: ExpertNodeWeights,
     tokens: Sequence[int],
 ) -> Tensor:
     """Return logits [tokens, V] of one sequence; `experts` must hold all, in id order."""
