@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / ".ci" / "install.py"
@@ -53,12 +55,18 @@ def test_a_failure_shows_what_pip_said(tmp_path: Path) -> None:
     assert done.stderr.endswith("pip install failed with status 3\n")
 
 
+def read_all(controller: int) -> Iterator[str]:
+    """Yield what was written to a terminal that is closed; Linux ends it by an error."""
+    with open(controller, "rb", buffering=0) as file, contextlib.suppress(OSError):
+        while piece := file.read(65536):
+            yield piece.decode()
+
+
 def test_on_a_terminal_one_line_is_redrawn(tmp_path: Path) -> None:
     controller, terminal = pty.openpty()
     done = run(tmp_path, status=0, stderr=terminal)
     os.close(terminal)
-    shown = os.read(controller, 65536).decode()
-    os.close(controller)
+    shown = "".join(read_all(controller))
     assert done.returncode == 0
     states = shown.split("\r\x1b[K")
     assert any("packages: 1, torch (180.5 MB) (0 s)" in state for state in states)

@@ -86,11 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(
-    config: ServeConfig,
-    *,
-    connect: Connect,
-    index: int = 0,
-    port_fd: int | None = None,
+    config: ServeConfig, *, connect: Connect, index: int = 0, port_fd: int | None = None
 ) -> None:
     """Serve until a signal comes; `connect` opens a control connection.
 

@@ -8,10 +8,14 @@ What a number, an index or a model rules out is in topspin.plan.checks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
+
 from topspin.plan.features import FEATURES, is_in
-from topspin.plan.spec import EnginePlan
+from topspin.plan.network import LOCALHOST
+from topspin.plan.spec import EnginePlan, NodeSpec
 
 
 class Conflict(NamedTuple):
@@ -26,17 +30,36 @@ class Conflict(NamedTuple):
     why: str
     place: str
 
-    def found_in(self, plan: EnginePlan) -> list[str]:
-        """Return what the row says of `plan`: of each node that has both, or once of the plan."""
+    def found_in(self, plan: EnginePlan, kinds: Mapping[NodeSpec, Sequence[NodeSpec]]) -> list[str]:
+        """Return what the row says of `plan`: of each node that has both, or once of the plan.
+
+        `kinds`: the nodes that are alike (kinds_of).
+        """
         this, other = is_in(self.this), is_in(self.other)
-        nodes = [node for node in plan.nodes if this(plan, node) and other(plan, node)]
-        texts = [f"{self.place.format(plan=plan, node=node)}: {self.why}" for node in nodes]
+        found = [nodes for kind, nodes in kinds.items() if this(plan, kind) and other(plan, kind)]
+        texts = [
+            f"{self.place.format(plan=plan, node=node)}: {self.why}"
+            for nodes in found
+            for node in nodes
+        ]
         return texts if "{node}" in self.place else texts[:1]
+
+
+def kinds_of(plan: EnginePlan) -> dict[NodeSpec, list[NodeSpec]]:
+    """Return the nodes by what features see of them: no index, and few hosts by name."""
+    kinds: dict[NodeSpec, list[NodeSpec]] = {}
+    named = {LOCALHOST, *(node.host for node in plan.attention[:1])}
+    for node in plan.nodes:
+        host = node.host if node.host in named else "another host"
+        kind = msgspec.structs.replace(node, index=0, host=host)
+        kinds.setdefault(kind, []).append(node)
+    return kinds
 
 
 def conflicts_in(plan: EnginePlan) -> list[tuple[Conflict, str]]:
     """Return the rows that `plan` meets, each with what it says of the plan."""
-    return [(row, text) for row in CONFLICTS for text in row.found_in(plan)]
+    kinds = kinds_of(plan)
+    return [(row, text) for row in CONFLICTS for text in row.found_in(plan, kinds)]
 
 
 def print_page() -> str:

@@ -5,6 +5,8 @@ Owns their reading. What an object is called and how it is labelled is objects.p
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from string import Template
 from typing import Final
@@ -21,5 +23,11 @@ def spec(name: str, engine: Engine, **values: object) -> Object:
     """Return the spec `name`, of an engine and with all the values that it leaves open."""
     text = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     known = {"name": engine.asked.name, "engine": engine.name}
-    found: Object = yaml.safe_load(Template(text).substitute(known, **values))
+    return deepcopy(_parsed(Template(text).substitute(known, **values)))
+
+
+@lru_cache
+def _parsed(text: str) -> Object:
+    """Return what `text` says, read once for all the pods that have it in common."""
+    found: Object = yaml.safe_load(text)
     return found

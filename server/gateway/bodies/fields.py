@@ -33,11 +33,7 @@ Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 # How the OpenAPI document names a schema.
 SCHEMA_REF = "#/components/schemas/{name}"
-MESSAGE_LIST_SCHEMA: dict[str, object] = {
-    "type": "array",
-    "minItems": 1,
-    "maxItems": MAX_MESSAGES,
-}
+MESSAGE_LIST_SCHEMA: dict[str, object] = {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES}
 _Value = TypeVar("_Value")
 _IGNORED = Meta(extra={"is_ignored": True})
 NOT_GIVEN = Raw(b"null")

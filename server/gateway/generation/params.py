@@ -75,10 +75,7 @@ class RequestParams:
         """Return the sampling parameters of one choice; the first has the prompt scored."""
         prompt_logprobs = self.sampling.prompt_logprobs if choice_idx == 0 else None
         return msgspec.structs.replace(
-            self.sampling,
-            choice=choice_idx,
-            max_tokens=max_tokens,
-            prompt_logprobs=prompt_logprobs,
+            self.sampling, choice=choice_idx, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs
         )
 
     def check_prompt_scores(self, num_prompt_tokens: int) -> None:

@@ -33,12 +33,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        call: Call,
-        *,
-        choices: Sequence[Choice],
-        metrics: GatewayMetrics,
-        exchange: Exchange,
+        self, call: Call, *, choices: Sequence[Choice], metrics: GatewayMetrics, exchange: Exchange
     ) -> None:
         self._call = call
         self._choice_of = dict(zip(call.request_ids, choices, strict=True))

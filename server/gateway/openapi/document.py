@@ -28,9 +28,7 @@ STATUSES = {
     500: "The server failed by a bug",
     503: "The engine does not serve now; try again later",
 }
-RETRY_AFTER = {
-    "Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}},
-}
+RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}}}
 
 Json = dict[str, Any]
 
@@ -98,11 +96,7 @@ def _parameters(endpoint: Endpoint) -> Iterable[Json]:
         "name": HEADER,
         "in": "header",
         "description": "The request's id, in place of one made by the server",
-        "schema": {
-            "type": "string",
-            "maxLength": MAX_REQUEST_ID_CHARS,
-            "pattern": "^[ -~]*$",
-        },
+        "schema": {"type": "string", "maxLength": MAX_REQUEST_ID_CHARS, "pattern": "^[ -~]*$"},
     }
 
 

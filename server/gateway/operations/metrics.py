@@ -22,12 +22,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from topspin.messages import (
-    ITERATION_BUCKETS,
-    STEP_BUCKETS_S,
-    Stats,
-    StepHistogram,
-)
+from topspin.messages import ITERATION_BUCKETS, STEP_BUCKETS_S, Stats, StepHistogram
 
 MODEL_LABEL = "model_name"
 FINISHED_REASONS = ("stop", "length", "abort", "error")

@@ -63,11 +63,7 @@ METRICS = Endpoint(
     summary="Show counters in Prometheus' format",
     media_type="text/plain",
     query=(
-        Query(
-            name="per_expert",
-            schema={"enum": ["0", "1"]},
-            text="1: a line for each expert",
-        ),
+        Query(name="per_expert", schema={"enum": ["0", "1"]}, text="1: a line for each expert"),
     ),
 )
 VERSION = Endpoint(

@@ -18,15 +18,26 @@ from app.launch.role import (
     scheduler_command,
 )
 from tests.checkpoints import make_checkpoint
-from tests.structs import changed
-from tests.topspin.plan.test_checks import CONTROL, spread
+from tests.structs import changed, with_nodes
 from tests.topspin.plans import plan
 from topspin.errors import ConfigError
 from topspin.plan.file import print_plan
 from topspin.plan.network import NetworkSpec
-from topspin.plan.spec import DraftNode, ServeConfig, load_serve_config
+from topspin.plan.spec import DraftNode, EnginePlan, ServeConfig, load_serve_config
 
 KEYS = Path("/keys")
+CONTROL = "tcp://10.0.0.1:7000"
+
+
+def spread(transport: str = "tcp", *, trusted: bool = False, host: str = "10.0.0.2") -> EnginePlan:
+    """Return a plan whose last node is on another host."""
+    replace = msgspec.structs.replace
+    *nodes, last = with_nodes(plan(), host="10.0.0.1").nodes
+    return replace(
+        plan(transport=transport),
+        nodes=(*nodes, replace(last, host=host)),
+        network=NetworkSpec(control=CONTROL, trusted=trusted),
+    )
 
 
 def flags(argv: tuple[str, ...]) -> dict[str, str]:

@@ -229,7 +229,7 @@ def test_a_life_from_hello_to_sigterm(checkpoint: Path, scheduler: Scheduler) ->
         query = scheduler.expect(StatsQuery)
         scheduler.say(msgspec.structs.replace(FakeEngine().stats, query_id=query.query_id))
         assert health.result().status_code == 200
-        assert "torch" not in Path(f"/proc/{hello.pid}/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{hello.pid}/maps").read_text()
 
         whole = gateway.complete(stream=False)
         scheduler.finish(scheduler.expect(AddRequest))
