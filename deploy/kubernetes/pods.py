@@ -86,7 +86,7 @@ def _container_of(engine: Engine, process: Process, needs: Needs) -> Object:
         mounts=[*mounts, *_SCRATCH],
     )
     if process.progress is None:
-        found |= spec("gateway-probes", engine, drain_s=DRAIN_S)
+        found |= spec("gateway-probes", engine, drain_s=str(DRAIN_S))
     else:
         found |= _exec_probes(engine, process.progress)
     if process.port is not None:

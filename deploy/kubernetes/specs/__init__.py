@@ -5,11 +5,10 @@ Owns their reading. What an object is called and how it is labelled is objects.p
 
 from __future__ import annotations
 
-from copy import deepcopy
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
@@ -20,14 +19,22 @@ _FOLDER: Final = Path(__file__).parent
 
 
 def spec(name: str, engine: Engine, **values: object) -> Object:
-    """Return the spec `name`, of an engine and with all the values that it leaves open."""
-    text = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    known = {"name": engine.asked.name, "engine": engine.name}
-    return deepcopy(_parsed(Template(text).substitute(known, **values)))
+    """Return the spec `name`, of an engine and with all the values that it leaves open.
 
-
-@lru_cache
-def _parsed(text: str) -> Object:
-    """Return what `text` says, read once for all the pods that have it in common."""
-    found: Object = yaml.safe_load(text)
+    A value keeps its type where it is all of a field.
+    """
+    tree = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    found: Object = _filled(tree, {"name": engine.asked.name, "engine": engine.name, **values})
     return found
+
+
+def _filled(tree: Any, values: Mapping[str, object]) -> Any:
+    """Return a tree with its texts filled in: after parsing, as a name may mean something there."""
+    if isinstance(tree, dict):
+        return {key: _filled(each, values) for key, each in tree.items()}
+    if isinstance(tree, list):
+        return [_filled(each, values) for each in tree]
+    if not isinstance(tree, str):
+        return tree
+    is_whole = tree.startswith("${") and tree.index("}") == len(tree) - 1
+    return values[tree[2:-1]] if is_whole else Template(tree).substitute(values)

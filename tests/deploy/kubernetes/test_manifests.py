@@ -182,6 +182,18 @@ def test_groups_of_pods_are_an_attention_node_and_its_stages() -> None:
             assert stage.layers == [(9, 20), (20, 30)][number - 1]
 
 
+def test_names_and_addresses_are_texts_whatever_they_mean_in_yaml() -> None:
+    address = "http://user:'a' #b@prometheus:9090"
+    options = DeployOptions(image=IMAGE, name="no", prometheus=address)
+    engine, files = rendered(plan_named("kubernetes"), options, None, form="kubernetes")
+    objects = {each["kind"]: each for each in objects_of(files)}  # the last of a kind
+    assert objects["Service"]["spec"]["selector"]["app.kubernetes.io/part-of"] == "no"
+    assert objects["HTTPRoute"]["spec"]["parentRefs"] == [{"name": "no"}]
+    (scaled,) = objects["ScaledObject"]["spec"]["triggers"][:1]
+    assert scaled["metadata"]["serverAddress"] == address
+    assert engine.name in scaled["metadata"]["query"]
+
+
 def test_rows_by_rdma_need_a_device() -> None:
     plan = plan_named("kubernetes")
     link = changed(plan.link, {"transport": "nixl"})

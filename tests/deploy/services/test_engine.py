@@ -179,7 +179,10 @@ def test_a_thousand_nodes_are_rendered_within_a_second(tmp_path: Path) -> None:
         found = rendered(read_plan(str(file)), DeployOptions(image=IMAGE), None, form="kubernetes")
         return time.process_time() - begun_s, *found
 
-    taken_s, engine, files = min((render_it() for _ in range(3)), key=lambda each: each[0])
+    for _ in range(3):
+        taken_s, engine, files = render_it()
+        if taken_s < 1.0:
+            break
     assert taken_s < 1.0
     assert [len(each.nodes) for each in engine.groups] == [500, 500]
     assert len(files["base/plan.yaml"]) < 2**20, "a ConfigMap has at most 1 MiB"

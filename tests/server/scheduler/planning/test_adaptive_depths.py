@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from server.scheduler.planning.adaptive_depths import LOSING_STEPS
 from spec_decode.controller import Controller
@@ -54,8 +55,9 @@ def test_drafts_that_are_refused_cost_next_to_nothing_and_the_user_hears_of_it_o
     def refused(most: int) -> int:
         return 0
 
-    plain = run(None, accepts=refused, step_s=steep, num_tokens=LOSING_STEPS + 50)
-    engine = run(Controller(MOST), accepts=refused, step_s=steep, num_tokens=LOSING_STEPS + 50)
+    settings: dict[str, Any] = {"num_tokens": LOSING_STEPS + 50, "num_requests": 1}
+    plain = run(None, accepts=refused, step_s=steep, **settings)
+    engine = run(Controller(MOST), accepts=refused, step_s=steep, **settings)
     assert engine.now <= 1.03 * plain.now
     assert engine.policy.stats(0, (), 0.0).num_drafts > 0
     warning = engine.policy.take_warning()
