@@ -191,7 +191,7 @@ def config_of(path: Any, **settings: Any) -> Any:
     [
         ("qwen3_moe", "cpu", "auto"),
         pytest.param("llama", "reference", "auto", marks=pytest.mark.slow),
-        ("llama", "cpu", "fp8"),
+        pytest.param("llama", "cpu", "fp8", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_transformers_with_the_same_selection(
@@ -303,7 +303,7 @@ def test_shared_prefixes_share_codes(path: Path) -> None:
     assert coded == stats.kv.num_coded_segments == 2
 
 
-@pytest.mark.parametrize("recordings", [True, False])
+@pytest.mark.parametrize("recordings", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_search_and_attention_are_apart_in_the_trace(path: Path, recordings: bool) -> None:
     config = config_of(
         path, kv_retrieval_tokens=BUDGET, transport="shm", num_threads=2, recordings=recordings
