@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -28,6 +28,7 @@ from m2n_comm.pairing.addresses import Between
 from models.description.config import load_model_config
 from server.scheduler.engine_facts import read_facts
 from server.scheduler.service import Service
+from topspin.expert_table import ExpertTable
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -338,6 +339,36 @@ class Engine:
         failures = [self.requests[each].failed for each in ids if self.requests[each].failed]
         assert not failures, failures
         return [self.requests[each].tokens for each in ids]
+
+    def generate_during(
+        self, prompts: Sequence[Sequence[int]], event: Callable[[], object], **sampling: Any
+    ) -> list[Collected]:
+        """Run all prompts, with `event` once each has 4 tokens, until they end; none may fail."""
+        requests = [self.requests[self.add(prompt, **sampling)] for prompt in prompts]
+        self.collect(until=lambda: all(len(each.tokens) >= 4 for each in requests))
+        event()
+        self.collect()
+        assert [each.failed for each in requests] == [None] * len(requests)
+        return requests
+
+    def generate_on(
+        self, prompts: Sequence[Sequence[int]], tables: Iterator[ExpertTable], **sampling: Any
+    ) -> list[Collected]:
+        """Run all prompts until they end, while one of `tables` after the other comes into use."""
+        requests = [self.requests[self.add(prompt, **sampling)] for prompt in prompts]
+
+        def go_on() -> bool:
+            if not self.service.balancer.is_changing:
+                self.service.balancer.ask(next(tables))
+            return all(each.ended for each in requests)
+
+        self.collect(until=go_on)
+        assert [each.failed for each in requests] == [None] * len(requests)
+        return requests
+
+    def wait_until_whole(self) -> None:
+        """Wait until no node is missing; call after a loss."""
+        self.collect(until=lambda: self.state.state == "ready" and not self.details[-1])
 
     def clear_tokens(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, margin: float

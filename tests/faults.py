@@ -31,6 +31,10 @@ class OnDemand(FaultInjector):
         self.fault: Fault | Exception | Callable[[], None] | None = None
         self.num_injected = 0
 
+    def crash(self) -> None:
+        """Let a bug end the node with its next frame."""
+        self.fault = RuntimeError("a crash")
+
     def next_fault(self) -> Fault | None:
         """Return the requested fault, once."""
         fault, self.fault = self.fault, None
@@ -66,6 +70,14 @@ def faulty_nets(injector_of: Callable[[str, int], OnDemand | None]) -> Iterator[
         mock.patch.object(ExpertListener, "accept", faulty_accept),
     ):
         yield
+
+
+@contextmanager
+def faulty_node(role: str, index: int) -> Iterator[OnDemand]:
+    """Attach an injector, which is yielded, to the net that one node opens inside the context."""
+    injector = OnDemand()
+    with faulty_nets(lambda *node: injector if node == (role, index) else None):
+        yield injector
 
 
 def _attach(net: Any, injector: OnDemand | None) -> Any:

@@ -147,11 +147,10 @@ def _next_row(first: Pair, allowed: Collection[Pair], left: Collection[Pair]) ->
 
 
 def some_of(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows in which a name occurs for the first time."""
-    seen: set[str] = set()
+    """Return a few of the rows that have every name, chosen greedily."""
+    left = {name for row in rows for name in row}
     found = []
-    for row in rows:
-        if not seen.issuperset(row):
-            found.append(row)
-            seen.update(row)
+    while left:
+        found.append(max(rows, key=lambda row: len(left.intersection(row))))
+        left.difference_update(found[-1])
     return found

@@ -7,13 +7,12 @@ whole distribution over the vocabulary is compared, of tokens before and after t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine import Engine
-from tests.faults import OnDemand, faulty_nets
+from tests.faults import faulty_node
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.identity.test_deterministic import Answer, ask, run, settings_of
 from topspin.plan.settings import BalancePolicy
@@ -59,18 +58,6 @@ def config_of(case: Case, transport: str, dtype: str, *, redundant: int) -> Engi
     )
 
 
-def disturbed(engine: Engine, case: Case, injector: OnDemand) -> list[Answer]:
-    """Crash a node once every stream has some tokens; return the whole streams."""
-    sampling: dict[str, Any] = {"max_tokens": NUM_TOKENS, "logprobs": VOCAB_SIZE}
-    ids = [engine.add(prompt, **sampling) for prompt in case.prompts]
-    engine.collect(until=lambda: all(len(engine.requests[each].tokens) >= 4 for each in ids))
-    injector.fault = RuntimeError("a crash")
-    engine.collect()
-    requests = [engine.requests[each] for each in ids]
-    assert [request.failed for request in requests] == [None] * len(ids)
-    return [Answer(request.tokens, request.logprobs) for request in requests]
-
-
 ROWS = [
     ("expert", "live replicas", "shm", "bfloat16"),
     ("attention", "no replica", "tcp", "float32"),
@@ -96,22 +83,20 @@ def test_continued_streams_have_the_same_bits(
     transport: str,
     dtype: str,
 ) -> None:
-    injector = OnDemand()
     has_copies = copies == "live replicas"
     config = config_of(case, transport, dtype, redundant=NUM_EXPERTS if has_copies else 0)
-
-    def injector_of(net_role: str, index: int) -> OnDemand | None:
-        return injector if (net_role, index) == (role, 1) else None
-
-    with faulty_nets(injector_of), Engine(config) as engine:
+    with faulty_node(role, 1) as injector, Engine(config) as engine:
         if has_copies or role == "attention":
             engine.may_restart.clear()  # the others continue without it
-        answers = disturbed(engine, case, injector)
+        whole = engine.generate_during(
+            case.prompts, injector.crash, max_tokens=NUM_TOKENS, logprobs=VOCAB_SIZE
+        )
+        answers = [Answer(request.tokens, request.logprobs) for request in whole]
         assert injector.num_injected == 1
         assert engine.stats().num_replays > 0
         assert (f"without {role} 1" in engine.details) == (has_copies or role == "attention")
         engine.may_restart.set()
-        engine.collect(until=lambda: engine.state.state == "ready" and not engine.details[-1])
+        engine.wait_until_whole()
         again = ask(engine, case.prompts)
     assert answers == undisturbed(dtype)
     assert again == undisturbed(dtype)

@@ -62,13 +62,10 @@ def test_a_perfect_draft_gives_transformers_tokens_in_few_steps(
         )
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param(TREES, marks=slow)], ids=["chains", "trees"])
-def test_another_checkpoint_changes_no_token(
-    case_of: CaseOf, tmp_path: Any, settings: dict[str, Any]
-) -> None:
+def test_another_checkpoint_changes_no_token(case_of: CaseOf, tmp_path: Any) -> None:
     case = case_of("llama")
     draft = make_checkpoint(tmp_path, "mixtral_sliding_window", seed=77)
-    config = engine_config(case.path, draft_nodes=1, speculation=speculation_of(draft, **settings))
+    config = engine_config(case.path, draft_nodes=1, speculation=speculation_of(draft))
     with Engine(config) as engine:
         generate_until(
             engine,

@@ -96,23 +96,14 @@ def test_tables_change_while_streams_go_on(
     config = config_of(case.path, topology, **only_copies(redundant), **settings)
     tables = random_tables(even_shares(NUM_EXPERTS + redundant, topology[1]), seed=len(transport))
     with Engine(config) as engine:
-        balancer = engine.service.balancer
         # How many tables come into use within a round depends on the machine.
         for _ in range(MAX_ROUNDS):
-            ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
-
-            def go_on(ids: list[str] = ids) -> bool:
-                if not balancer.is_changing:
-                    balancer.ask(next(tables))
-                return all(engine.requests[each].ended for each in ids)
-
-            engine.collect(until=go_on)
-            assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
-            tokens = [engine.requests[each].tokens for each in ids]
+            requests = engine.generate_on(case.prompts, tables, max_tokens=NUM_TOKENS)
+            tokens = [each.tokens for each in requests]
             if dtype == "float32":
                 assert tokens == case.tokens
             else:
-                assert [len(each) for each in tokens] == [NUM_TOKENS] * len(ids)
+                assert [len(each) for each in tokens] == [NUM_TOKENS] * len(tokens)
             stats = engine.stats()
             if stats.expert_table_version >= 3:
                 break

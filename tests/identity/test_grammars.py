@@ -20,7 +20,7 @@ from models.text.tokenizer import Tokenizer
 from server.gateway.grammars.structured_outputs import json_grammar
 from tests.checkpoints import EOS_TOKEN_ID
 from tests.engine import Collected, Engine, engine_config
-from tests.faults import OnDemand, faulty_nets
+from tests.faults import faulty_node
 from tests.identity.conftest import Case, CaseOf, crowded_config
 from tests.identity.test_speculation import CHAINS, TREES, accepted
 from topspin.plan.speculation import Speculation
@@ -142,7 +142,6 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(
 @pytest.mark.parametrize("role", ["attention", pytest.param("expert", marks=pytest.mark.slow)])
 def test_a_lost_node_changes_no_bit(case_of: CaseOf, role: str) -> None:
     case = case_of(VARIANT)
-    injector = OnDemand()
     config = engine_config(
         case.path,
         deterministic=True,
@@ -154,15 +153,12 @@ def test_a_lost_node_changes_no_bit(case_of: CaseOf, role: str) -> None:
         restart_deadline_s=60.0,
     )
 
-    def injector_of(net_role: str, index: int) -> OnDemand | None:
-        return injector if (net_role, index) == (role, 0) else None
-
-    with faulty_nets(injector_of), Engine(config) as engine:
+    with faulty_node(role, 0) as injector, Engine(config) as engine:
         undisturbed = run(engine, case)
         requests = send(engine, case)
         engine.collect(until=lambda: all(len(each.tokens) >= 3 for each in requests))
         assert not any(each.ended for each in requests)
-        injector.fault = RuntimeError("a crash")
+        injector.crash()
         engine.collect()
         assert injector.num_injected == 1
         assert engine.stats().num_replays > 0

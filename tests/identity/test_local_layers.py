@@ -57,7 +57,6 @@ def plan_of(
         ("qwen3_moe", "local", (2, 1), 1, 0.5),
         ("mixtral", "local", (1, 0), 1, 1.0),
         pytest.param(VARIANT, "shm", (2, 0), 4, 1.0, marks=slow),
-        pytest.param("qwen3_moe", "shm", (2, 0), 2, 1.0, marks=slow),
     ],
 )
 def test_always(
@@ -114,7 +113,6 @@ def switch_until(engine: Engine, case: Case, versions: int) -> None:
         ("mixtral", {"transport": "local", "latency_us": 20.0, "attention_nodes": 2}),
         pytest.param("olmoe", {"transport": "local", "recordings": False}, marks=slow),
         pytest.param("qwen3_moe", {"transport": "tcp", "micro_batches": 4}, marks=slow),
-        pytest.param("qwen3_moe", {"transport": "shm", "micro_batches": 3}, marks=slow),
     ],
 )
 def test_switched_while_requests_run(

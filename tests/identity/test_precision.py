@@ -7,7 +7,7 @@ tables move experts and copies, and a node is lost and returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from models.description.config import load_model_config
 from models.description.facts import facts_of
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Collected, Engine, engine_config
-from tests.faults import OnDemand, faulty_nets
+from tests.faults import faulty_node
 from tests.identity.test_expert_tables import NUM_EXPERTS, only_copies, random_tables
 from tests.identity.test_quantised import PROMPT_LENS, clear_tokens
 from topspin.plan.checks import check_model, check_plan
@@ -69,17 +69,11 @@ def prompts() -> list[list[int]]:
     return [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in PROMPT_LENS]
 
 
-def start(engine: Engine) -> list[Collected]:
-    """Add all prompts; returns the requests."""
-    asked = {"max_tokens": NUM_STEPS, "logprobs": VOCAB_SIZE}
-    return [engine.requests[engine.add(prompt, **asked)] for prompt in prompts()]
+ASKED: dict[str, Any] = {"max_tokens": NUM_STEPS, "logprobs": VOCAB_SIZE}
 
 
-def answers(engine: Engine, requests: list[Collected] | None = None) -> list[Answer]:
-    """Wait for `requests`, which start() returned (None: start now)."""
-    requests = start(engine) if requests is None else requests
-    engine.collect()
-    assert [request.failed for request in requests] == [None] * len(requests)
+def answers(requests: list[Collected]) -> list[Answer]:
+    """Return the answers of requests that have ended."""
     found = []
     for request in requests:
         rows = [np.empty(VOCAB_SIZE) for _ in request.tokens]
@@ -87,6 +81,10 @@ def answers(engine: Engine, requests: list[Collected] | None = None) -> list[Ans
             row[list(each.top_ids)] = each.top_logprobs
         found.append(Answer(request.tokens, rows))
     return found
+
+
+def ask(engine: Engine, event: Callable[[], object] = lambda: None) -> list[Answer]:
+    return answers(engine.generate_during(prompts(), event, **ASKED))
 
 
 def check(found: list[Answer], wanted: list[Answer]) -> None:
@@ -107,7 +105,7 @@ def check(found: list[Answer], wanted: list[Answer]) -> None:
 def undisturbed(path: Path) -> list[Answer]:
     """Return the answers of one node of each role."""
     with Engine(plan_of(path)) as engine:
-        return answers(engine)
+        return ask(engine)
 
 
 def plan_of(
@@ -158,17 +156,8 @@ def test_tables_change_while_streams_go_on(
     plan = plan_of(path, (7, 4), num_attention, transport=transport, prefix_caching=False)
     tables = random_tables((7, 4), seed=2)
     with Engine(plan) as engine:
-        balancer = engine.service.balancer
         for _ in range(MAX_ROUNDS):
-            requests = start(engine)
-
-            def go_on(requests: list[Collected] = requests) -> bool:
-                if not balancer.is_changing:
-                    balancer.ask(next(tables))
-                return all(request.ended for request in requests)
-
-            engine.collect(until=go_on)
-            check(answers(engine, requests), undisturbed)
+            check(answers(engine.generate_on(prompts(), tables, **ASKED)), undisturbed)
             if engine.stats().expert_table_version >= 4:
                 break
         stats = engine.stats()
@@ -180,22 +169,14 @@ def test_a_lost_nodes_copies_take_over_and_it_returns(
     path: Path, undisturbed: list[Answer]
 ) -> None:
     """One node has all experts, the other second copies of three."""
-    injector = OnDemand()
     restart: dict[str, Any] = {"restart": True, "restart_deadline_s": 60.0}
     plan = plan_of(path, (8, 3), 2, transport="shm", **restart)
-
-    def injector_of(role: str, index: int) -> OnDemand | None:
-        return injector if (role, index) == ("expert", 1) else None
-
-    with faulty_nets(injector_of), Engine(plan) as engine:
+    with faulty_node("expert", 1) as injector, Engine(plan) as engine:
         engine.may_restart.clear()  # until the streams have gone on without it
-        requests = start(engine)
-        engine.collect(until=lambda: all(len(request.tokens) >= 2 for request in requests))
-        injector.fault = RuntimeError("a crash")
-        check(answers(engine, requests), undisturbed)
+        check(ask(engine, injector.crash), undisturbed)
         assert injector.num_injected == 1
         assert "without expert 1" in engine.details
-        check(answers(engine), undisturbed)
+        check(ask(engine), undisturbed)
         engine.may_restart.set()
-        engine.collect(until=lambda: engine.state.state == "ready" and not engine.details[-1])
-        check(answers(engine), undisturbed)
+        engine.wait_until_whole()
+        check(ask(engine), undisturbed)

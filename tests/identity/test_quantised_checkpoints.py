@@ -110,16 +110,8 @@ def test_moved_experts_keep_their_codes(tmp_path: Path, form: str, transport: st
     with Engine(config) as engine:
         wanted = engine.clear_tokens(prompts(), max_tokens=MANY_TOKENS, margin=CLEAR_LEAD)
         assert sum(map(len, wanted)) > MANY_TOKENS
-        balancer = engine.service.balancer
-        ids = [engine.add(prompt, max_tokens=MANY_TOKENS) for prompt in prompts()]
-
-        def go_on() -> bool:
-            if not balancer.is_changing:
-                balancer.ask(next(tables))
-            return all(engine.requests[each].ended for each in ids)
-
-        engine.collect(until=go_on)
-        found = [engine.requests[each].tokens for each in ids]
+        requests = engine.generate_on(prompts(), tables, max_tokens=MANY_TOKENS)
+        found = [each.tokens for each in requests]
         stats = engine.stats()
     assert stats.expert_table_version >= 2
     assert stats.expert_migrations > 0

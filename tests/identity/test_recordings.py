@@ -36,49 +36,25 @@ NUM_TOKENS = 20
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128}
 
 
-def run(
-    path: Path,
-    weights: Format,
-    expert_nodes: int,
-    *,
-    recordings: bool,
-    attention_nodes: int = 1,
-    transport: Transport = "local",
-    micro_batches: int = 1,
-    speculation: Speculation | None = None,
-    kv_cache_dtype: KvDtype = "auto",
-) -> Any:
+def run(path: Path, weights: Format, *, recordings: bool, **settings: Any) -> Any:
     """Return greedy and drawn continuations, greedy ones again, and how often a program ran."""
     plan = engine_config(
         path,
         dtype="bfloat16",
-        expert_nodes=expert_nodes,
-        attention_nodes=attention_nodes,
-        transport=transport,
-        micro_batches=micro_batches,
         window_rows=64,
         num_threads=2,
         recordings=recordings,
-        speculation=speculation,
-        kv_cache_dtype=kv_cache_dtype,
+        **settings,
     )
     rules = () if weights == "none" else (PrecisionRule(format=weights, part="experts"),)
-    runs = 0
-    real = Program.run
-
-    def counted(program: Program) -> None:
-        nonlocal runs
-        runs += 1
-        real(program)
-
     with (
-        mock.patch.object(Program, "run", counted),
+        mock.patch.object(Program, "run", autospec=True, side_effect=Program.run) as replay,
         Engine(msgspec.structs.replace(plan, precision=rules)) as engine,
     ):
         greedy = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
         drawn = engine.generate(PROMPTS[:2], max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
         again = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
-    return greedy, drawn, again, runs
+    return greedy, drawn, again, replay.call_count
 
 
 @pytest.mark.parametrize(
@@ -86,8 +62,8 @@ def run(
     [
         ("qwen3_moe", "none", 1, "auto"),
         ("mixtral", "int4", 2, "fp8"),
-        ("llama", "none", 1, "auto"),
-        ("olmoe_clip_qkv", "none", 1, "fp8"),
+        pytest.param("llama", "none", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("olmoe_clip_qkv", "none", 1, "fp8", marks=pytest.mark.slow),
         ("qwen2_moe", "none", 1, "auto"),
         pytest.param("olmoe", "none", 2, "auto", marks=pytest.mark.slow),
         pytest.param("mixtral", "none", 2, "auto", marks=pytest.mark.slow),
@@ -103,13 +79,13 @@ def test_tokens_are_those_of_steps_layer_by_layer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "recordings")
-    settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "expert_nodes": expert_nodes}
     sizes = dict(SIZES)
     if not variant.startswith("qwen"):
         sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
     path = make_checkpoint(tmp_path, variant, **sizes)
-    *plain, none = run(path, weights, expert_nodes, recordings=False, **settings)
-    *recorded, runs = run(path, weights, expert_nodes, recordings=True, **settings)
+    *plain, none = run(path, weights, recordings=False, **settings)
+    *recorded, runs = run(path, weights, recordings=True, **settings)
     assert recorded == plain
     assert none == 0
     assert runs > 2 * NUM_TOKENS - 10
@@ -134,7 +110,7 @@ def test_steps_and_passes_with_trees_are_recorded_too(
     caplog.set_level("INFO", "recordings")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
     path = make_checkpoint(tmp_path, "qwen3_moe", **sizes)
-    *plain, none = run(path, "none", 1, recordings=False)
+    *plain, none = run(path, "none", recordings=False)
     trees: Counter[str] = Counter()
     renew = attention.renew
 
@@ -144,7 +120,7 @@ def test_steps_and_passes_with_trees_are_recorded_too(
         renew(recorded, fresh)
 
     monkeypatch.setattr("kernels.cpu.attention.renew", counted)
-    *found, runs = run(path, "none", 1, recordings=True, speculation=DRAFT_MODEL)
+    *found, runs = run(path, "none", recordings=True, speculation=DRAFT_MODEL)
     assert found == plain
     assert none == 0
     assert runs > NUM_TOKENS
@@ -195,13 +171,39 @@ def test_steps_that_retrieve_are_recorded_too(
     assert "not recorded" not in caplog.text
 
 
+def test_steps_of_heads_whose_keys_are_searched_in_plain_torch_are_called_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the positions of their own, not of the step that could not be recorded."""
+    caplog.set_level("INFO", "recordings")
+    path = make_checkpoint(tmp_path, "llama", max_position_embeddings=2048, head_dim=24)
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, VOCAB_SIZE - 8, size=n).tolist() for n in (SEGMENT_KEYS + 150, 30)]
+    found = []
+    for recordings in (False, True):
+        config = engine_config(
+            path,
+            dtype="bfloat16",
+            kv_retrieval_tokens=96,
+            block_size=16,
+            max_num_batched_tokens=512,
+            window_rows=256,
+            recordings=recordings,
+        )
+        with Engine(config) as engine:
+            found.append(engine.generate(prompts, max_tokens=NUM_TOKENS))
+            assert engine.stats().kv.num_selected_rows > NUM_TOKENS
+    assert found[0] == found[1]
+    assert "steps of this kind are not recorded" in caplog.text
+
+
 def test_a_recording_that_was_forgotten_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_checkpoint(tmp_path, "llama", **SIZES)
-    *plain, _ = run(path, "none", 1, recordings=False)
+    *plain, _ = run(path, "none", recordings=False)
     monkeypatch.setattr(recorded_steps, "MAX_RECORDINGS", 1)
-    *recorded, runs = run(path, "none", 1, recordings=True)
+    *recorded, runs = run(path, "none", recordings=True)
     assert recorded == plain
     assert runs > NUM_TOKENS
 
@@ -237,12 +239,12 @@ def test_between_processes_the_hops_are_recorded_too(
 ) -> None:
     caplog.set_level("INFO", "recordings")
     path = make_checkpoint(tmp_path, "mixtral", hidden_size=64, intermediate_size=64)
-    *plain, none = run(path, "none", expert_nodes, recordings=False)
+    *plain, none = run(path, "none", recordings=False, expert_nodes=expert_nodes)
     *recorded, runs = run(
         path,
         "none",
-        expert_nodes,
         recordings=True,
+        expert_nodes=expert_nodes,
         attention_nodes=attention_nodes,
         transport=transport,
         micro_batches=micro_batches,

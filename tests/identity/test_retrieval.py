@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -163,6 +164,12 @@ def generate(path: Any, prompts: list[list[int]], implementation: str) -> list[l
     return found
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("long")
+    return make_checkpoint(directory, "qwen3_moe", max_position_embeddings=4096)
+
+
 def prompts_of(lengths: tuple[int, ...] = PROMPT_LENS) -> list[list[int]]:
     rng = np.random.default_rng(5)
     return [rng.integers(0, VOCAB_SIZE - 8, size=length).tolist() for length in lengths]
@@ -184,7 +191,7 @@ def config_of(path: Any, **settings: Any) -> Any:
     [
         ("qwen3_moe", "cpu", "auto"),
         pytest.param("llama", "reference", "auto", marks=pytest.mark.slow),
-        ("llama", "cpu", "fp8"),
+        pytest.param("llama", "cpu", "fp8", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_transformers_with_the_same_selection(
@@ -208,9 +215,8 @@ def test_tokens_are_those_of_transformers_with_the_same_selection(
 
 
 def test_layers_choose_whether_they_retrieve_and_how_they_are_kept(
-    tmp_path: Any, oracle: Oracle
+    path: Path, oracle: Oracle
 ) -> None:
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     prompts = prompts_of((SEGMENT_KEYS + 250, 300))
     oracle.in_fp8 = True
     others = [generate(path, prompts, each) for each in ("eager", "retrieving")]
@@ -226,8 +232,7 @@ def test_layers_choose_whether_they_retrieve_and_how_they_are_kept(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
-def test_only_the_best_segments_are_searched(tmp_path: Any, oracle: Oracle, kernels: Any) -> None:
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+def test_only_the_best_segments_are_searched(path: Path, oracle: Oracle, kernels: Any) -> None:
     prompts = prompts_of((3 * SEGMENT_KEYS + 200, 2 * SEGMENT_KEYS - 4))
     everywhere = generate(path, prompts, "retrieving")
     oracle.policy = msgspec.structs.replace(oracle.policy, num_searched=SEGMENT_KEYS)
@@ -238,9 +243,8 @@ def test_only_the_best_segments_are_searched(tmp_path: Any, oracle: Oracle, kern
         assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
 
 
-def test_requests_choose_how_many_keys(tmp_path: Any, oracle: Oracle) -> None:
+def test_requests_choose_how_many_keys(path: Path, oracle: Oracle) -> None:
     """In one batch: the server's number, a request's own, and all."""
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     (prompt,) = prompts_of((SEGMENT_KEYS + 250,))
     expected = [*generate(path, [prompt], "eager"), *generate(path, [prompt], "retrieving")]
     oracle.policy = oracle.policy.with_tokens(300)
@@ -257,10 +261,9 @@ def test_requests_choose_how_many_keys(tmp_path: Any, oracle: Oracle) -> None:
 
 
 def test_recall_is_that_of_a_search_of_all_keys(
-    tmp_path: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled kernels round scores, so that they may select others of nearly equal keys."""
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     prompts = prompts_of((2 * SEGMENT_KEYS + 90,))
     tokens = generate(path, prompts, "retrieving")
     num_steps = len(oracle.recalls) // 2
@@ -280,8 +283,7 @@ def test_recall_is_that_of_a_search_of_all_keys(
         assert stats.kv.recall_sum / len(wanted) == pytest.approx(np.mean(wanted), abs=tolerance)
 
 
-def test_a_budget_for_the_whole_context_is_plain_attention(tmp_path: Any) -> None:
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+def test_a_budget_for_the_whole_context_is_plain_attention(path: Path) -> None:
     prompts = prompts_of()
     with Engine(config_of(path)) as engine:
         expected = engine.generate(prompts, max_tokens=NUM_TOKENS)
@@ -290,8 +292,7 @@ def test_a_budget_for_the_whole_context_is_plain_attention(tmp_path: Any) -> Non
         assert engine.stats().kv.num_selected_rows == 0
 
 
-def test_shared_prefixes_share_codes(tmp_path: Any) -> None:
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+def test_shared_prefixes_share_codes(path: Path) -> None:
     (prompt,) = prompts_of((2 * SEGMENT_KEYS + 90,))
     with Engine(config_of(path, kv_retrieval_tokens=BUDGET)) as engine:
         first = engine.generate([prompt], max_tokens=NUM_TOKENS)
@@ -302,9 +303,8 @@ def test_shared_prefixes_share_codes(tmp_path: Any) -> None:
     assert coded == stats.kv.num_coded_segments == 2
 
 
-@pytest.mark.parametrize("recordings", [True, False])
-def test_search_and_attention_are_apart_in_the_trace(tmp_path: Any, recordings: bool) -> None:
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+@pytest.mark.parametrize("recordings", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_search_and_attention_are_apart_in_the_trace(path: Path, recordings: bool) -> None:
     config = config_of(
         path, kv_retrieval_tokens=BUDGET, transport="shm", num_threads=2, recordings=recordings
     )
@@ -323,10 +323,9 @@ def test_search_and_attention_are_apart_in_the_trace(tmp_path: Any, recordings: 
 
 
 def test_codebooks_are_learnt_while_rows_are_with_experts(
-    tmp_path: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which changes no token: those of a prompt, and of a segment that closes beside it."""
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     (prompt,) = prompts_of((2 * SEGMENT_KEYS + 18,))
     expected = generate(path, [prompt], "retrieving")
     config = config_of(path, kv_retrieval_tokens=BUDGET, transport="shm")
@@ -344,13 +343,12 @@ def test_codebooks_are_learnt_while_rows_are_with_experts(
     assert num_learnt[1] == 0
 
 
-def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
+def test_preempted_sequences_are_coded_again(path: Path) -> None:
     """Two do not fit: one is preempted and begins again; the other answers the same.
 
     What the first had generated is computed again as a prompt, with attention to all keys, so that
     its later tokens may be others.
     """
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     prompts = prompts_of((SEGMENT_KEYS + 300, SEGMENT_KEYS + 295))
     bytes_per_token = 2 * 4 * 2 * 2 * 32
     longest = 2 * SEGMENT_KEYS + 595
@@ -375,9 +373,8 @@ def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
     assert stats.kv.num_selected_rows > 0
 
 
-def test_drafts_of_a_sequence_share_its_selection(tmp_path: Any) -> None:
+def test_drafts_of_a_sequence_share_its_selection(path: Path) -> None:
     """What a draft is verified by is another selection, so tokens may differ; none is lost."""
-    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     (prompt,) = prompts_of((64,))
     speculation = Speculation(
         method="ngram", prompt_lookup_max=1, adaptive=False, num_speculative_tokens=4

@@ -112,15 +112,6 @@ def test_greedy_output_is_that_of_transformers_on_every_layout(
         assert stats.num_steps - first.num_steps < NUM_TOKENS
 
 
-@pytest.mark.parametrize("variant", ["mixtral_sliding_window", pytest.param("llama", marks=slow)])
-def test_other_families(case_of: CaseOf, variant: str) -> None:
-    case = case_of(variant)
-    with Engine(engine_config(case.path, speculation=TREES, micro_batches=2)) as engine:
-        for _ in range(2):
-            assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
-        assert accepted(engine.stats()) > 0
-
-
 def ask(engine: Engine, case: Case, **sampling: Any) -> list[Collected]:
     ids = [
         engine.add(prompt, seed=100 + idx, choice=choice, **sampling)

@@ -165,7 +165,9 @@ def expected(path: Path) -> list[list[int]]:
         return engine.generate(FAILING, max_tokens=NUM_TOKENS)
 
 
-@pytest.mark.parametrize("fails", ["load", pytest.param("save", marks=pytest.mark.slow), "cut"])
+@pytest.mark.parametrize(
+    "fails", ["load", *(pytest.param(each, marks=pytest.mark.slow) for each in ("save", "cut"))]
+)
 def test_a_file_that_fails_fails_the_requests_that_need_it(
     path: Path,
     tmp_path: Path,

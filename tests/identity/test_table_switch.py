@@ -15,7 +15,7 @@ import pytest
 
 from expert_nodes.tables import TableChange
 from server.scheduler.planning.in_flight import MAX_STEPS_IN_FLIGHT
-from tests.engine import Collected, Engine
+from tests.engine import Engine
 from tests.identity.conftest import NUM_TOKENS, CaseOf
 from tests.identity.test_expert_tables import config_of, only_copies, random_tables
 from topspin.messages import AnyMessage, Message, StepTicket, TablePrepared
@@ -92,16 +92,8 @@ def test_no_step_waits_for_a_table(
     num_steps_each = -(-len(prompt) // CHUNK) + NUM_TOKENS - 1
     with Engine(config) as engine:
         watched.engine = engine
-        balancer = engine.service.balancer
         for num_done in range(1, MAX_REQUESTS + 1):
-            request = engine.requests[engine.add(prompt, max_tokens=NUM_TOKENS)]
-
-            def change_on(request: Collected = request) -> bool:
-                if not balancer.is_changing:
-                    balancer.ask(next(tables))
-                return request.ended
-
-            engine.collect(until=change_on)
+            [request] = engine.generate_on([prompt], tables, max_tokens=NUM_TOKENS)
             assert request.tokens == tokens
             # As many steps as without table changes: the prompt's chunks, then one per token.
             num_steps = engine.stats().num_steps

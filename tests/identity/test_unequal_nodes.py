@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine import Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
-from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
+from tests.identity.conftest import NUM_TOKENS, CaseOf
 from tests.structs import one_of_each
 from topspin.plan.precision import PrecisionRule
 from topspin.plan.settings import BalancePolicy
@@ -43,16 +43,6 @@ def unequal(plan: EnginePlan) -> EnginePlan:
 def check(found: list[list[int]], expected: list[list[int]]) -> None:
     """Compare each stream as far as its tokens are certain."""
     assert [got[: len(want)] for got, want in zip(found, expected, strict=True)] == expected
-
-
-def lose(engine: Engine, case: Case, injector: OnDemand) -> list[list[int]]:
-    """Crash a node once every stream has some tokens; return the whole streams."""
-    ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
-    engine.collect(until=lambda: all(len(engine.requests[each].tokens) >= 4 for each in ids))
-    injector.fault = RuntimeError("a crash")
-    engine.collect()
-    assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
-    return [engine.requests[each].tokens for each in ids]
 
 
 @pytest.mark.parametrize(
@@ -89,5 +79,6 @@ def test_tokens_are_those_of_one_node_each_also_after_changes_and_losses(
         check(engine.generate(case.prompts, max_tokens=NUM_TOKENS), expected)
         assert engine.stats().expert_table_version == 2
         for injector in injectors.values():
-            check(lose(engine, case, injector), expected)
+            requests = engine.generate_during(case.prompts, injector.crash, max_tokens=NUM_TOKENS)
+            check([each.tokens for each in requests], expected)
         assert len(engine.dead) == 2

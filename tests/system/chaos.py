@@ -22,12 +22,13 @@ import httpx
 from tests.system.server import Server
 
 STREAM_TIMEOUT_S = 120.0
-STATE = re.compile(r"scheduler: ((?:ready|recovering|starting).*)")
+# Of text, or in an object of JSON.
+STATE = re.compile(r'scheduler: ((?:ready|recovering|starting)[^"\n]*)')
 
 
 @dataclass
 class Watched:
-    """One stream: the received tokens and its end."""
+    """One stream: the received tokens and its end (monotonic seconds)."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Watched:
     errors: list[dict[str, Any]] = field(default_factory=list)
     num_done: int = 0
     status: int = 0
+    ended_s: float = 0.0
 
 
 class Streams:
@@ -85,6 +87,7 @@ class Streams:
                     watched.num_done += 1
                 elif line.startswith("data: "):
                     self._take(watched, json.loads(line[6:]))
+        watched.ended_s = time.monotonic()
 
     def _take(self, watched: Watched, event: dict[str, Any]) -> None:
         if "error" in event:
@@ -102,6 +105,10 @@ class Streams:
         """Wait until `count` more events with tokens have come, over all streams."""
         for _ in range(count):
             assert self._arrived.acquire(timeout=STREAM_TIMEOUT_S), "the streams are silent"
+
+    def wait_for_all(self) -> None:
+        """Wait until every stream has tokens."""
+        wait_until(lambda: all(each.tokens for each in self.watched), "the streams are silent")
 
     def join(self) -> list[Watched]:
         """Wait until all streams end."""

@@ -7,12 +7,13 @@ tests.system.chaos; each run must give the tokens of an undisturbed run.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.system import chaos
 from tests.system.chaos import EVENTS, Streams, check_identical, wait_until, wait_until_whole
 from tests.system.server import Server, Settings
+from topspin.logs import FORMAT_VARIABLE, is_json
 from topspin.plan.settings import BalancePolicy
 
 NUM_TOKENS = 60
@@ -51,23 +53,78 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(path, prompts, result.tokens)
 
 
+@pytest.fixture(scope="module")
+def two_attention_nodes(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a server whose logs are JSON objects."""
+    directory = tmp_path_factory.mktemp("smoke")
+    flags = ("--attention-nodes", "2")
+    env = {FORMAT_VARIABLE: "json"}
+    with Server(model.path, directory, *flags, settings=SLOW, env=env) as server:
+        yield server
+
+
+def test_every_process_names_a_request_by_its_id_also_after_a_loss(
+    model: Model, two_attention_nodes: Server
+) -> None:
+    server = two_attention_nodes
+    body = {
+        "model": "tiny",
+        "prompt": model.prompts[0],
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url, headers = f"{server.url}/v1/completions", {"X-Request-Id": "traced"}
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as response:
+        assert response.headers["X-Request-Id"] == "traced"
+        events = response.iter_lines()
+        next(events)
+        chaos.kill(server, "expert 0")
+        rest = [event for event in events if event]
+    assert rest[-1] == "data: [DONE]"
+
+    def logged() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in server.output.splitlines() if is_json(line)]
+
+    def told() -> list[dict[str, Any]]:
+        return [each for each in logged() if each.get("request_id") == "traced"]
+
+    wait_until(lambda: any(each["role"] == "gateway" for each in told()), "not answered")
+    assert [(each["role"], each["message"].partition(": ")[2]) for each in told()] == [
+        ("scheduler", "request admitted"),
+        ("scheduler", "request replayed"),
+        ("scheduler", "request admitted"),
+        ("scheduler", "request finished"),
+        ("gateway", "answered"),
+    ]
+    answered = told()[-1]
+    assert (answered["status"], answered["output_tokens"]) == (200, NUM_TOKENS)
+    assert answered["prompt_tokens"] == len(model.prompts[0])
+    roles = {each["role"] for each in logged()}
+    assert {"topspin", "gateway", "scheduler", "attention", "expert"} <= roles
+    plain = [line for line in server.output.splitlines() if not is_json(line)]
+    assert all(line.startswith(("Topspin is ready", "Try: ")) for line in plain), plain
+
+
 def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
-    model: Model, tmp_path: Path
+    model: Model, two_attention_nodes: Server
 ) -> None:
     """The smoke row; test_detection.py tests how soon losses are noticed."""
-    with Server(model.path, tmp_path, "--attention-nodes", "2", settings=SLOW) as server:
-        streams = Streams(server.url, model.prompts, NUM_TOKENS)
-        streams.wait_for_events(12)
-        chaos.kill(server, "expert 0")
-        wait_until(lambda: "lost expert 0" in server.output, "not noticed")
-        wait_until_whole(server)
-        # There is no other expert node: what came until now came before, and half is still to come.
-        streams.wait_for_events(12)
-        chaos.stop_and_continue(server, "attention 0")
-        check_identical(streams.join(), model.tokens)
-        # The streams go on elsewhere: they may end before the supervisor has reaped the process.
-        told = "attention 0 was killed by SIGKILL; it is started again"
-        wait_until(lambda: told in server.output, "not started again")
+    server = two_attention_nodes
+    wait_until_whole(server)
+    seen = len(server.output)
+    streams = Streams(server.url, model.prompts, NUM_TOKENS)
+    streams.wait_for_events(12)
+    chaos.kill(server, "expert 0")
+    wait_until(lambda: "lost expert 0" in server.output[seen:], "not noticed")
+    wait_until_whole(server)
+    # There is no other expert node: what came until now came before, and half is still to come.
+    streams.wait_for_events(12)
+    chaos.stop_and_continue(server, "attention 0")
+    check_identical(streams.join(), model.tokens)
+    # The streams go on elsewhere: they may end before the supervisor has reaped the process.
+    told = "attention 0 was killed by SIGKILL; it is started again"
+    wait_until(lambda: told in server.output, "not started again")
 
 
 # Plans the expert table all the time and takes every gain: experts are always moving.

@@ -23,7 +23,7 @@ from expert_nodes import command
 from m2n_comm.open import ExpertListener, listen_expert
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
-from tests.faults import OnDemand, faulty_nets
+from tests.faults import faulty_node
 from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.links import Link, measured_lateness
 from tests.system.test_failover import expert_process, with_replicas
@@ -215,17 +215,15 @@ def test_a_data_link_that_carries_nothing_more(tiny: Tiny, cut: dict[str, bool])
 @pytest.mark.parametrize("role", [pytest.param("attention", marks=SLOW), "expert"])
 def test_a_node_that_answers_pings_and_does_nothing(tiny: Tiny, role: str) -> None:
     """Its main thread is stuck, its heartbeat thread is not."""
-    injector, release = OnDemand(), threading.Event()
+    release = threading.Event()
     config = make_config(tiny, "shm", num_nodes=2, progress_deadline_s=PROGRESS_DEADLINE_S)
     config = with_replicas(tiny, config)
 
-    def injector_of(net_role: str, index: int) -> OnDemand | None:
-        return injector if (net_role, index) == (role, 1) else None
+    with faulty_node(role, 1) as injector, Engine(config) as engine:
 
-    def hang() -> None:
-        injector.fault = release.wait
+        def hang() -> None:
+            injector.fault = release.wait
 
-    with faulty_nets(injector_of), Engine(config) as engine:
         entry = survive(
             engine,
             tiny,

@@ -24,7 +24,7 @@ from kernels.cpu.compiled.program import Program
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
-from tests.faults import OnDemand, faulty_nets
+from tests.faults import OnDemand, faulty_nets, faulty_node
 from tests.m2n_comm.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
 from tests.structs import changed, with_nodes
 from tests.system.conftest import NUM_TOKENS, Tiny
@@ -73,13 +73,8 @@ def make_config(
 def test_every_fault_of_a_frame_is_recovered_from(
     tiny: Tiny, role: str, transport: Literal["shm", "tcp"]
 ) -> None:
-    injector = OnDemand()
     config = make_config(tiny, transport, num_nodes=2)
-
-    def injector_of(net_role: str, index: int) -> OnDemand | None:
-        return injector if (net_role, index) == (role, 0) else None
-
-    with faulty_nets(injector_of), Engine(config) as engine:
+    with faulty_node(role, 0) as injector, Engine(config) as engine:
         for name, fault in FAULTS.items():
             disturb(engine, tiny, injector, fault, name)
         stats = engine.stats()
@@ -103,19 +98,14 @@ def with_replicas(tiny: Tiny, config: EnginePlan) -> EnginePlan:
 def test_an_expert_node_with_live_replicas_is_done_without(
     tiny: Tiny, transport: Literal["shm", "tcp"]
 ) -> None:
-    injector = OnDemand()
     config = with_replicas(tiny, make_config(tiny, transport, num_nodes=2))
-
-    def injector_of(role: str, index: int) -> OnDemand | None:
-        return injector if (role, index) == ("expert", 1) else None
-
-    with faulty_nets(injector_of), Engine(config) as engine:
+    with faulty_node("expert", 1) as injector, Engine(config) as engine:
         engine.may_restart.clear()
         disturb(engine, tiny, injector, RuntimeError("a bug"), "crash")
         assert "without expert 1" in engine.details
         # Once it can come back, it does, with its experts.
         engine.may_restart.set()
-        engine.collect(until=lambda: engine.details[-1] == "" and engine.state.state == "ready")
+        engine.wait_until_whole()
         assert engine.generate(tiny.prompts, max_tokens=NUM_TOKENS) == tiny.tokens
         assert engine.stats().expert_table_version == 3
 

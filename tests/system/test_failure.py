@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
-import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
-from tests.system.chaos import wait_until
+from tests.system.chaos import Streams, wait_until
 from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.links import measured_lateness
 from tests.system.server import Server
@@ -22,67 +18,17 @@ slow = pytest.mark.slow
 # Two MoE layers, two hops each: about 80 ms a step, so that requests are still under way.
 SLOW_LINK = {"latency_us": 20_000}
 TWO_BY_TWO = ("--attention-nodes", "2", "--expert-nodes", "2")
-NUM_STREAMS = 3
+MAX_TOKENS = 200
 DETECTION_S = 3.0
 # A failure passes through every process in turn, on a machine that may be busy.
 NUM_WAKE_UPS = 20
 
 
-class Ended(NamedTuple):
-    """How one stream ended: its tokens, its error events, the number of [DONE], and the time."""
-
-    tokens: list[int]
-    errors: list[dict[str, Any]]
-    num_done: int
-    at: float
-
-
-def stream(url: str, prompt: list[int], started: threading.Semaphore) -> Ended:
-    body = {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": 200,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    tokens: list[int] = []
-    num_done, errors = 0, []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            if line == "data: [DONE]":
-                num_done += 1
-            elif line.startswith("data: "):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    errors.append(event["error"])
-                else:
-                    if not tokens:
-                        started.release()
-                    for choice in event["choices"]:
-                        tokens += choice["token_ids"]
-    return Ended(tokens, errors, num_done, time.monotonic())
-
-
-def run_streams(
-    server: Server, prompts: list[list[int]]
-) -> tuple[list[threading.Thread], dict[int, Ended]]:
-    """Start streams and return once each has received tokens."""
-    started = threading.Semaphore(0)
-    results: dict[int, Ended] = {}
-    threads = []
-    for idx in range(NUM_STREAMS):
-
-        def run(idx: int = idx) -> None:
-            results[idx] = stream(server.url, prompts[idx], started)
-
-        threads.append(threading.Thread(target=run))
-        threads[-1].start()
-    for _ in range(NUM_STREAMS):
-        assert started.acquire(timeout=30)
-    return threads, results
+def begun(server: Server, tiny: Tiny) -> Streams:
+    """Start streams, and return once each has received tokens."""
+    streams = Streams(server.url, tiny.prompts, MAX_TOKENS)
+    streams.wait_for_all()
+    return streams
 
 
 @pytest.mark.parametrize(
@@ -107,19 +53,17 @@ def test_a_killed_role_ends_every_request_with_one_typed_error(
         *(TWO_BY_TWO if transport == "tcp" else ()),
     )
     with Server(tiny.path, tmp_path, *flags, settings=SLOW_LINK) as server:
-        threads, results = run_streams(server, tiny.prompts)
+        streams = begun(server, tiny)
         with measured_lateness() as lateness:
             killed_at = server.kill(role)
-            for thread in threads:
-                thread.join(60)
-        assert len(results) == NUM_STREAMS
-        for idx, ended in results.items():
-            assert ended.tokens[:NUM_TOKENS] == tiny.tokens[idx][: len(ended.tokens)]
+            streams.join()
+        for ended, tokens in zip(streams.watched, tiny.tokens, strict=True):
+            assert ended.tokens[:NUM_TOKENS] == tokens[: len(ended.tokens)]
             assert len(ended.errors) == 1, ended
             assert ended.errors[0]["code"] in {"node_lost", "step_failed"}, ended
-            assert ended.num_done == 1
-            assert 0 < len(ended.tokens) < 200
-            assert ended.at - killed_at < DETECTION_S + NUM_WAKE_UPS * lateness.worst_s
+            assert (ended.status, ended.num_done) == (200, 1)
+            assert 0 < len(ended.tokens) < MAX_TOKENS
+            assert ended.ended_s - killed_at < DETECTION_S + NUM_WAKE_UPS * lateness.worst_s
         assert server.wait() == 1
         assert role in server.output
         assert "SIGKILL" in server.output
@@ -155,11 +99,10 @@ def test_a_frozen_gateway_serves_again_and_roles_die_with_a_killed_supervisor(
 @slow  # the parts: server/gateway/test_service.py and app/launch/test_engine.py
 def test_sigterm_ends_open_requests_and_exits_0(tiny: Tiny, tmp_path: Path) -> None:
     with Server(tiny.path, tmp_path, settings=SLOW_LINK) as server:
-        threads, results = run_streams(server, tiny.prompts)
+        streams = begun(server, tiny)
         server.process.terminate()
-        for thread in threads:
-            thread.join(30)
+        streams.join()
         assert server.wait() == 0
-        for ended in results.values():
+        for ended in streams.watched:
             assert [error["code"] for error in ended.errors] == ["engine_unavailable"]
             assert ended.num_done == 1

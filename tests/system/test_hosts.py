@@ -108,7 +108,8 @@ def test_two_by_two_nodes_with_keys_give_transformers_tokens(engine: Engine, tin
     assert load.wrong == []
 
 
-@pytest.mark.parametrize("name", ["expert 1", pytest.param("attention 1", marks=pytest.mark.slow)])
+@pytest.mark.slow  # below both are lost and regained, by a cable
+@pytest.mark.parametrize("name", ["expert 1", "attention 1"])
 def test_a_killed_node_on_the_other_host_costs_no_request(
     engine: Engine, tiny: Tiny, name: str
 ) -> None:
