@@ -83,7 +83,7 @@ class World:
 
 
 class SimulatedModel:
-    """A draft model of a World; satisfies spec_decode.forest.DraftCache and counts its passes."""
+    """A draft model of a World; satisfies spec_decode.forest.DraftModel and counts its passes."""
 
     vocab_size = 2**31
 

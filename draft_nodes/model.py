@@ -4,7 +4,7 @@ Owns what attention nodes leave to others: routed experts, all of them here, and
 layout. One pass computes rows of several requests, each a node of its request's tree: its
 keys are the verified prefix and its ancestors. On the CPU passes of few rows are recorded and
 replayed. On a GPU, so far, kernels are launched one by one and indices copied array by array.
-Implements spec_decode.forest.DraftCache; knows no tree's probabilities and no target.
+Implements spec_decode.forest.DraftModel; knows no tree's probabilities and no target.
 """
 
 from __future__ import annotations

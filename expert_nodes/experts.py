@@ -25,7 +25,7 @@ from kernels.experts.layers import LayerExperts
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import ExpertBatch, NetShape, Senders
 from models.checkpoints.expert_reader import ExpertReader
-from models.checkpoints.weights import ExpertNodeWeights, ExpertStream, take
+from models.checkpoints.weights import ExpertStream, ExpertWeights, take
 from models.description.config import ModelConfig
 from topspin.plan.precision import UNQUANTISED, Format, Rules
 from topspin.plan.spec import NodeConfig
@@ -42,7 +42,7 @@ class Experts:
     def __init__(
         self,
         config: ModelConfig,
-        weights: ExpertNodeWeights | Iterator[ExpertStream],
+        weights: ExpertWeights | Iterator[ExpertStream],
         ops: Ops,
         *,
         held: Sequence[Sequence[int]],
@@ -74,7 +74,7 @@ class Experts:
             LayerExperts(idx, num_experts, top_k, precision) for idx in config.moe_layers
         ]
         layers: list[PackedExperts | None] = []
-        for read in take(weights.layers) if isinstance(weights, ExpertNodeWeights) else weights:
+        for read in take(weights.layers) if isinstance(weights, ExpertWeights) else weights:
             layer = len(layers)
             mine = held[layer]
             pack = self._layers[layer].pack

@@ -33,7 +33,7 @@ _LOWEST: Final = -1e30
 _Ints = npt.NDArray[np.int64]
 
 
-class _UnitGroup(NamedTuple):
+class _Group(NamedTuple):
     """Units that are computed by one call."""
 
     rows: Tensor
@@ -129,7 +129,7 @@ def _make_group(
     num_groups: int,
     repeat: int,
     sliding_window: int | None,
-) -> _UnitGroup:
+) -> _Group:
     rows, positions = units.rows[chosen], units.positions[chosen]
     key_positions = first_chunk[:, None] * CHUNK_KEYS + np.arange(num_chunks * CHUNK_KEYS)
     last = positions.max(1, keepdims=True)
@@ -147,7 +147,7 @@ def _make_group(
     hidden = hidden.reshape(len(chosen), num_rows, num_chunks, CHUNK_KEYS).transpose(0, 2, 1, 3)
     flat = rows.reshape(-1)
     kept = np.flatnonzero(flat >= 0)
-    return _UnitGroup(
+    return _Group(
         rows=torch.from_numpy(np.maximum(flat, 0)),
         kept=torch.from_numpy(kept),
         targets=torch.from_numpy(flat[kept]),
@@ -164,7 +164,7 @@ def _groups(
     head_dim: int,
     repeat: int,
     sliding_window: int | None,
-) -> Iterator[_UnitGroup]:
+) -> Iterator[_Group]:
     """Join units of similar numbers of chunks; bounds the keys gathered at once."""
     units = _units(meta, positions_per_unit(repeat))
     if not len(units.seq):
@@ -201,7 +201,7 @@ def _groups(
 
 def _plan(
     meta: AttentionMeta, q: Tensor, k_cache: Tensor, sliding_window: int | None
-) -> tuple[_UnitGroup, ...]:
+) -> tuple[_Group, ...]:
     """Return the groups of this micro-batch; the first layer's call makes them."""
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
@@ -217,7 +217,7 @@ def _plan(
                 sliding_window=sliding_window,
             )
         )
-    return cast("tuple[_UnitGroup, ...]", meta.memo[memo_key])
+    return cast("tuple[_Group, ...]", meta.memo[memo_key])
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, *, scale: float) -> Tensor:

@@ -83,7 +83,7 @@ class NetRules:
             raise ProtocolError(f"step {ticket.step}: row buckets {ticket.row_buckets}")
 
 
-class Dispatched(Protocol):
+class Flight(Protocol):
     """A dispatch that is not combined yet."""
 
     @property
@@ -94,7 +94,7 @@ class Dispatched(Protocol):
         """Return the size of its hidden rows."""
 
 
-FlightT = TypeVar("FlightT", bound=Dispatched)
+FlightT = TypeVar("FlightT", bound=Flight)
 Route = TypeVar("Route")
 
 

@@ -51,7 +51,7 @@ class Kept(NamedTuple):
     kept: tuple[int, ...]
 
 
-class DraftCache(Protocol):
+class DraftModel(Protocol):
     """A model with a cache of its own."""
 
     @property
@@ -134,7 +134,7 @@ class _Sequence:
 class Forest:
     """The sequences of one draft model, by id; those that are silent longest make room."""
 
-    def __init__(self, model: DraftCache, growth: Growth) -> None:
+    def __init__(self, model: DraftModel, growth: Growth) -> None:
         self._model = model
         self._growth = growth
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()

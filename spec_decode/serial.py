@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text
-from spec_decode.forest import DraftCache, Forest, Growth
+from spec_decode.forest import DraftModel, Forest, Growth
 
 
 class SerialDrafter:
@@ -20,7 +20,7 @@ class SerialDrafter:
     none of a text, as a long prompt, of which the model has not seen more than a pass feeds.
     """
 
-    def __init__(self, model: DraftCache, growth: Growth, *, max_length: int) -> None:
+    def __init__(self, model: DraftModel, growth: Growth, *, max_length: int) -> None:
         """`max_length` is the most positions that the model computes."""
         self._forest = Forest(model, growth)
         self._growth = growth

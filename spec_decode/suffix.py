@@ -42,7 +42,7 @@ _BREAK: Final = -1
 """In an index, between texts and before the first one: no token."""
 
 
-class SuffixLimits(NamedTuple):
+class Limits(NamedTuple):
     """The settings of a SuffixDrafter.
 
     A match has `min_match` to `max_match` tokens and its draft at most `factor` times as many
@@ -58,10 +58,8 @@ class SuffixLimits(NamedTuple):
     shares: bool = True
 
 
-DEFAULT_LIMITS: Final = SuffixLimits()
-_NGRAM_LIMITS: Final = SuffixLimits(
-    min_match=5, max_match=5, factor=None, min_share=0.0, shares=False
-)
+DEFAULT_LIMITS: Final = Limits()
+_NGRAM_LIMITS: Final = Limits(min_match=5, max_match=5, factor=None, min_share=0.0, shares=False)
 
 
 class Match(NamedTuple):
@@ -157,7 +155,7 @@ class SuffixIndex:
         return [row[: row.index(_BREAK)] if _BREAK in row else row for row in rows]
 
 
-def limits_of(settings: Speculation) -> SuffixLimits:
+def limits_of(settings: Speculation) -> Limits:
     """Return the limits that `settings` ask for; one bound of an n-gram is the other's default."""
     is_ngram = settings.method == "ngram"
     limits = _NGRAM_LIMITS if is_ngram else DEFAULT_LIMITS
@@ -217,7 +215,7 @@ class SuffixDrafter:
     A sequence's own text is preferred to others' where their matches are equally long.
     """
 
-    def __init__(self, limits: SuffixLimits = DEFAULT_LIMITS) -> None:
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         self._limits = limits
         self._own: dict[int, _Own] = {}
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()

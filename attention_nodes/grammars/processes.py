@@ -31,7 +31,7 @@ from attention_nodes.grammars.frames import (
     Compiled,
     Ended,
     Follow,
-    FollowedSlice,
+    Followed,
     Fork,
     Masks,
     Slice,
@@ -422,7 +422,7 @@ def _end_of(ended: Ended, *, is_compiled: bool) -> _End:
     return _End("the process of the request's grammar has ended", may_retry=True)
 
 
-def _answer(followed: FollowedSlice, masks: _Words) -> Answer:
+def _answer(followed: Followed, masks: _Words) -> Answer:
     return Answer(followed.error, False, followed.rows, masks)
 
 

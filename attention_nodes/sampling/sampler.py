@@ -77,14 +77,14 @@ class Sampled(NamedTuple):
         return np.flatnonzero(is_root)
 
 
-class Accepted(NamedTuple):
+class Verdict(NamedTuple):
     """The rows whose tokens are the sequences' next ones, and how many rows each sequence has."""
 
     rows: IntArray
     counts: IntArray
 
 
-NO_VERDICT: Final = Accepted(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NO_VERDICT: Final = Verdict(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 """Of a step that samples nothing."""
 
 
@@ -147,7 +147,7 @@ class Sampler:
         return drawn
 
     @staticmethod
-    def judge(asked: Asked, drawn: Sequence[np.ndarray]) -> Accepted:
+    def judge(asked: Asked, drawn: Sequence[np.ndarray]) -> Verdict:
         """Return which rows of draw(), now on the host, give their sequences' next tokens.
 
         All of them, without drafts; else of each sequence the rows of the root and of the tokens
@@ -155,7 +155,7 @@ class Sampler:
         """
         rows, drafted = asked.sampled.roots, {each.first: each for each in asked.sampled.drafted}
         if not drafted:
-            return Accepted(rows, np.ones(len(rows), dtype=np.int64))
+            return Verdict(rows, np.ones(len(rows), dtype=np.int64))
         tokens, valid = drawn[:2]
         chosen: list[int] = []
         counts = []
@@ -167,11 +167,11 @@ class Sampler:
                 path = accepted(draft, tokens[mine].tolist(), valid[mine].tolist())
             chosen += [first, *(first + 1 + each for each in path)]
             counts.append(1 + len(path))
-        return Accepted(np.array(chosen, dtype=np.int64), np.array(counts, dtype=np.int64))
+        return Verdict(np.array(chosen, dtype=np.int64), np.array(counts, dtype=np.int64))
 
     @staticmethod
     def answer(
-        asked: Asked, drawn: Sequence[np.ndarray], verdict: Accepted, ended: Sequence[int] = ()
+        asked: Asked, drawn: Sequence[np.ndarray], verdict: Verdict, ended: Sequence[int] = ()
     ) -> Drawn:
         """Pack the arrays of draw(), now on the host; the sequences `ended` get no token.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention_nodes.long_contexts.contexts import NOTHING_LOST, Followed
-from attention_nodes.sampling.sampler import NO_VERDICT, Accepted, Asked, Drawn
+from attention_nodes.sampling.sampler import NO_VERDICT, Asked, Drawn, Verdict
 from attention_nodes.sampling.scores import NO_SCORES, Scores
 from attention_nodes.step.executor import Receipt
 from attention_nodes.step.sequences import IntArray, Reserved, SequenceTable
@@ -62,7 +62,7 @@ class LaunchedStep:
     check: Callable[[], None] | None = None
     followed: Followed = NOTHING_LOST
     arrays: list[np.ndarray] | None = None
-    verdict: Accepted = NO_VERDICT
+    verdict: Verdict = NO_VERDICT
 
     def wait(self) -> list[np.ndarray]:
         """Wait for the end of the step and return its arrays; raises as check()."""

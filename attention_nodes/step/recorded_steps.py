@@ -81,7 +81,7 @@ class _Recorded(NamedTuple):
             renew(part.meta, host_meta(each))
 
 
-class PlacedStep(NamedTuple):
+class Placed(NamedTuple):
     """A step's tensors; `key` None: it is not recorded."""
 
     inputs: StepInputs
@@ -107,7 +107,7 @@ class RecordedSteps:
         make: Callable[[], StepInputs],
         *,
         may_record: bool = True,
-    ) -> PlacedStep:
+    ) -> Placed:
         """Return the tensors of a step: new ones by `make`, or those of its recording.
 
         The steps before have ended.
@@ -115,12 +115,12 @@ class RecordedSteps:
         key = key_of(micro_batches) if may_record and self._renew is not None else None
         recorded = None if key is None else self._recorded.get(key)
         if recorded is None or self._renew is None:
-            return PlacedStep(make(), key)
+            return Placed(make(), key)
         recorded.take(micro_batches, self._rotary, self._renew)
-        return PlacedStep(recorded.inputs, key)
+        return Placed(recorded.inputs, key)
 
     def run(
-        self, placed: PlacedStep, body: Callable[[StepInputs, Tensor], None], state: object = None
+        self, placed: Placed, body: Callable[[StepInputs, Tensor], None], state: object = None
     ) -> Tensor:
         """Return the logits f32[R, V] of a step, recorded or not, valid until its next run.
 

@@ -32,7 +32,7 @@ from deploy.placement.shapes import ModelShape
 from deploy.placement.workload import Lengths, Workload
 from models.description.config import load_model_config
 from models.sources.hub import DEFAULT_MODEL, resolve_model
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.spec import EnginePlan
 
 PROMPT_LEN: Final = 16
@@ -86,7 +86,7 @@ def plans(path: Path, *, latency_us: float, requests: int) -> dict[str, tuple[in
         kv_cache_bytes=256 * 2**20,
         layout="shared",
     )
-    half, whole = (ColocatedLayers(layers=model.moe_layers[::n], when="always") for n in (2, 1))
+    half, whole = (LocalExperts(layers=model.moe_layers[::n], when="always") for n in (2, 1))
     replace = msgspec.structs.replace
     return {
         "remote": (0, remote),

@@ -28,7 +28,7 @@ from deploy.placement.search.steps import EngineSetup, EngineSteps, StepEstimate
 from topspin.plan.checks import check_model, check_plan
 from topspin.plan.expected import Expected, ExpectedStep
 from topspin.plan.kv_cache import KvCacheSpec
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.model_facts import ModelFacts
 from topspin.plan.settings import GPU_WINDOW_ROWS, WINDOW_ROWS, Dtype, SchedulingPolicy
 from topspin.plan.spec import (
@@ -90,7 +90,7 @@ def plan_of(
 class LocalChoice(NamedTuple):
     """The layers without a hop, and why always, or as the engine measures."""
 
-    experts: ColocatedLayers
+    experts: LocalExperts
     reason: str
 
 
@@ -98,7 +98,7 @@ def local_experts_of(rater: Rater, rating: Rating) -> LocalChoice | None:
     """Return which layers have no hop: always, or, where it is close, as the engine measures."""
     engine, found = rating.settled
     if engine.layout.is_colocated:
-        every = ColocatedLayers(layers=rater.model.moe_layers, when="always")
+        every = LocalExperts(layers=rater.model.moe_layers, when="always")
         return LocalChoice(every, "one process has all experts: no row travels")
     if not engine.num_local:
         return None
@@ -107,7 +107,7 @@ def local_experts_of(rater: Rater, rating: Rating) -> LocalChoice | None:
         EngineSteps(each, rater.clock).step_s(found.running, None) for each in (engine, remote)
     )
     is_close = there_s < here_s * (1 + CLOSE)
-    local = ColocatedLayers(layers=engine.local_layers, when="measured" if is_close else "always")
+    local = LocalExperts(layers=engine.local_layers, when="measured" if is_close else "always")
     bound = f"less than {CLOSE:.0%}: the engine measures" if is_close else f"at least {CLOSE:.0%}"
     return LocalChoice(
         local,

@@ -73,7 +73,7 @@ def slot_variants(table: ExpertTable, nodes: tuple[int, ...]) -> Tensor:
 
 
 @dataclass(slots=True)
-class _IpcDispatch:
+class _Flight:
     """A dispatch that is not combined yet, with the tensors of its later parts."""
 
     layer: int
@@ -105,7 +105,7 @@ class IpcAttentionNet:
         self.shape = shape
         self.trace: Stamps | None = None
         self._pairs = pairs
-        self._rules: AttentionRules[_IpcDispatch, tuple[int, Tensor]] = AttentionRules(
+        self._rules: AttentionRules[_Flight, tuple[int, Tensor]] = AttentionRules(
             me.index,
             shape,
             num_experts=num_experts,
@@ -211,12 +211,12 @@ class IpcAttentionNet:
                     f"dispatch: {len(hidden)} rows, micro-batch {micro_batch} of step "
                     f"{self._rules.step} has {parts} windows of {self.shape.window_rows}"
                 )
-        flight = _IpcDispatch(layer, hidden, experts, weights.float(), num_rows, parts)
+        flight = _Flight(layer, hidden, experts, weights.float(), num_rows, parts)
         self._rules.flights[micro_batch] = flight
         self._send(flight, micro_batch, 0)
         self._life.look_if_done()
 
-    def _send(self, flight: _IpcDispatch, micro_batch: int, part: int) -> None:
+    def _send(self, flight: _Flight, micro_batch: int, part: int) -> None:
         low = part * self.shape.window_rows
         high = low + self.shape.window_rows
         self._ports[micro_batch].dispatch(

@@ -81,7 +81,7 @@ class _Route(NamedTuple):
 
 
 @dataclass(slots=True)
-class _LocalDispatch:
+class _Flight:
     """A dispatch that is not combined yet. `read` keeps the experts' inputs allocated.
 
     `partials` are empty if combine() computes them.
@@ -132,7 +132,7 @@ class DeviceNet:
         self._traces = traces or (None,) * len(self._serves)
         self._slots = slots or slots_on(runtime.device)
         self._stream = runtime.new_stream() if num_streams == 2 else None
-        self._rules: AttentionRules[_LocalDispatch, _Route] = AttentionRules(
+        self._rules: AttentionRules[_Flight, _Route] = AttentionRules(
             index,
             shape,
             num_experts=len(self._serves),
@@ -205,9 +205,7 @@ class DeviceNet:
                 with self._runtime.on(self._stream):
                     partials = self._serve(micro_batch, layer, *read)
                 done = self._stream.record()
-            self._rules.flights[micro_batch] = _LocalDispatch(
-                layer, hidden.shape, read, partials, done
-            )
+            self._rules.flights[micro_batch] = _Flight(layer, hidden.shape, read, partials, done)
 
     def _serve(
         self,

@@ -36,7 +36,7 @@ def pinned(runtime: Runtime, rows: int, width: int, dtype: torch.dtype) -> Tenso
     return runtime.host_buffer(rows * width * dtype.itemsize).view(dtype).view(rows, width)
 
 
-class _StagedRows:
+class _Rows:
     """The pinned buffers of one micro-batch.
 
     hidden [R, H], experts i64[R, K], weights f32[R, K] leave the device; answer f32[R, H]
@@ -84,7 +84,7 @@ class StagedNet:
         self._runtime = runtime
         # Micro-batch i exists if there are at least i + 1, all of about the same size.
         self._rows = [
-            _StagedRows(runtime, shape, -(-max_rows // (micro_batch + 1)))
+            _Rows(runtime, shape, -(-max_rows // (micro_batch + 1)))
             for micro_batch in range(shape.num_micro_batches)
         ]
         self._unsent: _Unsent | None = None
@@ -185,14 +185,14 @@ class StagedNet:
             staged.weights[:rows],
         )
 
-    def _room(self, micro_batch: int, rows: int) -> _StagedRows:
+    def _room(self, micro_batch: int, rows: int) -> _Rows:
         """Return a micro-batch's buffers, of at least `rows` rows.
 
         torch's allocator keeps replaced ones until no copy needs them.
         """
         staged = self._rows[micro_batch]
         if rows > staged.capacity:
-            staged = _StagedRows(self._runtime, self.shape, max(rows, 2 * staged.capacity))
+            staged = _Rows(self._runtime, self.shape, max(rows, 2 * staged.capacity))
             self._rows[micro_batch] = staged
         return staged
 

@@ -59,7 +59,7 @@ from topspin.messages import StepTicket
 from topspin.trace import Kind, Stamps
 
 
-class _HostDispatch(NamedTuple):
+class _Flight(NamedTuple):
     """A dispatch with answers not yet consumed: hidden [T, H], experts and chosen [T, K].
 
     `chosen` are the columns of the layer's routing table. `order` is that of kernels.deterministic,
@@ -101,7 +101,7 @@ class AttentionSide:
             expert: each for expert, each in enumerate(expert_incarnations) if each is not None
         }
         self._everyone = tuple(self._experts)
-        self._rules: AttentionRules[_HostDispatch, RouteMap] = AttentionRules(
+        self._rules: AttentionRules[_Flight, RouteMap] = AttentionRules(
             me.index if me.participant is None else me.participant,
             shape,
             num_experts=self._num_experts,
@@ -237,9 +237,7 @@ class AttentionSide:
                 check_known(route, layer, experts)
                 chosen = choice.choose(experts.view(-1))
             order = order_of(experts, weights) if self.shape.per_expert_answers else None
-            flight = _HostDispatch(
-                layer, hidden.shape, route, hidden, experts, chosen, weights, order
-            )
+            flight = _Flight(layer, hidden.shape, route, hidden, experts, chosen, weights, order)
             self._rules.flights[micro_batch] = flight
             if len(hidden) > self.shape.window_rows:
                 refuse_recording(f"a dispatch of {len(hidden)} rows takes more than one frame")
@@ -249,7 +247,7 @@ class AttentionSide:
             raise
 
     def _send_parts(
-        self, flight: _HostDispatch, micro_batch: int, part: int, experts: tuple[int, ...]
+        self, flight: _Flight, micro_batch: int, part: int, experts: tuple[int, ...]
     ) -> None:
         """Send each of `experts` a part of its rows, in one frame."""
         columns = flight.route.slot_of[flight.layer]
@@ -270,7 +268,7 @@ class AttentionSide:
             finish = partial(self._finish_send, flight, expert, micro_batch)
             launch_alone(hops.send_rows, arguments, finish)
 
-    def _finish_send(self, flight: _HostDispatch, expert: int, micro_batch: int) -> None:
+    def _finish_send(self, flight: _Flight, expert: int, micro_batch: int) -> None:
         """Publish the frame that hops.send_rows has written; or it has written none."""
         with self._rules:
             record = self._records[expert, micro_batch]
@@ -342,7 +340,7 @@ class AttentionSide:
         self._records = {}
         self.lines.close()
 
-    def _receive(self, flight: _HostDispatch, micro_batch: int, total: Tensor) -> None:
+    def _receive(self, flight: _Flight, micro_batch: int, total: Tensor) -> None:
         """Add the answers to all parts to `total`: those of one frame for each node by one call."""
         if flight.size[0] > self.shape.window_rows:
             self._receive_parts(flight, micro_batch, total)
@@ -354,7 +352,7 @@ class AttentionSide:
             self._await(flight.layer, micro_batch, everyone[position:])
         launch_alone(hops.add_rows, arguments, refuse)
 
-    def _receive_parts(self, flight: _HostDispatch, micro_batch: int, total: Tensor) -> None:
+    def _receive_parts(self, flight: _Flight, micro_batch: int, total: Tensor) -> None:
         """Add the answers to all parts to `total`; send a node's next part after each one's."""
         pending, part = self._everyone, 0
         fills = len(pending) == 1

@@ -92,7 +92,7 @@ class ExpertLayerWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertNodeWeights:
+class ExpertWeights:
     """An expert node's share; layers[i] belongs to decoder layer config.moe_layers[i]."""
 
     layers: list[ExpertLayerWeights]
@@ -184,7 +184,7 @@ def load_expert_weights(
     dtype: torch.dtype,
     experts: Sequence[Sequence[int]],
     device: torch.device | str = "cpu",
-) -> ExpertNodeWeights:
+) -> ExpertWeights:
     """Read the routed experts that a node holds, converted to `dtype`, contiguous.
 
     experts[i] lists, in slot order, the logical expert ids of MoE layer
@@ -205,7 +205,7 @@ def load_expert_weights(
             reader.read_into(sources.down(expert_id), layer.down[slot])
         layers.append(layer)
     checkpoint.close()
-    return ExpertNodeWeights(layers=layers)
+    return ExpertWeights(layers=layers)
 
 
 def stream_expert_weights(

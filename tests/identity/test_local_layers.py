@@ -23,7 +23,7 @@ from tests.identity.test_devices import ATTENTION_ON_IT, MAX_NUM_SEQS, ON_ONE, p
 from tests.identity.test_draft_model import TREES, speculation_of
 from tests.identity.test_speculation import accepted
 from topspin.plan.checks import check_plan
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.spec import EnginePlan
 
 slow = pytest.mark.slow
@@ -42,7 +42,7 @@ def plan_of(
     moe_layers = load_model_config(case.path).moe_layers
     layers = moe_layers[len(moe_layers) - max(1, round(share * len(moe_layers))) :]
     plan = engine_config(case.path, **settings)
-    local = ColocatedLayers(layers=layers, when=when)
+    local = LocalExperts(layers=layers, when=when)
     if when == "always" and layers == moe_layers:
         plan = msgspec.structs.replace(plan, nodes=tuple(plan.attention))
     plan = msgspec.structs.replace(plan, local_experts=local)

@@ -16,7 +16,7 @@ from torch import Tensor
 from models.checkpoints.weights import (
     AttentionWeights,
     ExpertLayerWeights,
-    ExpertNodeWeights,
+    ExpertWeights,
     LayerWeights,
 )
 from models.description.config import ModelConfig
@@ -26,7 +26,7 @@ from models.rope import inverse_frequencies
 def plain_logits(
     config: ModelConfig,
     attention: AttentionWeights,
-    experts: ExpertNodeWeights,
+    experts: ExpertWeights,
     tokens: Sequence[int],
 ) -> Tensor:
     """Return logits [tokens, V] of one sequence; `experts` must hold all, in id order."""

@@ -18,7 +18,7 @@ from tests.identity.conftest import MIN_MARGIN, Case
 from tests.structs import changed, with_nodes
 from tests.system.server import Server
 from tests.system.test_serve import complete
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.spec import EnginePlan
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def plan_of(path: Path, **settings: object) -> EnginePlan:
     plan = engine_config(path, transport="shm", **settings)
     layers = load_model_config(path).moe_layers
-    return msgspec.structs.replace(plan, local_experts=ColocatedLayers(layers=layers))
+    return msgspec.structs.replace(plan, local_experts=LocalExperts(layers=layers))
 
 
 def num_local(server: Server) -> int:

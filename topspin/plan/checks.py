@@ -14,7 +14,7 @@ from topspin.devices import check_transport, parse_device
 from topspin.errors import ConfigError
 from topspin.plan.combinations import conflicts_in
 from topspin.plan.kv_cache import KvCacheSpec
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.model_facts import ModelFacts
 from topspin.plan.network import place_of
 from topspin.plan.precision import KERNEL_FORMATS, check_rules, formats
@@ -234,9 +234,7 @@ def _check_experts(plan: EnginePlan, model: ModelFacts) -> None:
             )
 
 
-def _check_local(
-    local: ColocatedLayers, moe_layers: Sequence[int], *, num_expert_nodes: int
-) -> None:
+def _check_local(local: LocalExperts, moe_layers: Sequence[int], *, num_expert_nodes: int) -> None:
     """Check that local layers have routed experts, and expert nodes what to do."""
     if list(local.layers) != sorted(set(local.layers)):
         raise ConfigError(f"local_experts.layers {list(local.layers)}: must ascend")

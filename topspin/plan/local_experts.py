@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 
-class ColocatedLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LocalExperts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Decoder layers (counted from 0) whose routed experts every attention node holds too.
 
     `when` "always": expert nodes hold nothing of these layers. "measured": they do, and the layers

@@ -21,7 +21,7 @@ from topspin.devices import KernelName, NodeRole, Place, share_a_device
 from topspin.errors import ConfigError
 from topspin.plan.expected import Expected
 from topspin.plan.kv_cache import KvCacheSpec
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.network import LOCALHOST, NetworkSpec
 from topspin.plan.precision import PrecisionRule
 from topspin.plan.setting import AUTO, Setting
@@ -337,7 +337,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     balance: BalancePolicy = BalancePolicy()
     failover: FailoverPolicy = FailoverPolicy()
     trace: TraceSection = TraceSection()
-    local_experts: ColocatedLayers | None = None
+    local_experts: LocalExperts | None = None
     network: NetworkSpec | None = None
     expected: Expected | None = None
 

@@ -115,7 +115,7 @@ class PairLayout:
         for column in columns:
             size = rows * column.row_bytes
             tensors[column.name] = _tensor(memory, start, (rows, column.width), column.dtype)
-            fields.append(WindowField(view[start : start + size], column.row_bytes, base + start))
+            fields.append(Field(view[start : start + size], column.row_bytes, base + start))
             start += _aligned(size)
         header = view[offset + _LINE_BYTES : offset + _LINE_BYTES + HEADER_BYTES]
         return Window(
@@ -133,7 +133,7 @@ class PairLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowField:
+class Field:
     """The bytes of one payload field of a window, at `address`, `row_bytes` each row."""
 
     data: memoryview
@@ -170,7 +170,7 @@ class Window:
     slots: torch.Tensor | None
     weights: torch.Tensor | None
     hidden: torch.Tensor
-    fields: tuple[WindowField, ...]
+    fields: tuple[Field, ...]
     scales: torch.Tensor | None = None
     _views: dict[int, WindowRows] = field(default_factory=dict)
     _payloads: dict[int, list[memoryview]] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from deploy.placement.write import local_experts_of, plan_of
 from tests.deploy.placement import samples
 from topspin.plan.checks import check_model
 from topspin.plan.file import print_plan, read_plan
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.spec import AttentionNode, EnginePlan, StageNode
 
 
@@ -117,7 +117,7 @@ def test_a_colocated_cpu_has_no_expert_node() -> None:
     rating = rater.rate(layout, stored(inputs.model))
     plan = plan_from(inputs, rating)
     assert [node.num_threads for node in plan.nodes] == [4]
-    assert plan.local_experts == ColocatedLayers(layers=inputs.model.moe_layers, when="always")
+    assert plan.local_experts == LocalExperts(layers=inputs.model.moe_layers, when="always")
     assert plan.expected is not None
     assert plan.expected.decode.experts_s == plan.expected.decode.link_s == 0.0
     assert rating.engine is not None
@@ -142,7 +142,7 @@ def test_layers_are_local_always_where_that_wins_clearly(alpha_us: float, when: 
     assert rating.engine is not None
     rating = rater.at_load(replace(rating, engine=replace(rating.engine, num_local=3)), 1.0)
     plan = plan_from(inputs, rating)
-    assert plan.local_experts == ColocatedLayers(layers=inputs.model.moe_layers[:3], when=when)
+    assert plan.local_experts == LocalExperts(layers=inputs.model.moe_layers[:3], when=when)
     choice = local_experts_of(rater, rating)
     assert choice is not None
     assert choice.experts == plan.local_experts

@@ -21,7 +21,7 @@ from tests.structs import changed
 from topspin.errors import ConfigError
 from topspin.plan.checks import check_plan
 from topspin.plan.file import print_plan, read_plan
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.network import NetworkSpec
 from topspin.plan.retrieval import SpillSpec
 from topspin.plan.spec import EnginePlan
@@ -160,9 +160,7 @@ def test_memory_is_that_of_weights_caches_and_processes() -> None:
     assert expert == pytest.approx(GIB + 1.05 * 2 * numbers * plan.experts[0].experts, rel=0.05)
     more = changed(plan.nodes[0], {"kv_cache_bytes": 201326592 + GIB})
     assert services(plan, shape).memory_of(more) == pytest.approx(attention + 1.05 * GIB, rel=1e-6)
-    local = changed(
-        plan, {"local_experts": ColocatedLayers(layers=shape.moe_layers, when="always")}
-    )
+    local = changed(plan, {"local_experts": LocalExperts(layers=shape.moe_layers, when="always")})
     with_experts = services(local, shape).memory_of(plan.nodes[0])
     assert with_experts == pytest.approx(attention + expert - GIB, rel=0.01)
 

@@ -18,7 +18,7 @@ from kernels.triton.grouped_mlp.launches import (
     FEW_PAIRS,
     GATE_UP,
     MlpTiles,
-    TileShape,
+    Shape,
     default_tiles,
 )
 from kernels.triton.grouped_mlp.weights import (
@@ -225,7 +225,7 @@ def test_few_pairs_need_no_grouping(
 def test_default_tiles_are_possible(weight_format: Format) -> None:
     dtypes, rows = (torch.float32, torch.bfloat16), (1, 32, 256, 1024, 2048, 8192)
     for op, dtype, num_rows in itertools.product((GATE_UP, DOWN), dtypes, rows):
-        shape = TileShape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
+        shape = Shape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
         tiles = default_tiles(op, shape)
         # A step has one group of inputs, and an fp8 tile outputs of one block.
         assert weight_format == "none" or tiles.block_k == GROUP

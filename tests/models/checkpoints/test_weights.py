@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weights import (
     AttentionWeights,
-    ExpertNodeWeights,
+    ExpertWeights,
     load_attention_weights,
     load_expert_weights,
 )
@@ -33,7 +33,7 @@ def _all_experts(config: ModelConfig) -> list[range]:
     return [range(num_experts)] * len(config.moe_layers)
 
 
-def _load(path: Path) -> tuple[AttentionWeights, ExpertNodeWeights]:
+def _load(path: Path) -> tuple[AttentionWeights, ExpertWeights]:
     config = load_model_config(path)
     with Checkpoint(path) as checkpoint:
         return (

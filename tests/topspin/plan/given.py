@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.structs import changed
 from topspin.plan.kv_cache import KvLayerRule
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.model_facts import ModelFacts
 from topspin.plan.network import NetworkSpec
 from topspin.plan.precision import rules_of
@@ -166,7 +166,7 @@ def local(when: Literal["always", "measured"]) -> Giver:
         layers = facts.moe_layers[-1:] if when == "always" else facts.moe_layers
         if not layers:
             return plan
-        return changed(plan, {"local_experts": ColocatedLayers(layers=layers, when=when)})
+        return changed(plan, {"local_experts": LocalExperts(layers=layers, when=when)})
 
     return give
 

@@ -18,7 +18,7 @@ from tests.topspin.plans import DENSE, FACTS, plan
 from topspin.errors import ConfigError
 from topspin.plan.checks import check_model, check_plan
 from topspin.plan.kv_cache import KvCacheSpec, KvLayerRule
-from topspin.plan.local_experts import ColocatedLayers
+from topspin.plan.local_experts import LocalExperts
 from topspin.plan.model_facts import ModelFacts
 from topspin.plan.precision import PrecisionRule, rules_of
 from topspin.plan.retrieval import RetrievalPolicy
@@ -44,7 +44,7 @@ def with_experts(*held: int) -> EnginePlan:
 def with_local(*layers: int, when: Any = "measured", **fields: Any) -> EnginePlan:
     """Return the default plan with layers to keep local, and other fields of attention nodes."""
     made = with_nodes(plan(), "attention", **fields)
-    local = ColocatedLayers(layers=layers, when=when)
+    local = LocalExperts(layers=layers, when=when)
     return msgspec.structs.replace(made, local_experts=local)
 
 
