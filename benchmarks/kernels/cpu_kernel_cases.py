@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.kernels import roofline
 from benchmarks.kernels.roofline import Work
-from kernels.contracts import AttentionMeta, ExpertWeights, HeadRows, LinearWeight
+from kernels.contracts import AttentionMeta, HeadRows, LinearWeight, PackedExperts
 from kernels.cpu.sampling import sample
 from kernels.dispatch import Ops, select_ops
 from kernels.reference import permute
@@ -195,7 +195,7 @@ def experts(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
 
 
 def _grouped_mlp(
-    ops: Ops, hidden: Tensor, slots: list[Tensor], weights: Tensor, copies: list[ExpertWeights]
+    ops: Ops, hidden: Tensor, slots: list[Tensor], weights: Tensor, copies: list[PackedExperts]
 ) -> Call:
     return lambda i: ops.grouped_mlp(
         hidden, slots[i % len(slots)], weights, copies[i % len(copies)]

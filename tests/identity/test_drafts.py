@@ -17,7 +17,7 @@ from models.description.config import load_model_config
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.policy import Policy
-from spec_decode.draft import ROOT, Draft, DraftRequest, Text
+from spec_decode.draft import ROOT, Draft, DraftRequest, DraftText
 from tests.engine import engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from topspin.expert_table import uniform_table
@@ -37,7 +37,7 @@ class Spoiled:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [self._draft(each) for each in requests]
 
-    def end(self, text: Text) -> None:
+    def end(self, text: DraftText) -> None:
         pass
 
     def close(self) -> None:
