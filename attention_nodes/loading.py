@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from attention_nodes.grammars.processes import Grammars
-from attention_nodes.local_experts import LocalExperts
+from attention_nodes.local_experts import ColocatedExperts
 from attention_nodes.long_contexts.spilling import bytes_beside, spilled_blocks, without_spill
 from attention_nodes.memory_budget import (
     blocks_to_allocate,
@@ -101,7 +101,7 @@ def load_runner(
         make = Decoder if slow == 1 else partial(SlowDecoder, slow=slow)
         decoder = make(model, weights, ops, cache, precision=config.precision)
         if config.local_layers:
-            decoder.experts = LocalExperts.load(
+            decoder.experts = ColocatedExperts.load(
                 checkpoint,
                 model,
                 ops,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import deterministic
-from kernels.contracts import ExpertWeights, Routing
+from kernels.contracts import PackedExperts, Routing
 from kernels.dispatch import Ops
 from kernels.experts import layers as expert_layers
 from kernels.experts.layers import LayerExperts
@@ -25,12 +25,12 @@ from models.description.config import ModelConfig
 from topspin.plan.precision import Rules
 
 
-class LocalExperts:
+class ColocatedExperts:
     """Experts by MoE layer, in the order of their ids."""
 
     def __init__(
         self,
-        packed: Mapping[int, ExpertWeights],
+        packed: Mapping[int, PackedExperts],
         ops: Ops,
         *,
         num_experts: int,
@@ -63,7 +63,7 @@ class LocalExperts:
         dtype: torch.dtype,
         precision: Rules = (),
         per_expert: bool = False,
-    ) -> LocalExperts:
+    ) -> ColocatedExperts:
         """Read and pack the experts of decoder `layers`."""
         assert model.moe is not None
         num_experts, top_k = model.moe.num_experts, model.moe.top_k
@@ -77,7 +77,7 @@ class LocalExperts:
             device=runtime.device,
             precision=precision,
         )
-        packed: dict[int, ExpertWeights] = {}
+        packed: dict[int, PackedExperts] = {}
         for idx, (layer, stream) in enumerate(zip(model.moe_layers, streams, strict=True)):
             if held[idx]:
                 own = LayerExperts(layer, num_experts, top_k, precision)

@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.experiment import Experiment, rows_of
 from spec_decode.asking import Questions
-from spec_decode.draft import ROOT, Draft, DraftRequest, Text, accepted
-from spec_decode.forest import Growth, Kept, Rows
+from spec_decode.draft import ROOT, Draft, DraftRequest, DraftText, accepted
+from spec_decode.forest import Growth, Kept, PassRows
 from spec_decode.rounds import DraftRounds
 from spec_decode.serial import SerialDrafter
 
@@ -83,7 +83,7 @@ class World:
 
 
 class SimulatedModel:
-    """A draft model of a World; satisfies spec_decode.forest.DraftModel and counts its passes."""
+    """A draft model of a World; satisfies spec_decode.forest.CachedModel and counts its passes."""
 
     vocab_size = 2**31
 
@@ -101,7 +101,7 @@ class SimulatedModel:
         """There is always room."""
         return True
 
-    def forward(self, rows: Sequence[Rows], *, num_top: int) -> list[list[dict[int, float]]]:
+    def forward(self, rows: Sequence[PassRows], *, num_top: int) -> list[list[dict[int, float]]]:
         """Add rows and say what may follow the wanted ones."""
         self.num_passes += 1
         found = []
@@ -148,7 +148,7 @@ class Played(NamedTuple):
 
 def request_of(text: Sequence[int]) -> DraftRequest:
     """Return the question for a draft of a text."""
-    return DraftRequest(Text(0, np.array(text, dtype=np.int32), num_prompt=2), MOST)
+    return DraftRequest(DraftText(0, np.array(text, dtype=np.int32), num_prompt=2), MOST)
 
 
 def play_serial(world: World, ratio: float, *, passes: int, num_steps: int) -> Played:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from spec_decode.asking import Patience, Questions
-from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text
+from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, DraftText
 from topspin.errors import PeerLost, ProtocolError
 from topspin.messages import TreeOffers
 from topspin.processes.channel import ControlClient
@@ -96,7 +96,7 @@ class AskingDrafter:
             message = client.recv(0.0)
         return False
 
-    def end(self, text: Text) -> None:
+    def end(self, text: DraftText) -> None:
         self._questions.end(text.seq_id)
 
     def close(self) -> None:

@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from attention_nodes.step.step_inputs import Slices
 from spec_decode.draft import ROOT
-from spec_decode.forest import Kept, Rows
+from spec_decode.forest import Kept, PassRows
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-class _Sequence:
+class _CachedSequence:
     """`seen` bool[n, n] of the n rows of the live tree: whether row j is i or an ancestor of it."""
 
     def __init__(self, num_prompt: int) -> None:
@@ -56,7 +56,7 @@ class KvLayout:
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _CachedSequence] = {}
 
     @property
     def num_free(self) -> int:
@@ -66,7 +66,7 @@ class KvLayout:
     def open(self, seq_id: int, *, num_prompt: int) -> None:
         """Begin a sequence without rows."""
         assert seq_id not in self._sequences
-        self._sequences[seq_id] = _Sequence(num_prompt)
+        self._sequences[seq_id] = _CachedSequence(num_prompt)
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence; its blocks are free again."""
@@ -82,7 +82,7 @@ class KvLayout:
             own.blocks.append(self._free.pop())
         return True
 
-    def place(self, rows: Sequence[Rows]) -> Slices:
+    def place(self, rows: Sequence[PassRows]) -> Slices:
         """Add `rows`, for which there is room, to the live trees of their sequences."""
         known = [self._sequences[each.seq_id] for each in rows]
         counts = np.array([len(each.tokens) for each in rows], dtype=np.int64)
@@ -144,12 +144,12 @@ class KvLayout:
         own = self._sequences[seq_id]
         return np.array([self._slot(own, row) for row in range(own.num_verified)], dtype=np.int64)
 
-    def _slot(self, own: _Sequence, row: int) -> int:
+    def _slot(self, own: _CachedSequence, row: int) -> int:
         block, offset = divmod(row, self._block_size)
         return own.blocks[block] * self._block_size + offset
 
 
-def _zip(known: Sequence[_Sequence], counts: IntArray) -> zip[tuple[_Sequence, int]]:
+def _zip(known: Sequence[_CachedSequence], counts: IntArray) -> zip[tuple[_CachedSequence, int]]:
     return zip(known, counts.tolist(), strict=True)
 
 
@@ -157,7 +157,7 @@ def _is_chain(parents: Sequence[int], first: int | None) -> bool:
     return first is not None and tuple(parents) == tuple(range(first, first + len(parents)))
 
 
-def _tree_mask(known: Sequence[_Sequence], counts: IntArray) -> BoolArray | None:
+def _tree_mask(known: Sequence[_CachedSequence], counts: IntArray) -> BoolArray | None:
     """Return the rows' mask of their live trees; None if each row sees all rows before it."""
     new = [own.seen[-n:] for own, n in _zip(known, counts)]
     if all(each.sum() == _num_causal(*each.shape) for each in new):

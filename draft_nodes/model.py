@@ -4,7 +4,7 @@ Owns what attention nodes leave to others: routed experts, all of them here, and
 layout. One pass computes rows of several requests, each a node of its request's tree: its
 keys are the verified prefix and its ancestors. On the CPU passes of few rows are recorded and
 replayed. On a GPU, so far, kernels are launched one by one and indices copied array by array.
-Implements spec_decode.forest.DraftModel; knows no tree's probabilities and no target.
+Implements spec_decode.forest.CachedModel; knows no tree's probabilities and no target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_nodes.local_experts import LocalExperts
+from attention_nodes.local_experts import ColocatedExperts
 from attention_nodes.memory_budget import fitting
 from attention_nodes.step import kv_cache
 from attention_nodes.step.decoder import Decoder, Layer
@@ -31,7 +31,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weights import stream_attention_weights
 from models.description.config import ModelConfig, load_model_config
 from spec_decode.draft import ROOT
-from spec_decode.forest import MAX_CHUNK, Kept, Rows
+from spec_decode.forest import MAX_CHUNK, Kept, PassRows
 from topspin.plan.precision import Rules, formats
 from topspin.process import release_freed_memory
 
@@ -133,7 +133,7 @@ class DraftModel:
             )
             decoder = Decoder(model, weights, ops, cache, precision=rules)
             if model.moe_layers:
-                decoder.experts = LocalExperts.load(
+                decoder.experts = ColocatedExperts.load(
                     Checkpoint(path),
                     model,
                     ops,
@@ -172,7 +172,7 @@ class DraftModel:
             if self.reserve(0, 3 * size):
                 chain = tuple(range(ROOT, size - 1))
                 for parents in (chain, (ROOT,) * size, (0,) * size):
-                    self.forward([Rows(0, (0,) * size, parents, size)], num_top=1)
+                    self.forward([PassRows(0, (0,) * size, parents, size)], num_top=1)
                     if parents is chain:
                         self.keep([Kept(0, tuple(range(size)), ())])
             self.drop(0)
@@ -205,7 +205,7 @@ class DraftModel:
             self._decoder.kv.move(*to_device)
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[Rows], *, num_top: int) -> list[list[dict[int, float]]]:
+    def forward(self, rows: Sequence[PassRows], *, num_top: int) -> list[list[dict[int, float]]]:
         logps = self.log_probs(rows)
         top = logps.topk(min(num_top, logps.shape[1]))
         values, tokens = top.values.clamp_(max=0.0).tolist(), top.indices.tolist()
@@ -218,7 +218,7 @@ class DraftModel:
         return [[next(answers) for _ in range(each.num_wanted)] for each in rows]
 
     @torch.inference_mode()
-    def log_probs(self, rows: Sequence[Rows]) -> Tensor:
+    def log_probs(self, rows: Sequence[PassRows]) -> Tensor:
         """Compute `rows`; return fp32 log-probabilities [R, V] after the wanted ones, in order."""
         return self._logits(self._layout.place(rows)).log_softmax(-1)
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from expert_nodes.memory import lacking
 from expert_nodes.versions import Held, SlotCounts, Versions, make_version
 from kernels import deterministic
-from kernels.contracts import ExpertMatrices
-from kernels.contracts import ExpertWeights as PackedExperts
+from kernels.contracts import ExpertMatrices, PackedExperts
 from kernels.dispatch import Ops
 from kernels.experts import layers as expert_layers
 from kernels.experts.layers import LayerExperts

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.contracts import ExpertWeights
+from kernels.contracts import PackedExperts
 from topspin.errors import ProtocolError
 from topspin.messages import pack_ints
 
@@ -39,7 +39,7 @@ class SlotCounts(NamedTuple):
 
 
 @dataclass(slots=True)
-class Version:
+class TableVersion:
     """The experts of one table version: layers[i] holds the experts held[i] (None: there are none).
 
     `counts` [E + 2] by layer, which `Ops.add_counts` adds to, are views of `used`; `reported`, on
@@ -48,7 +48,7 @@ class Version:
 
     number: int
     held: Held
-    layers: list[ExpertWeights | None]
+    layers: list[PackedExperts | None]
     used: Tensor
     counts: tuple[Tensor, ...]
     reported: Tensor
@@ -57,13 +57,13 @@ class Version:
 def make_version(
     number: int,
     held: Sequence[Sequence[int]],
-    layers: list[ExpertWeights | None],
+    layers: list[PackedExperts | None],
     device: torch.device | str = "cpu",
-) -> Version:
+) -> TableVersion:
     """Return a version with counts of 0; `device` is that of its experts."""
     sizes = [len(experts) + 2 for experts in held]
     used = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-    return Version(
+    return TableVersion(
         number,
         tuple(tuple(experts) for experts in held),
         layers,
@@ -76,10 +76,10 @@ def make_version(
 class Versions:
     """Invariant: a version is dropped when a newer one is first used (tickets are in order)."""
 
-    def __init__(self, first: Version) -> None:
+    def __init__(self, first: TableVersion) -> None:
         self._versions = {first.number: first}
         # Dropped versions whose counts are not reported yet.
-        self._left: list[Version] = []
+        self._left: list[TableVersion] = []
         self._lock = threading.Lock()
 
     @property
@@ -91,7 +91,7 @@ class Versions:
         )
 
     @property
-    def newest(self) -> Version:
+    def newest(self) -> TableVersion:
         """Return the version with the highest number."""
         versions = self._versions
         return versions[max(versions)]
@@ -101,7 +101,7 @@ class Versions:
         """Return the versions that are held, ascending."""
         return sorted(self._versions)
 
-    def use(self, number: int) -> Version:
+    def use(self, number: int) -> TableVersion:
         """Return a version to compute with. Raises ProtocolError if it was never prepared."""
         version = self._versions.get(number)
         if version is None:
@@ -113,7 +113,7 @@ class Versions:
                 self._versions = kept
         return version
 
-    def add(self, version: Version) -> None:
+    def add(self, version: TableVersion) -> None:
         """Add a version; one of the same number is replaced."""
         with self._lock:
             self._versions = {**self._versions, version.number: version}
@@ -156,12 +156,12 @@ class Versions:
             taken += [self._versions[number] for number in self.numbers]
         return [found for version in taken if (found := _report(version)) is not None]
 
-    def _retire(self, versions: list[Version]) -> None:
+    def _retire(self, versions: list[TableVersion]) -> None:
         """Drop the weights of `versions`; keep their counts."""
         self._left += [replace(version, layers=[]) for version in versions]
 
 
-def _report(version: Version) -> SlotCounts | None:
+def _report(version: TableVersion) -> SlotCounts | None:
     """Return the counts since the last report, None if there are none."""
     used = version.used.to("cpu", copy=True)
     new = used - version.reported

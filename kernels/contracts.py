@@ -262,7 +262,7 @@ class LinearWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertWeights:
+class PackedExperts:
     """The gated MLPs of E local experts, in the layout of the implementation that packed them.
 
     Its `rebuild_experts` makes changed copies; the lists are never written.

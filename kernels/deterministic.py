@@ -23,9 +23,9 @@ from kernels.coded import numbers
 from kernels.contracts import (
     ExpertMatrices,
     ExpertOutput,
-    ExpertWeights,
     LinearWeight,
     Matrix,
+    PackedExperts,
 )
 from kernels.cpu.plain import add_rms_norm, rms_norm, rotate_and_store
 from kernels.deterministic_attention import paged_attention
@@ -152,19 +152,19 @@ def pack_experts(
     *,
     formats: Sequence[Format] | None = None,
     share_per_row: float = 0.0,
-) -> ExpertWeights:
+) -> PackedExperts:
     """Prepack E experts, always by slot; see `kernels.reference.pack_experts`."""
     return pack_slots(PACKING, gate_up, down, formats)
 
 
 def rebuild_experts(
-    experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
-) -> Generator[None, None, ExpertWeights]:
+    experts: PackedExperts, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, PackedExperts]:
     """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
     return rebuild_slots(PACKING, experts, slots)
 
 
-def pair_mlp(hidden: Tensor, slots: Tensor, experts: ExpertWeights) -> ExpertOutput:
+def pair_mlp(hidden: Tensor, slots: Tensor, experts: PackedExperts) -> ExpertOutput:
     """Return mlp(slots[r, k], hidden[r]) for every pair whose expert is here, unweighted.
 
     hidden [R, H], slots i32[R, K] (negative: not here). `out` is [P, H] in the dtype of
@@ -222,7 +222,7 @@ def grouped_mlp(
     hidden: Tensor,
     slots: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: PackedExperts,
     *,
     out: Tensor | None = None,
 ) -> ExpertOutput:
@@ -232,9 +232,9 @@ def grouped_mlp(
     that send the rows of `pair_mlp` instead.
     """
     rows, counts = pair_mlp(hidden, slots, experts)
-    parts = torch.zeros(*slots.shape, experts.hidden_size)
-    parts[slots >= 0] = rows.float()
-    parts *= weights[:, :, None]
+    parts, is_here = torch.zeros(*slots.shape, experts.hidden_size), slots >= 0
+    # The weight of an absent pair may be anything.
+    parts[is_here] = rows.float() * weights[is_here][:, None]
     total = torch.zeros(slots.shape[0], experts.hidden_size)
     for choice in parts.unbind(1):
         total += choice

@@ -33,7 +33,7 @@ _LOWEST: Final = -1e30
 _Ints = npt.NDArray[np.int64]
 
 
-class _Group(NamedTuple):
+class _UnitGroup(NamedTuple):
     """Units that are computed by one call."""
 
     rows: Tensor
@@ -85,8 +85,10 @@ def _units(meta: AttentionMeta, per_unit: int) -> _Units:
         same_seq = seq[1:] == seq[:-1]
         first[1:] = ~(same_seq & (position[1:] // per_unit == position[:-1] // per_unit))
     else:
-        committed = context - _tree_lens(meta)
-        position = committed[seq] - 1 + _ints(meta.tree_mask[: len(row)].sum(-1))
+        lengths, mask = _tree_lens(meta), meta.tree_mask[: len(row)].numpy(force=True)
+        # Bits beyond a sequence's own columns are not of its tree.
+        is_own = np.arange(mask.shape[1]) < lengths[seq][:, None]
+        position = (context - lengths)[seq] - 1 + (mask & is_own).sum(-1)
         first = np.ones(len(row), dtype=bool)
     unit = np.cumsum(first) - 1
     num_units = int(first.sum())
@@ -129,7 +131,7 @@ def _make_group(
     num_groups: int,
     repeat: int,
     sliding_window: int | None,
-) -> _Group:
+) -> _UnitGroup:
     rows, positions = units.rows[chosen], units.positions[chosen]
     key_positions = first_chunk[:, None] * CHUNK_KEYS + np.arange(num_chunks * CHUNK_KEYS)
     last = positions.max(1, keepdims=True)
@@ -147,7 +149,7 @@ def _make_group(
     hidden = hidden.reshape(len(chosen), num_rows, num_chunks, CHUNK_KEYS).transpose(0, 2, 1, 3)
     flat = rows.reshape(-1)
     kept = np.flatnonzero(flat >= 0)
-    return _Group(
+    return _UnitGroup(
         rows=torch.from_numpy(np.maximum(flat, 0)),
         kept=torch.from_numpy(kept),
         targets=torch.from_numpy(flat[kept]),
@@ -164,7 +166,7 @@ def _groups(
     head_dim: int,
     repeat: int,
     sliding_window: int | None,
-) -> Iterator[_Group]:
+) -> Iterator[_UnitGroup]:
     """Join units of similar numbers of chunks; bounds the keys gathered at once."""
     units = _units(meta, positions_per_unit(repeat))
     if not len(units.seq):
@@ -201,7 +203,7 @@ def _groups(
 
 def _plan(
     meta: AttentionMeta, q: Tensor, k_cache: Tensor, sliding_window: int | None
-) -> tuple[_Group, ...]:
+) -> tuple[_UnitGroup, ...]:
     """Return the groups of this micro-batch; the first layer's call makes them."""
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
@@ -217,7 +219,7 @@ def _plan(
                 sliding_window=sliding_window,
             )
         )
-    return cast("tuple[_Group, ...]", meta.memo[memo_key])
+    return cast("tuple[_UnitGroup, ...]", meta.memo[memo_key])
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, *, scale: float) -> Tensor:

@@ -20,11 +20,11 @@ from kernels.contracts import (
     AttentionMeta,
     ExpertMatrices,
     ExpertOutput,
-    ExpertWeights,
     HeadRows,
     KeyCodes,
     LinearWeight,
     Matrix,
+    PackedExperts,
     Routing,
 )
 from kernels.sampling import SampleResult, SamplingBatch
@@ -104,18 +104,18 @@ class Ops(Protocol):
         *,
         formats: Sequence[Format] | None = None,
         share_per_row: float = 0.0,
-    ) -> ExpertWeights: ...
+    ) -> PackedExperts: ...
 
     def rebuild_experts(
-        self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
-    ) -> Generator[None, None, ExpertWeights]: ...
+        self, experts: PackedExperts, slots: Sequence[int | ExpertMatrices]
+    ) -> Generator[None, None, PackedExperts]: ...
 
     def grouped_mlp(
         self,
         hidden: Tensor,
         slots: Tensor,
         weights: Tensor,
-        experts: ExpertWeights,
+        experts: PackedExperts,
         *,
         out: Tensor | None = None,
     ) -> ExpertOutput: ...

@@ -22,11 +22,11 @@ from kernels.contracts import (
     AttentionMeta,
     ExpertMatrices,
     ExpertOutput,
-    ExpertWeights,
     HeadRows,
     KeyCodes,
     LinearWeight,
     Matrix,
+    PackedExperts,
     Permutation,
     Retrieval,
     Routing,
@@ -301,7 +301,7 @@ def pack_experts(
     *,
     formats: Sequence[Format] | None = None,
     share_per_row: float = 0.0,
-) -> ExpertWeights:
+) -> PackedExperts:
     """Convert E experts' gate_up [2F, H] and down [H, F] to this implementation's layout.
 
     Both may be stacked tensors [E, 2F, H] and [E, H, F], or any iterables of matrices:
@@ -314,8 +314,8 @@ def pack_experts(
 
 
 def rebuild_experts(
-    experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
-) -> Generator[None, None, ExpertWeights]:
+    experts: PackedExperts, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, PackedExperts]:
     """Return experts whose slot i is old slot slots[i], or the given matrices.
 
     Yields after each piece of the work, a matrix or less, so that a caller can interleave it with
@@ -328,7 +328,7 @@ def grouped_mlp(
     hidden: Tensor,
     slots: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: PackedExperts,
     *,
     out: Tensor | None = None,
 ) -> ExpertOutput:

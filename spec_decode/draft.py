@@ -64,7 +64,7 @@ class Draft(NamedTuple):
 NO_DRAFT: Final = Draft((), ())
 
 
-class Text(NamedTuple):
+class DraftText(NamedTuple):
     """A sequence as a drafter knows it: i32[T] tokens, the first `num_prompt` of them prompt.
 
     `salt` names the tenant: nothing of a sequence may show in drafts for another salt.
@@ -79,7 +79,7 @@ class Text(NamedTuple):
 class DraftRequest(NamedTuple):
     """A sequence to draft for, whose last token is the root, and the most tokens of the draft."""
 
-    text: Text
+    text: DraftText
     at_most: int
 
 
@@ -89,7 +89,7 @@ class Drafter(Protocol):
     def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         """Return a draft for each request, perhaps an empty one; one call per step."""
 
-    def end(self, text: Text) -> None:
+    def end(self, text: DraftText) -> None:
         """Forget a sequence, asked for or not, that has left the node; all its tokens are known."""
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ FIRST_SHARE: Final = 0.7
 _RATE: Final = 0.05
 
 
-class Rows(NamedTuple):
+class PassRows(NamedTuple):
     """Rows of a sequence for one pass of a draft model.
 
     The cache has the sequence's verified prefix and behind it the rows of its live tree, at places
@@ -51,7 +51,7 @@ class Kept(NamedTuple):
     kept: tuple[int, ...]
 
 
-class DraftModel(Protocol):
+class CachedModel(Protocol):
     """A model with a cache of its own."""
 
     @property
@@ -64,7 +64,7 @@ class DraftModel(Protocol):
     def reserve(self, seq_id: int, num_rows: int) -> bool:
         """Make room for `num_rows` more rows; False: there is none."""
 
-    def forward(self, rows: Sequence[Rows], *, num_top: int) -> list[list[dict[int, float]]]:
+    def forward(self, rows: Sequence[PassRows], *, num_top: int) -> list[list[dict[int, float]]]:
         """Compute `rows`, for which there is room, at most one entry per sequence.
 
         Returns, per entry and wanted row, the log-probabilities of the `num_top` likeliest next
@@ -134,7 +134,7 @@ class _Sequence:
 class Forest:
     """The sequences of one draft model, by id; those that are silent longest make room."""
 
-    def __init__(self, model: DraftModel, growth: Growth) -> None:
+    def __init__(self, model: CachedModel, growth: Growth) -> None:
         self._model = model
         self._growth = growth
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()
@@ -214,7 +214,7 @@ class Forest:
         Of each the leaves among its best `reach` nodes count. Returns those that took part, and
         whether their trees grew. Sequences that are not `busy` may lose their place in the cache.
         """
-        rows: list[Rows] = []
+        rows: list[PassRows] = []
         nodes: list[list[int]] = []
         seq_ids: list[int] = []
         num_left = MAX_CHUNK
@@ -231,7 +231,7 @@ class Forest:
 
     def _next_rows(
         self, seq_id: int, reach: int, busy: Collection[int], *, max_fed: int
-    ) -> tuple[Rows, list[int]] | None:
+    ) -> tuple[PassRows, list[int]] | None:
         """Return the next rows of a sequence, and the nodes of those that are wanted.
 
         None if there is nothing to compute, or no room.
@@ -242,14 +242,14 @@ class Forest:
         if own.unfed:
             tokens = tuple(own.unfed[:max_fed])
             is_last = len(tokens) == len(own.unfed)
-            rows = Rows(seq_id, tokens, tuple(range(ROOT, len(tokens) - 1)), int(is_last))
+            rows = PassRows(seq_id, tokens, tuple(range(ROOT, len(tokens) - 1)), int(is_last))
             nodes = [ROOT] if is_last else []
         else:
             tree, places = own.tree, own.places
             nodes = own.leaves(self._growth.width, reach)
             above = map(tree.parent, nodes)
             parents = tuple(ROOT if each == ROOT else places[each] for each in above)
-            rows = Rows(seq_id, tuple(map(tree.token, nodes)), parents, len(nodes))
+            rows = PassRows(seq_id, tuple(map(tree.token, nodes)), parents, len(nodes))
         if not rows.tokens or not self._reserve(seq_id, len(rows.tokens), busy):
             return None
         return rows, nodes
@@ -264,7 +264,7 @@ class Forest:
         return True
 
     def _compute(
-        self, seq_ids: Sequence[int], rows: Sequence[Rows], nodes: Sequence[Sequence[int]]
+        self, seq_ids: Sequence[int], rows: Sequence[PassRows], nodes: Sequence[Sequence[int]]
     ) -> None:
         found = self._model.forward(rows, num_top=self._growth.num_top)
         fed: list[Kept] = []

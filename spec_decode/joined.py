@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from spec_decode.draft import NO_DRAFT, ROOT, Draft, Drafter, DraftRequest, Text
+from spec_decode.draft import NO_DRAFT, ROOT, Draft, Drafter, DraftRequest, DraftText
 from spec_decode.tree import TokenTree
 
 FORGET: Final = 0.95
@@ -69,7 +69,7 @@ class JoinedDrafter:
             for request, drafts in zip(requests, zip(*found, strict=True), strict=True)
         ]
 
-    def end(self, text: Text) -> None:
+    def end(self, text: DraftText) -> None:
         self._learn(text)
         self._records.pop(text.seq_id, None)
         for each in self._drafters:
@@ -79,7 +79,7 @@ class JoinedDrafter:
         for each in self._drafters:
             each.close()
 
-    def _learn(self, text: Text) -> None:
+    def _learn(self, text: DraftText) -> None:
         """Compare what was offered last for a sequence with what came."""
         offered = self._offered.pop(text.seq_id, None)
         if offered is None:

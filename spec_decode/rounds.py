@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from spec_decode.draft import Draft
-from spec_decode.forest import MAX_CHUNK, DraftModel, Forest, Growth
+from spec_decode.forest import MAX_CHUNK, CachedModel, Forest, Growth
 from spec_decode.round_depth import RoundDepth
 from topspin.errors import ProtocolError
 from topspin.messages import TreeOffer, TreeOffers, Verdict, Verdicts, pack_ints, unpack_ints
@@ -66,7 +66,7 @@ class _Target:
 class DraftRounds:
     """The sequences of all targets on one draft model. A peer is a connection's id."""
 
-    def __init__(self, model: DraftModel, growth: Growth, *, max_length: int) -> None:
+    def __init__(self, model: CachedModel, growth: Growth, *, max_length: int) -> None:
         """`max_length` is the most positions that the model computes."""
         self._vocab_size = model.vocab_size
         self._forest = Forest(model, growth)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text
-from spec_decode.forest import DraftModel, Forest, Growth
+from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, DraftText
+from spec_decode.forest import CachedModel, Forest, Growth
 
 
 class SerialDrafter:
@@ -20,7 +20,7 @@ class SerialDrafter:
     none of a text, as a long prompt, of which the model has not seen more than a pass feeds.
     """
 
-    def __init__(self, model: DraftModel, growth: Growth, *, max_length: int) -> None:
+    def __init__(self, model: CachedModel, growth: Growth, *, max_length: int) -> None:
         """`max_length` is the most positions that the model computes."""
         self._forest = Forest(model, growth)
         self._growth = growth
@@ -46,7 +46,7 @@ class SerialDrafter:
             going = [seq_id for seq_id in grown if not forest.lag(seq_id)]
         return [self._draft(each) for each in requests]
 
-    def end(self, text: Text) -> None:
+    def end(self, text: DraftText) -> None:
         self._forest.drop([text.seq_id])
 
     def close(self) -> None:

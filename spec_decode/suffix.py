@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spec_decode.draft import NO_DRAFT, Draft, Drafter, DraftRequest, Text
+from spec_decode.draft import NO_DRAFT, Draft, Drafter, DraftRequest, DraftText
 from spec_decode.tree import TokenTree, log_shares
 from topspin.plan.speculation import Speculation
 
@@ -42,7 +42,7 @@ _BREAK: Final = -1
 """In an index, between texts and before the first one: no token."""
 
 
-class Limits(NamedTuple):
+class SuffixLimits(NamedTuple):
     """The settings of a SuffixDrafter.
 
     A match has `min_match` to `max_match` tokens and its draft at most `factor` times as many
@@ -58,8 +58,10 @@ class Limits(NamedTuple):
     shares: bool = True
 
 
-DEFAULT_LIMITS: Final = Limits()
-_NGRAM_LIMITS: Final = Limits(min_match=5, max_match=5, factor=None, min_share=0.0, shares=False)
+DEFAULT_LIMITS: Final = SuffixLimits()
+_NGRAM_LIMITS: Final = SuffixLimits(
+    min_match=5, max_match=5, factor=None, min_share=0.0, shares=False
+)
 
 
 class Match(NamedTuple):
@@ -155,7 +157,7 @@ class SuffixIndex:
         return [row[: row.index(_BREAK)] if _BREAK in row else row for row in rows]
 
 
-def limits_of(settings: Speculation) -> Limits:
+def limits_of(settings: Speculation) -> SuffixLimits:
     """Return the limits that `settings` ask for; one bound of an n-gram is the other's default."""
     is_ngram = settings.method == "ngram"
     limits = _NGRAM_LIMITS if is_ngram else DEFAULT_LIMITS
@@ -215,7 +217,7 @@ class SuffixDrafter:
     A sequence's own text is preferred to others' where their matches are equally long.
     """
 
-    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, limits: SuffixLimits = DEFAULT_LIMITS) -> None:
         self._limits = limits
         self._own: dict[int, _Own] = {}
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
@@ -227,7 +229,7 @@ class SuffixDrafter:
     def close(self) -> None:
         """Do nothing: it holds memory only."""
 
-    def end(self, text: Text) -> None:
+    def end(self, text: DraftText) -> None:
         self._own.pop(text.seq_id, None)
         output = text.tokens[text.num_prompt :]
         if not self._limits.shares or not len(output):
@@ -241,7 +243,7 @@ class SuffixDrafter:
             _, silent = self._tenants.popitem(last=False)
             self._num_shared -= len(silent)
 
-    def _draft(self, text: Text, at_most: int) -> Draft:
+    def _draft(self, text: DraftText, at_most: int) -> Draft:
         limits = self._limits
         own = self._own.get(text.seq_id)
         if own is None:

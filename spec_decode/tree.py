@@ -38,7 +38,7 @@ class Rerooted(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Node:
+class _TreeNode:
     token: int
     parent: int
     logp: float
@@ -55,8 +55,8 @@ class TokenTree:
 
     def __init__(self, root: int) -> None:
         self.root = root
-        self._nodes: list[_Node] = []
-        self._top = _Node(root, ROOT, 0.0)
+        self._nodes: list[_TreeNode] = []
+        self._top = _TreeNode(root, ROOT, 0.0)
         self._in_flight: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class TokenTree:
             child = parent.children.get(token)
             if child is None:
                 child = parent.children[token] = len(self._nodes)
-                self._nodes.append(_Node(token, node, logp))
+                self._nodes.append(_TreeNode(token, node, logp))
             else:
                 self._nodes[child].logp = max(self._nodes[child].logp, logp)
             ids.append(child)
@@ -163,7 +163,7 @@ class TokenTree:
             child = at.children.get(token)
             if child is None:
                 self._nodes = []
-                self._top = _Node(tokens[-1], ROOT, 0.0)
+                self._top = _TreeNode(tokens[-1], ROOT, 0.0)
                 self.root = tokens[-1]
                 return Rerooted(False, tuple(verified), ())
             verified.append(child)
@@ -179,7 +179,7 @@ class TokenTree:
         self._top.parent = ROOT
         return Rerooted(True, tuple(verified), tuple(kept))
 
-    def _at(self, node: int) -> _Node:
+    def _at(self, node: int) -> _TreeNode:
         return self._top if node == ROOT else self._nodes[node]
 
     def _by_weight(self) -> Iterator[tuple[int, float]]:
@@ -213,7 +213,7 @@ class TokenTree:
             stack += self._by_reach(self._nodes[node], reach)
         return stored
 
-    def _by_reach(self, node: _Node, reach: Mapping[int, float]) -> list[int]:
+    def _by_reach(self, node: _TreeNode, reach: Mapping[int, float]) -> list[int]:
         """Return the children of `node` that have a reach, the best one last."""
         children = [each for each in node.children.values() if each in reach]
         return sorted(children, key=lambda each: (reach[each], -each))

@@ -24,7 +24,7 @@ from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.executor import Ran, Receipt, run_layers
 from attention_nodes.step.rally import Companions
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.sequences import Limits
+from attention_nodes.step.sequences import TableLimits
 from attention_nodes.step.step_inputs import NO_SLICES, Slices, StepInputs
 from kernels.recordings import Recordings
 from kernels.runtime import Runtime
@@ -40,7 +40,7 @@ _log = logging.getLogger("attention")
 _ANSWER_BYTES: Final = 64
 
 
-class Placed(NamedTuple):
+class PlacedStep(NamedTuple):
     """A step on the device; `bucket`: the rows of each padded micro-batch (None: not padded)."""
 
     inputs: PlacedInputs
@@ -63,7 +63,7 @@ class DeviceExecutor:
         decoder: Decoder,
         rotary: RotaryTable,
         runtime: Runtime,
-        limits: Limits,
+        limits: TableLimits,
         config: NodeConfig,
         *,
         max_rows: int,
@@ -103,10 +103,10 @@ class DeviceExecutor:
     def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
         return self._inputs.complete(self._inputs.place(micro_batches, None))
 
-    def place(self, micro_batches: Sequence[Slices], net: AttentionNet) -> Placed:
+    def place(self, micro_batches: Sequence[Slices], net: AttentionNet) -> PlacedStep:
         bucket = self._bucket(micro_batches, net)
         num_sampled = sum(len(slices.sampled) for slices in micro_batches)
-        return Placed(self._inputs.place(micro_batches, bucket), bucket, num_sampled)
+        return PlacedStep(self._inputs.place(micro_batches, bucket), bucket, num_sampled)
 
     def _bucket(self, micro_batches: Sequence[Slices], net: AttentionNet) -> int | None:
         """Return the rows that each micro-batch is padded to; None: the step is not recorded."""
@@ -121,13 +121,13 @@ class DeviceExecutor:
             return None
         return bucket_of(max(slices.num_tokens for slices in micro_batches), self.sizes)
 
-    def run(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
+    def run(self, placed: PlacedStep, net: AttentionNet, companions: Companions) -> Ran:
         if placed.bucket is None:
             return self._enqueue(placed, net, companions)
         self._replay(placed, net)
         return Ran(self._logits[: placed.num_sampled], self._stream.record(timed=True), [])
 
-    def _enqueue(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
+    def _enqueue(self, placed: PlacedStep, net: AttentionNet, companions: Companions) -> Ran:
         if self._runtime.is_asynchronous and net.is_graph_safe:
             # The host's stamps would not say when the device has finished.
             companions = replace(companions, trace=NoStamps())
@@ -142,7 +142,7 @@ class DeviceExecutor:
             self._decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
         return Ran(logits, rallied, score(self._decoder.logits, residual, inputs.to_score))
 
-    def _replay(self, placed: Placed, net: AttentionNet) -> None:
+    def _replay(self, placed: PlacedStep, net: AttentionNet) -> None:
         """Enqueue a padded step through the recordings of its shape."""
         assert placed.bucket is not None
 
@@ -155,7 +155,7 @@ class DeviceExecutor:
         key = (placed.num_micro_batches, placed.bucket)
         self._recordings.run(key, body, (net, net.epoch))
 
-    def keep(self, placed: Placed, tokens: Tensor) -> None:
+    def keep(self, placed: PlacedStep, tokens: Tensor) -> None:
         self._inputs.keep(placed.inputs, tokens)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Receipt:
@@ -182,7 +182,7 @@ class DeviceExecutor:
             check()
             for _ in range(2):
                 placed = self._inputs.place([NO_SLICES] * m, bucket)
-                self._replay(Placed(placed, bucket, 0), net)
+                self._replay(PlacedStep(placed, bucket, 0), net)
         self._runtime.synchronize()
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attention_nodes.device.staging import ALIGNMENT, Outbound
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.sequences import PENDING, IntArray, Limits
+from attention_nodes.step.sequences import PENDING, IntArray, TableLimits
 from attention_nodes.step.step_inputs import (
     MicroBatchInputs,
     Slices,
@@ -67,7 +67,7 @@ class DeviceInputs:
         self,
         runtime: Runtime,
         rotary: RotaryTable,
-        limits: Limits,
+        limits: TableLimits,
         *,
         max_tokens: int,
         max_seqs: int,

@@ -24,7 +24,7 @@ import msgspec
 from llguidance import LLTokenizer
 
 from attention_nodes.grammars import grammar_process
-from attention_nodes.grammars.frames import OUT_OF_MEMORY_STATUS, Ended, Fork, Loaded
+from attention_nodes.grammars.frames import OUT_OF_MEMORY_STATUS, Ended, Fork, VocabularyRead
 from models.text.tokenizer_files import effective_tokenizer
 from topspin.grammars import MAX_ALL_COMPILED_BYTES
 
@@ -37,7 +37,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
-class _Process:
+class _ForkedProcess:
     """A forked process: `handle` becomes readable when it ends; it began with `resident_bytes`.
 
     A spare one waits at `stream` for its grammar.
@@ -64,10 +64,10 @@ class ForkServer:
     def __init__(self, node: socket.socket, tokenizer: LLTokenizer) -> None:
         self._node = node
         self._tokenizer = tokenizer
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, _ForkedProcess] = {}
         self._poll = select.poll()
         self._poll.register(node, select.POLLIN)
-        self._spare: _Process | None = self._forked()
+        self._spare: _ForkedProcess | None = self._forked()
 
     def run(self) -> None:
         """Serve the node until it closes its socket."""
@@ -109,7 +109,7 @@ class ForkServer:
             socket.send_fds(stream, [fork], files)
         spare.stream = None
 
-    def _forked(self) -> _Process:
+    def _forked(self) -> _ForkedProcess:
         """Return a new spare process."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
@@ -117,7 +117,7 @@ class ForkServer:
             mine.close()
             self._become_spare(its)
         its.close()
-        process = _Process(SPARE, pid, os.pidfd_open(pid), 0, mine)
+        process = _ForkedProcess(SPARE, pid, os.pidfd_open(pid), 0, mine)
         self._processes[process.handle] = process
         self._poll.register(process.handle, select.POLLIN)
         return process
@@ -145,7 +145,7 @@ class ForkServer:
         finally:
             os._exit(status)
 
-    def _reap(self, process: _Process) -> None:
+    def _reap(self, process: _ForkedProcess) -> None:
         self._poll.unregister(process.handle)
         os.close(process.handle)
         _, status = os.waitpid(process.pid, 0)
@@ -220,11 +220,13 @@ def main() -> int:
         try:
             tokenizer = _read_tokenizer(Path(directory), int(vocab_size), ends.split(","))
         except Exception as error:  # the library raises bare Exception
-            node.send(msgspec.msgpack.encode(Loaded(error=str(error)[: _MAX_MESSAGE_BYTES // 2])))
+            node.send(
+                msgspec.msgpack.encode(VocabularyRead(error=str(error)[: _MAX_MESSAGE_BYTES // 2]))
+            )
             while _receive_with_files(node)[0]:
                 pass  # the node closes its socket when it has read why
             return 1
-        loaded = Loaded(num_words=grammar_process.num_words(tokenizer))
+        loaded = VocabularyRead(num_words=grammar_process.num_words(tokenizer))
         node.send(msgspec.msgpack.encode(loaded))
         gc.collect()
         gc.freeze()

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from attention_nodes.grammars.frames import Ended, Fork, Loaded
+from attention_nodes.grammars.frames import Ended, Fork, VocabularyRead
 from topspin.errors import EngineUnavailable, InvalidRequest
 
 UNSTARTED: Final = "there is no process for the request's grammar; try again"
@@ -129,7 +129,7 @@ class ForkServerHandle:
     def _load(self, wait_s: float) -> bool:
         """Wait for the vocabulary; returns whether it is there."""
         message = self._message(wait_s)
-        if not isinstance(message, Loaded):
+        if not isinstance(message, VocabularyRead):
             return False
         if message.error:
             _log.error("%s: %s", self._arguments[0] / "tokenizer.json", message.error)
@@ -139,7 +139,7 @@ class ForkServerHandle:
         self._num_words, self._is_loaded = message.num_words, True
         return True
 
-    def _message(self, wait_s: float) -> Loaded | Ended | None:
+    def _message(self, wait_s: float) -> VocabularyRead | Ended | None:
         if self._socket is None or not is_readable(self._socket, wait_s):
             return None
         data = b""
@@ -148,7 +148,7 @@ class ForkServerHandle:
         if not data:
             self._lose()
             return None
-        message: Loaded | Ended = msgspec.msgpack.decode(data, type=Loaded | Ended)
+        message: VocabularyRead | Ended = msgspec.msgpack.decode(data, type=VocabularyRead | Ended)
         return message
 
     def _lose(self) -> None:

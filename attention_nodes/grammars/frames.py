@@ -19,7 +19,7 @@ OUT_OF_MEMORY_STATUS: Final = 3
 _LENGTH: Final = struct.Struct("<I")
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class VocabularyRead(msgspec.Struct, frozen=True, tag=True):
     """The fork server has read the vocabulary: a mask has `num_words` i32. `error`: it cannot."""
 
     num_words: int = 0
@@ -79,7 +79,7 @@ class Follow(msgspec.Struct, frozen=True):
     closed: list[int] = []
 
 
-class Followed(msgspec.Struct, frozen=True, array_like=True):
+class FollowedSlice(msgspec.Struct, frozen=True, array_like=True):
     """The answer to a slice: why it cannot go on, or `rows` with masks.
 
     0 is the row behind the sequence's last token, 1 + i the one behind token i of its draft. None:
@@ -93,7 +93,7 @@ class Followed(msgspec.Struct, frozen=True, array_like=True):
 class Masks(msgspec.Struct, frozen=True):
     """The answer to Follow, by slice; all rows' masks, in order, come behind it as raw bytes."""
 
-    answers: list[Followed]
+    answers: list[FollowedSlice]
     held_bytes: int
 
 

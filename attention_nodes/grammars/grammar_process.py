@@ -25,7 +25,7 @@ from attention_nodes.grammars.frames import (
     OUT_OF_MEMORY_STATUS,
     Compiled,
     Follow,
-    Followed,
+    FollowedSlice,
     Fork,
     Masks,
     Slice,
@@ -140,7 +140,7 @@ class Matchers:
         self._matchers.pop(number, None)
         self._ended.discard(number)
 
-    def follow(self, asked: Slice, masks: bytearray) -> Followed:
+    def follow(self, asked: Slice, masks: bytearray) -> FollowedSlice:
         """Consume what a sequence has emitted and append the masks of its rows to `masks`.
 
         A token of a draft that is not allowed cannot be sampled before it, so that nothing behind
@@ -157,7 +157,7 @@ class Matchers:
             if not matcher.consume_token(token):
                 return _refused(matcher)
         if asked.matcher in self._ended:
-            return Followed()
+            return FollowedSlice()
         rows = [0]
         masks += self._mask(matcher)
         path, allowed = [_ROOT], {_ROOT}
@@ -175,7 +175,7 @@ class Matchers:
                 rows.append(1 + idx)
                 masks += self._mask(matcher)
         matcher.rollback(len(path) - 1)
-        return _refused(matcher) if matcher.is_error() else Followed("", rows)
+        return _refused(matcher) if matcher.is_error() else FollowedSlice("", rows)
 
     def _mask(self, matcher: LLMatcher) -> bytes:
         # The library's may have a word more.
@@ -291,8 +291,8 @@ def _depth_first(parents: list[int]) -> list[int]:
     return order
 
 
-def _refused(matcher: LLMatcher) -> Followed:
-    return Followed(f"the grammar cannot be followed: {reason_of(matcher.get_error())}")
+def _refused(matcher: LLMatcher) -> FollowedSlice:
+    return FollowedSlice(f"the grammar cannot be followed: {reason_of(matcher.get_error())}")
 
 
 def _reason(error: str) -> str:

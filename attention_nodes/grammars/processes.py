@@ -31,7 +31,7 @@ from attention_nodes.grammars.frames import (
     Compiled,
     Ended,
     Follow,
-    Followed,
+    FollowedSlice,
     Fork,
     Masks,
     Slice,
@@ -78,7 +78,7 @@ class LostGrammar(NamedTuple):
     error: str
 
 
-class Step(NamedTuple):
+class MatcherStep(NamedTuple):
     """What a sequence asks of its matcher: see frames.Slice."""
 
     matcher: Matcher
@@ -86,8 +86,8 @@ class Step(NamedTuple):
     draft: Draft | None
 
 
-class Answer(NamedTuple):
-    """The masks [rows, words] of a step's rows (frames.Followed), or why it cannot go on.
+class MaskAnswer(NamedTuple):
+    """The masks [rows, words] of a step's rows (frames.FollowedSlice), or why it cannot go on.
 
     `may_retry`: by what else the node does.
     """
@@ -99,7 +99,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Process:
+class _GrammarProcess:
     """A grammar's process. `end` says why it is gone, once it is; `pid` 0: it compiles."""
 
     number: int
@@ -120,7 +120,7 @@ class _End(NamedTuple):
 class Matcher:
     """A sequence's place in its grammar."""
 
-    def __init__(self, process: _Process) -> None:
+    def __init__(self, process: _GrammarProcess) -> None:
         self.process = process
         process.num_matchers += 1
         self.number = process.num_matchers
@@ -132,13 +132,13 @@ class Grammars:
 
     def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Serve the checkpoint in `directory`, whose logits have `vocab_size` tokens."""
-        self._processes: OrderedDict[str, _Process] = OrderedDict()
-        self._compiling: dict[str, _Process] = {}
+        self._processes: OrderedDict[str, _GrammarProcess] = OrderedDict()
+        self._compiling: dict[str, _GrammarProcess] = {}
         self._kept: set[str] = set()
         self._answers: list[CompiledGrammar] = []
         self._lost: list[LostGrammar] = []
         self._num_started = 0
-        self._by_number: dict[int, _Process] = {}
+        self._by_number: dict[int, _GrammarProcess] = {}
         self._server = ForkServerHandle(directory, vocab_size, eos_token_ids)
         self._close = weakref.finalize(self, _close_all, self._server, self._by_number)
 
@@ -232,7 +232,7 @@ class Grammars:
         self._processes.move_to_end(key)
         return Matcher(process)
 
-    def _compiled_now(self, key: str, grammar: str, deadline_s: float) -> _Process:
+    def _compiled_now(self, key: str, grammar: str, deadline_s: float) -> _GrammarProcess:
         process = self._compiling.get(key) or self._start(key, grammar)
         self._compiling[key] = process
         poll = select.poll()
@@ -250,12 +250,12 @@ class Grammars:
         self._processes[key] = process
         return process
 
-    def follow(self, steps: Sequence[Step]) -> list[Answer]:
+    def follow(self, steps: Sequence[MatcherStep]) -> list[MaskAnswer]:
         """Return the masks of sequences, or why they cannot go on."""
         by_process: dict[int, list[int]] = {}
         for idx, step in enumerate(steps):
             by_process.setdefault(step.matcher.process.number, []).append(idx)
-        waiting: dict[int, _Process] = {}
+        waiting: dict[int, _GrammarProcess] = {}
         poll = select.poll()
         used_s: dict[int, float] = {}
         for number, places in by_process.items():
@@ -264,7 +264,7 @@ class Grammars:
                 waiting[process.connection.fileno()] = process
                 poll.register(process.connection, select.POLLIN)
                 used_s[number] = _cpu_s(process.pid)
-        answers: list[Answer] = [Answer()] * len(steps)
+        answers: list[MaskAnswer] = [MaskAnswer()] * len(steps)
         begun_s = time.monotonic()
         while waiting:
             left_s = STEP_WAIT_S - (time.monotonic() - begun_s)
@@ -283,10 +283,10 @@ class Grammars:
                     self._give_up(process, _End(_LATE, may_retry=True))
         for idx, step in enumerate(steps):
             if (end := step.matcher.process.end) is not None:
-                answers[idx] = Answer(*end)
+                answers[idx] = MaskAnswer(*end)
         return answers
 
-    def _ask(self, process: _Process, steps: Sequence[Step]) -> bool:
+    def _ask(self, process: _GrammarProcess, steps: Sequence[MatcherStep]) -> bool:
         """Send a process its slices; returns whether it is there."""
         slices = [
             Slice(
@@ -304,7 +304,7 @@ class Grammars:
             return False
         return True
 
-    def _read_masks(self, process: _Process) -> Iterator[Answer]:
+    def _read_masks(self, process: _GrammarProcess) -> Iterator[MaskAnswer]:
         try:
             masks = receive(process.connection, Masks)
             num_words = self._server.num_words()
@@ -336,16 +336,16 @@ class Grammars:
         """End all processes."""
         self._close()
 
-    def _start(self, key: str, grammar: str) -> _Process:
+    def _start(self, key: str, grammar: str) -> _GrammarProcess:
         self._num_started += 1
         connection = self._server.fork(
             Fork(self._num_started, COMPILE_CPU_S, MAX_COMPILED_BYTES), grammar
         )
-        process = _Process(self._num_started, key, connection)
+        process = _GrammarProcess(self._num_started, key, connection)
         self._by_number[process.number] = process
         return process
 
-    def _read_compiled(self, process: _Process) -> None:
+    def _read_compiled(self, process: _GrammarProcess) -> None:
         """Read what a process that compiles has sent; its end is told by the fork server."""
         try:
             compiled = receive(process.connection, Compiled)
@@ -356,7 +356,7 @@ class Grammars:
         else:
             process.pid, process.held_bytes = compiled.pid, compiled.held_bytes
 
-    def _read_ends(self, wait_for: _Process | None = None) -> None:
+    def _read_ends(self, wait_for: _GrammarProcess | None = None) -> None:
         """Read which processes have ended; waits until `wait_for` has, whose stream is closed."""
         while True:
             wait = wait_for is not None and wait_for.end is None
@@ -376,14 +376,14 @@ class Grammars:
         if wait_for is not None and wait_for.end is None:
             self._give_up(wait_for, _End("the process of the request's grammar has ended", True))
 
-    def _give_up(self, process: _Process, end: _End) -> None:
+    def _give_up(self, process: _GrammarProcess, end: _End) -> None:
         if process.end is None:
             process.end = end
         self._forget(process)
         if self._processes.pop(process.key, None) is not None:
             self._lost.append(LostGrammar(process.key, "" if end.may_retry else end.reason))
 
-    def _forget(self, process: _Process) -> None:
+    def _forget(self, process: _GrammarProcess) -> None:
         process.connection.close()  # the process ends
         self._by_number.pop(process.number, None)
 
@@ -422,8 +422,8 @@ def _end_of(ended: Ended, *, is_compiled: bool) -> _End:
     return _End("the process of the request's grammar has ended", may_retry=True)
 
 
-def _answer(followed: Followed, masks: _Words) -> Answer:
-    return Answer(followed.error, False, followed.rows, masks)
+def _answer(followed: FollowedSlice, masks: _Words) -> MaskAnswer:
+    return MaskAnswer(followed.error, False, followed.rows, masks)
 
 
 def _cpu_s(pid: int) -> float:
@@ -433,7 +433,7 @@ def _cpu_s(pid: int) -> float:
     return 0.0
 
 
-def _close_all(server: ForkServerHandle, processes: dict[int, _Process]) -> None:
+def _close_all(server: ForkServerHandle, processes: dict[int, _GrammarProcess]) -> None:
     for process in processes.values():
         process.connection.close()
     server.close()

@@ -40,7 +40,7 @@ LEARNING_ROWS: Final = 64
 """While fewer rows than these are with experts a codebook would be waited for."""
 
 
-class Prepared(NamedTuple):
+class PreparedSlices(NamedTuple):
     """A step's micro-batches with what their sequences attend to.
 
     And, by sequence id, why sequences fail; `watch` is to see the step's attention.
@@ -51,14 +51,14 @@ class Prepared(NamedTuple):
     watch: Watch | None = None
 
 
-class Followed(NamedTuple):
+class FollowedStep(NamedTuple):
     """Why sequences of a step fail, by id, and the blocks whose content was lost with it."""
 
     errors: dict[int, str]
     lost_blocks: IntArray
 
 
-NOTHING_LOST: Final = Followed({}, np.zeros(0, dtype=np.int64))
+NOTHING_LOST: Final = FollowedStep({}, np.zeros(0, dtype=np.int64))
 
 
 class Contexts:
@@ -86,22 +86,22 @@ class Contexts:
 
     def prepare(
         self, micro_batches: list[Slices], *, may_wait: bool, trace: Stamps, beat: Beat
-    ) -> Prepared:
+    ) -> PreparedSlices:
         """Decide what the sequences of a step attend to, and bring it to memory; before commit().
 
         `may_wait`: rows will be with experts, as in KeyIndex.code(). `trace` gets a stamp as each
         part of this ends, `beat` is called as keys are moved.
         """
-        return Prepared(micro_batches, {})
+        return PreparedSlices(micro_batches, {})
 
-    def learning(self, prepared: Prepared, *, num_layers: int) -> Callable[[], bool]:
+    def learning(self, prepared: PreparedSlices, *, num_layers: int) -> Callable[[], bool]:
         """Return what learns codebooks while rows of a step are with the experts of a layer.
 
         As in KeyIndex.learning().
         """
         return nothing_to_do
 
-    def follow(self, prepared: Prepared) -> Followed:
+    def follow(self, prepared: PreparedSlices) -> FollowedStep:
         """Note what a step has committed."""
         return NOTHING_LOST._replace(errors=prepared.errors)
 
@@ -147,7 +147,7 @@ class LongContexts(Contexts):
 
     def prepare(
         self, micro_batches: list[Slices], *, may_wait: bool, trace: Stamps, beat: Beat
-    ) -> Prepared:
+    ) -> PreparedSlices:
         self._index.code(may_wait=may_wait)
         trace.stamp(Kind.CODED)
         selecting = [
@@ -155,7 +155,7 @@ class LongContexts(Contexts):
         ]
         placed, errors = self._place(selecting, beat)
         trace.stamp(Kind.FETCHED)
-        return Prepared(self._stamped(placed, trace), errors, self._index.watch(placed))
+        return PreparedSlices(self._stamped(placed, trace), errors, self._index.watch(placed))
 
     def _place(
         self, micro_batches: list[Slices], beat: Beat
@@ -177,7 +177,7 @@ class LongContexts(Contexts):
             for idx, each in enumerate(micro_batches)
         ]
 
-    def learning(self, prepared: Prepared, *, num_layers: int) -> Callable[[], bool]:
+    def learning(self, prepared: PreparedSlices, *, num_layers: int) -> Callable[[], bool]:
         micro_batches = prepared.micro_batches
         num_waits = num_layers * len(micro_batches)
         if not num_waits or sum(each.num_tokens for each in micro_batches) < LEARNING_ROWS:
@@ -189,7 +189,7 @@ class LongContexts(Contexts):
     def _rows(self, seq_ids: Iterable[int]) -> IntArray:
         return self._table.rows_of(np.array(list(seq_ids), dtype=np.int64))
 
-    def follow(self, prepared: Prepared) -> Followed:
+    def follow(self, prepared: PreparedSlices) -> FollowedStep:
         """Note what a step has committed: no codes of those that fail, which others may share."""
         failed = prepared.errors
         skipped = self._rows(failed)
@@ -227,10 +227,10 @@ class SpilledContexts(LongContexts):
     ) -> tuple[list[Slices], dict[int, str]]:
         return self._residency.place(micro_batches, beat)
 
-    def follow(self, prepared: Prepared) -> Followed:
+    def follow(self, prepared: PreparedSlices) -> FollowedStep:
         failed = {**prepared.errors, **self._residency.failures()}
         super().follow(prepared._replace(errors=failed))
-        return Followed(failed, self._residency.take_lost())
+        return FollowedStep(failed, self._residency.take_lost())
 
     def slots(self, slots: IntArray) -> IntArray:
         return self._residency.slots(slots)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
-class Job(NamedTuple):
+class CodebookJob(NamedTuple):
     """A codebook to be learnt from keys of the sequence, from position `begin` on."""
 
     begin: int
@@ -48,7 +48,7 @@ class Learning:
         wanted = self._wanted.get(row, ())
         return sum(len(self._lacking[place]) for first, place in wanted if first >= begin)
 
-    def take(self, row: int, count: int) -> Iterator[Job]:
+    def take(self, row: int, count: int) -> Iterator[CodebookJob]:
         """Yield up to `count` codebooks that a sequence waits for; each must be learnt then."""
         wanted = self._wanted.get(row, [])
         while wanted and count > 0:
@@ -57,7 +57,7 @@ class Learning:
             if lacking:
                 count -= 1
                 layer = lacking.pop()
-                yield Job(begin, place, layer, is_last=not lacking)
+                yield CodebookJob(begin, place, layer, is_last=not lacking)
             if not lacking:
                 wanted.pop(0)
         if not wanted:

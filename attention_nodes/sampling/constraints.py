@@ -18,10 +18,10 @@ import torch
 
 from attention_nodes.grammars.processes import (
     COMPILE_WAIT_S,
-    Answer,
     Grammars,
+    MaskAnswer,
     Matcher,
-    Step,
+    MatcherStep,
 )
 from attention_nodes.step.sequences import SequenceTable
 from attention_nodes.step.step_inputs import Drafted
@@ -53,7 +53,7 @@ class _State:
     num_seen: int
     matcher: Matcher | None = None
     allowed: Words | None = None
-    refusal: Answer | None = None
+    refusal: MaskAnswer | None = None
 
 
 class _Masks:
@@ -121,7 +121,7 @@ class Constraints:
         drafts = {each.first: each.draft for each in drafted}
         masks = _Masks(len(constrained), self._num_words)
         banned: list[tuple[int, int]] = []
-        followed: list[tuple[int, _State, Step]] = []
+        followed: list[tuple[int, _State, MatcherStep]] = []
         states: dict[int, _State] = {}
         deadline_s = time.monotonic() + COMPILE_WAIT_S
         end_of_draft = 0
@@ -140,7 +140,7 @@ class Constraints:
             if state.refusal is not None:
                 continue
             if state.matcher is not None:
-                followed.append((idx, state, Step(state.matcher, new, draft)))
+                followed.append((idx, state, MatcherStep(state.matcher, new, draft)))
             elif state.allowed is not None:
                 for each in range(idx, end_of_draft):
                     masks.add(each, state.allowed, None)
@@ -153,7 +153,7 @@ class Constraints:
             failed={seq_id: end.refusal for seq_id, end in ends.items() if end.may_retry},
         )
 
-    def _follow(self, followed: Sequence[tuple[int, _State, Step]], masks: _Masks) -> None:
+    def _follow(self, followed: Sequence[tuple[int, _State, MatcherStep]], masks: _Masks) -> None:
         """Add the masks of sequences with grammars, or note why they cannot go on."""
         if not followed:
             return
@@ -178,9 +178,9 @@ class Constraints:
                     raise InvalidRequest("this node serves no grammars")
                 state.matcher = self._grammars.matcher(params.grammar, deadline_s)
             except InvalidRequest as error:
-                state.refusal = Answer(str(error))
+                state.refusal = MaskAnswer(str(error))
             except EngineUnavailable as error:
-                state.refusal = Answer(str(error), may_retry=True)
+                state.refusal = MaskAnswer(str(error), may_retry=True)
         return state
 
     def _new_tokens(self, row: int, state: _State) -> list[int]:

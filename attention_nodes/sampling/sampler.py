@@ -77,18 +77,18 @@ class Sampled(NamedTuple):
         return np.flatnonzero(is_root)
 
 
-class Verdict(NamedTuple):
+class SampleVerdict(NamedTuple):
     """The rows whose tokens are the sequences' next ones, and how many rows each sequence has."""
 
     rows: IntArray
     counts: IntArray
 
 
-NO_VERDICT: Final = Verdict(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NO_VERDICT: Final = SampleVerdict(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 """Of a step that samples nothing."""
 
 
-class Asked(NamedTuple):
+class AskedRows(NamedTuple):
     """The R rows that a step samples, and their settings.
 
     `refused` and `failed` (Constrained), by sequence id: why some cannot go on, whatever is drawn.
@@ -119,7 +119,7 @@ class Sampler:
         """Forget a sequence."""
         self._constraints.end(seq_id)
 
-    def ask(self, sampled: Sampled) -> Asked:
+    def ask(self, sampled: Sampled) -> AskedRows:
         """Gather the sampling settings for the next token of each row.
 
         Call after commit() and before reserve(); if needs_values(), no token may be PENDING.
@@ -131,9 +131,9 @@ class Sampler:
         )
         batch = self._batch(sampled.rows, params, _paths(sampled), constrained)
         most = max(wanted) if wanted else None
-        return Asked(sampled, params, batch, most, constrained.refused, constrained.failed)
+        return AskedRows(sampled, params, batch, most, constrained.refused, constrained.failed)
 
-    def draw(self, logits: Tensor, asked: Asked) -> list[Tensor]:
+    def draw(self, logits: Tensor, asked: AskedRows) -> list[Tensor]:
         """Draw a token for each row of fp32 logits [R, V]; return the tensors for answer().
 
         The first tensor is the tokens, i64[R]. All are on the device of the logits.
@@ -147,7 +147,7 @@ class Sampler:
         return drawn
 
     @staticmethod
-    def judge(asked: Asked, drawn: Sequence[np.ndarray]) -> Verdict:
+    def judge(asked: AskedRows, drawn: Sequence[np.ndarray]) -> SampleVerdict:
         """Return which rows of draw(), now on the host, give their sequences' next tokens.
 
         All of them, without drafts; else of each sequence the rows of the root and of the tokens
@@ -155,7 +155,7 @@ class Sampler:
         """
         rows, drafted = asked.sampled.roots, {each.first: each for each in asked.sampled.drafted}
         if not drafted:
-            return Verdict(rows, np.ones(len(rows), dtype=np.int64))
+            return SampleVerdict(rows, np.ones(len(rows), dtype=np.int64))
         tokens, valid = drawn[:2]
         chosen: list[int] = []
         counts = []
@@ -167,11 +167,14 @@ class Sampler:
                 path = accepted(draft, tokens[mine].tolist(), valid[mine].tolist())
             chosen += [first, *(first + 1 + each for each in path)]
             counts.append(1 + len(path))
-        return Verdict(np.array(chosen, dtype=np.int64), np.array(counts, dtype=np.int64))
+        return SampleVerdict(np.array(chosen, dtype=np.int64), np.array(counts, dtype=np.int64))
 
     @staticmethod
     def answer(
-        asked: Asked, drawn: Sequence[np.ndarray], verdict: Verdict, ended: Sequence[int] = ()
+        asked: AskedRows,
+        drawn: Sequence[np.ndarray],
+        verdict: SampleVerdict,
+        ended: Sequence[int] = (),
     ) -> Drawn:
         """Pack the arrays of draw(), now on the host; the sequences `ended` get no token.
 
@@ -309,7 +312,7 @@ def _logit_bias(params: list[SamplingParams]) -> LogitBias | None:
 
 
 def _logprobs(
-    asked: Asked, drawn: Sequence[np.ndarray], rows: IntArray
+    asked: AskedRows, drawn: Sequence[np.ndarray], rows: IntArray
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
     chosen, top_ids, top_logprobs = drawn[3:]
     entries: dict[int, tuple[TokenLogprobs, ...]] = {}

@@ -14,13 +14,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from attention_nodes.step.rally import Flight, Passage
+from attention_nodes.step.rally import Passage, RowsInFlight
 from kernels.runtime import Runtime
 from m2n_comm.net import NO_TIMES, NetTimes
 from topspin.messages import StepTicket
 
 
-class Link(Protocol):
+class StageLinkEnd(Protocol):
     """One end of the pair of an attention node and a stage; see m2n_comm.host.stage_link."""
 
     def begin(self, ticket: StepTicket) -> None: ...
@@ -41,7 +41,7 @@ class Relay(Passage):
     Micro-batches without rows do not travel.
     """
 
-    def __init__(self, links: Sequence[Link], runtime: Runtime) -> None:
+    def __init__(self, links: Sequence[StageLinkEnd], runtime: Runtime) -> None:
         """`runtime` is that of the node's own layers."""
         self._links = links
         self._runtime = runtime
@@ -51,17 +51,17 @@ class Relay(Passage):
         for link in self._links:
             link.begin(ticket)
 
-    def leave(self, micro_batch: int, flight: Flight) -> None:
+    def leave(self, micro_batch: int, flight: RowsInFlight) -> None:
         """Send a micro-batch that is through the node's own layers."""
         if self._links and len(flight.residual):
             self._runtime.call_again(partial(self._links[0].send, micro_batch, flight.residual))
 
-    def end(self, flights: Sequence[Flight]) -> None:
+    def end(self, flights: Sequence[RowsInFlight]) -> None:
         """Pass all micro-batches on, until the last stage has returned the residuals, complete."""
         if self._links:
             self._runtime.call_again(partial(self._pass_on, flights))
 
-    def _pass_on(self, flights: Sequence[Flight]) -> None:
+    def _pass_on(self, flights: Sequence[RowsInFlight]) -> None:
         for place, link in enumerate(self._links):
             for micro_batch, flight in enumerate(flights):
                 if not len(flight.residual):

@@ -17,16 +17,16 @@ from torch import Tensor
 from attention_nodes.loading import held_layers
 from attention_nodes.long_contexts.contexts import Contexts
 from attention_nodes.sampling.sampler import Sampled
-from attention_nodes.stages.relay import Link
+from attention_nodes.stages.relay import StageLinkEnd
 from attention_nodes.step import kv_cache
 from attention_nodes.step.absent_experts import NoNet
-from attention_nodes.step.decoder import Layers
+from attention_nodes.step.decoder import NodeLayers
 from attention_nodes.step.executor import flights_of
 from attention_nodes.step.plan_chain import PlanChain
-from attention_nodes.step.rally import Companions, Flight, Passage, rally
+from attention_nodes.step.rally import Companions, Passage, RowsInFlight, rally
 from attention_nodes.step.recorded_steps import recorded_steps
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.sequences import SequenceTable, TableLimits
 from attention_nodes.step.slow_decoder import SlowLayers
 from attention_nodes.step.step_inputs import StepInputs, host_inputs
 from kernels.dispatch import select_ops
@@ -51,14 +51,14 @@ class StageRunner:
     """
 
     def __init__(
-        self, model: ModelConfig, layers: Layers, config: NodeConfig, runtime: Runtime
+        self, model: ModelConfig, layers: NodeLayers, config: NodeConfig, runtime: Runtime
     ) -> None:
         self._model = model
         self._layers = layers
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.num_blocks = layers.kv.num_blocks
         table = SequenceTable(
-            Limits(
+            TableLimits(
                 max_len=config.model.max_model_len,
                 block_size=config.kv_cache.block_size,
                 num_blocks=self.num_blocks,
@@ -99,7 +99,7 @@ class StageRunner:
         self,
         plan: StepPlan,
         net: AttentionNet | None,
-        link: Link,
+        link: StageLinkEnd,
         *,
         of: int,
         beat: Beat = no_beat,
@@ -151,16 +151,16 @@ class StageRunner:
 class _Between(Passage):
     """The way of rows from the attention node, and back to it with the times of the net."""
 
-    def __init__(self, link: Link, net: AttentionNet, runtime: Runtime) -> None:
+    def __init__(self, link: StageLinkEnd, net: AttentionNet, runtime: Runtime) -> None:
         self._link = link
         self._net = net
         self._runtime = runtime
 
-    def arrive(self, micro_batch: int, flight: Flight) -> None:
+    def arrive(self, micro_batch: int, flight: RowsInFlight) -> None:
         if len(flight.residual):
             self._runtime.call_again(partial(self._link.receive, micro_batch, flight.residual))
 
-    def leave(self, micro_batch: int, flight: Flight) -> None:
+    def leave(self, micro_batch: int, flight: RowsInFlight) -> None:
         if len(flight.residual):
             self._runtime.call_again(partial(self._send, micro_batch, flight.residual))
 
@@ -192,7 +192,7 @@ def load_stage(path: Path, config: NodeConfig) -> StageRunner:
         Checkpoint(path), model, dtype=dtype, layers=own, precision=config.precision
     )
     slow = config.node.slow
-    make = Layers if slow == 1 else partial(SlowLayers, slow=slow)
+    make = NodeLayers if slow == 1 else partial(SlowLayers, slow=slow)
     layers = make(model, weights, ops, cache, precision=config.precision, first=own.start)
     layers.warm_up()
     if config.execution.recordings:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from attention_nodes.stages.relay import Link
+from attention_nodes.stages.relay import StageLinkEnd
 from attention_nodes.stages.runner import StageRunner, load_stage
 from m2n_comm.net import AttentionNet
 from models.checkpoints.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from topspin.processes.node_life import CacheSize, NodeLife
 from topspin.processes.progress import INTERVAL_S
 
 OpenNet = Callable[[Welcome, StageRunner, NodeLife], AttentionNet]
-OpenLink = Callable[[Welcome, StageRunner, NodeLife], Link]
+OpenLink = Callable[[Welcome, StageRunner, NodeLife], StageLinkEnd]
 
 
 class StageWorker:
@@ -50,7 +50,7 @@ class StageWorker:
         self._runner: StageRunner | None = None
         self._of = 0
         self._net: AttentionNet | None = None
-        self._link: Link | None = None
+        self._link: StageLinkEnd | None = None
 
     @torch.inference_mode()
     def serve(self, data_address: str) -> None:
@@ -108,7 +108,7 @@ class StageWorker:
         else:
             raise ProtocolError(f"expected StepPlan, got {type(message).__name__}")
 
-    def _run_step(self, link: Link, plan: StepPlan) -> None:
+    def _run_step(self, link: StageLinkEnd, plan: StepPlan) -> None:
         """Run a step; if a line fails and the engine can reform, leave and wait for that."""
         progress = self._life.progress
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_nodes.local_experts import LocalExperts
+from attention_nodes.local_experts import ColocatedExperts
 from attention_nodes.step.kv_cache import KvCache
 from attention_nodes.step.step_inputs import MicroBatchInputs
 from kernels.contracts import AttentionMeta, HeadRows, KeyCodes, LinearWeight, Routing
@@ -50,7 +50,7 @@ class Layer:
     shared_gate: LinearWeight | None
 
 
-class Layers:
+class NodeLayers:
     """One node's layers. Its only state between calls is the KV cache `kv` of these layers.
 
     `codes` are those of its keys by layer, where sequences may attend to a selection of them.
@@ -74,7 +74,7 @@ class Layers:
         self.kv = kv_cache
         self.codes: Mapping[int, KeyCodes] = {}
         self.watch: Watch | None = None
-        self.experts: LocalExperts | None = None
+        self.experts: ColocatedExperts | None = None
         self._scale = config.head_dim**-0.5
         self._first = first
         moe_idx = {layer: idx for idx, layer in enumerate(config.moe_layers)}
@@ -230,7 +230,7 @@ class Layers:
         return out
 
 
-class Decoder(Layers):
+class Decoder(NodeLayers):
     """A model's two ends and its layers, or the first of them."""
 
     def __init__(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from attention_nodes.step.sequences import PENDING, IntArray, SequenceTable, unpack
-from spec_decode.draft import ROOT, Draft, Drafter, DraftRequest, Text
+from spec_decode.draft import ROOT, Draft, Drafter, DraftRequest, DraftText
 from topspin.errors import ProtocolError
 from topspin.messages import SAMPLE, MicroBatch
 
@@ -63,9 +63,11 @@ def end_texts(drafter: Drafter, finished: Sequence[int], table: SequenceTable) -
         drafter.end(_text(table, seq_ids, rows, idx, end=end))
 
 
-def _text(table: SequenceTable, seq_ids: IntArray, rows: IntArray, idx: int, *, end: int) -> Text:
+def _text(
+    table: SequenceTable, seq_ids: IntArray, rows: IntArray, idx: int, *, end: int
+) -> DraftText:
     """Return the first `end` tokens of sequence `idx` of those in `rows`."""
     row = int(rows[idx])
-    return Text(
+    return DraftText(
         int(seq_ids[idx]), table.tokens[row, :end], int(table.num_prompt[row]), table.salt(row)
     )

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from attention_nodes.step.decoder import Decoder
-from attention_nodes.step.rally import NO_COMPANIONS, Companions, Flight, rally
+from attention_nodes.step.rally import NO_COMPANIONS, Companions, RowsInFlight, rally
 from attention_nodes.step.step_inputs import Slices, StepInputs
 from kernels.runtime import Event
 from m2n_comm.net import AttentionNet
@@ -79,7 +79,7 @@ class Executor(Protocol):
         """Return the tensors of a step that is not to be run as a whole (warm-up)."""
 
 
-def flights_of(inputs: StepInputs, residual: Tensor, combined: Tensor) -> list[Flight]:
+def flights_of(inputs: StepInputs, residual: Tensor, combined: Tensor) -> list[RowsInFlight]:
     """Return a step's micro-batches, whose rows are views of `residual` and `combined` [>= T, H].
 
     `combined` fp32 is the buffer for the sums of the experts' answers.
@@ -87,7 +87,7 @@ def flights_of(inputs: StepInputs, residual: Tensor, combined: Tensor) -> list[F
     flights = []
     for part in inputs.parts:
         rows = slice(part.start, part.start + part.num_tokens)
-        flights.append(Flight(inputs=part, residual=residual[rows], combined=combined[rows]))
+        flights.append(RowsInFlight(inputs=part, residual=residual[rows], combined=combined[rows]))
     return flights
 
 

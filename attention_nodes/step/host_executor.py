@@ -17,7 +17,7 @@ from attention_nodes.sampling.scores import score
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.executor import Ran, Receipt, run_layers
 from attention_nodes.step.rally import Companions, nothing_to_do
-from attention_nodes.step.recorded_steps import Placed, recorded_steps
+from attention_nodes.step.recorded_steps import KeyedInputs, recorded_steps
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.step_inputs import Slices, StepInputs, host_inputs
 from kernels.runtime import Event, Runtime, host_event
@@ -73,7 +73,7 @@ class HostExecutor:
     def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
         return host_inputs(micro_batches, self._rotary)
 
-    def place(self, micro_batches: Sequence[Slices], net: AttentionNet) -> Placed:
+    def place(self, micro_batches: Sequence[Slices], net: AttentionNet) -> KeyedInputs:
         is_plain = self._decoder.watch is None and not any(each.scored for each in micro_batches)
         return self._steps.place(
             micro_batches,
@@ -81,7 +81,7 @@ class HostExecutor:
             may_record=is_plain and net.is_graph_safe,
         )
 
-    def run(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
+    def run(self, placed: KeyedInputs, net: AttentionNet, companions: Companions) -> Ran:
         if placed.key is not None:
             return self._replay(placed, net, companions)
         inputs = placed.inputs
@@ -91,7 +91,7 @@ class HostExecutor:
         logits = self._decoder.logits(residual.index_select(0, inputs.sample_rows))
         return Ran(logits, rallied, score(self._decoder.logits, residual, inputs.to_score))
 
-    def _replay(self, placed: Placed, net: AttentionNet, companions: Companions) -> Ran:
+    def _replay(self, placed: KeyedInputs, net: AttentionNet, companions: Companions) -> Ran:
         recorded = replace(companions, beat=no_beat, meanwhile=nothing_to_do)
 
         def body(inputs: StepInputs, logits: Tensor) -> None:
@@ -105,7 +105,7 @@ class HostExecutor:
         (rallied,) = read_stamps(self._clock.dump())
         return Ran(logits, host_event(rallied.t_ns), [])
 
-    def keep(self, placed: Placed, tokens: Tensor) -> None:
+    def keep(self, placed: KeyedInputs, tokens: Tensor) -> None:
         pass
 
     def fetch(self, tensors: Sequence[Tensor]) -> Receipt:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention_nodes.long_contexts.contexts import NOTHING_LOST, Followed
-from attention_nodes.sampling.sampler import NO_VERDICT, Asked, Drawn, Verdict
+from attention_nodes.long_contexts.contexts import NOTHING_LOST, FollowedStep
+from attention_nodes.sampling.sampler import NO_VERDICT, AskedRows, Drawn, SampleVerdict
 from attention_nodes.sampling.scores import NO_SCORES, Scores
 from attention_nodes.step.executor import Receipt
 from attention_nodes.step.sequences import IntArray, Reserved, SequenceTable
@@ -47,7 +47,7 @@ class LaunchedStep:
 
     ticket: StepTicket
     index: int
-    asked: Asked
+    asked: AskedRows
     reserved: Reserved
     receipt: Receipt
     started_s: float
@@ -60,9 +60,9 @@ class LaunchedStep:
     scored: tuple[Scored, ...] = ()
     ended: tuple[int, ...] = ()
     check: Callable[[], None] | None = None
-    followed: Followed = NOTHING_LOST
+    followed: FollowedStep = NOTHING_LOST
     arrays: list[np.ndarray] | None = None
-    verdict: Verdict = NO_VERDICT
+    verdict: SampleVerdict = NO_VERDICT
 
     def wait(self) -> list[np.ndarray]:
         """Wait for the end of the step and return its arrays; raises as check()."""

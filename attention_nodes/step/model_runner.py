@@ -22,8 +22,8 @@ import torch
 
 from attention_nodes.device.executor import DeviceExecutor
 from attention_nodes.grammars.processes import Grammars
-from attention_nodes.long_contexts.contexts import Prepared, contexts_of
-from attention_nodes.sampling.sampler import Asked, Sampled, Sampler
+from attention_nodes.long_contexts.contexts import PreparedSlices, contexts_of
+from attention_nodes.sampling.sampler import AskedRows, Sampled, Sampler
 from attention_nodes.sampling.scores import report
 from attention_nodes.stages.relay import Relay
 from attention_nodes.step.absent_experts import NoNet
@@ -34,7 +34,7 @@ from attention_nodes.step.launched import LaunchedStep, check_of
 from attention_nodes.step.plan_chain import PlanChain
 from attention_nodes.step.rally import Companions
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.sequences import IntArray, Limits, Reserved, SequenceTable
+from attention_nodes.step.sequences import IntArray, Reserved, SequenceTable, TableLimits
 from attention_nodes.step.step_inputs import slice_up
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import AttentionNet, NetShape
@@ -89,7 +89,7 @@ class ModelRunner:
         self._decoder = decoder
         self.num_blocks = num_blocks
         self._table = SequenceTable(
-            Limits(
+            TableLimits(
                 max_len=config.model.max_model_len,
                 block_size=config.kv_cache.block_size,
                 num_blocks=num_blocks,
@@ -319,7 +319,7 @@ class ModelRunner:
             self._settle(launched)
         launched.followed = self._contexts.follow(prepared)
 
-    def _ask(self, prepared: Prepared) -> tuple[Asked, Reserved]:
+    def _ask(self, prepared: PreparedSlices) -> tuple[AskedRows, Reserved]:
         """Return what the sampler needs for a step, and the places of the tokens to come."""
         sampled = Sampled.of(prepared.micro_batches)
         self._settle_for(sampled.rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
-from attention_nodes.long_contexts.contexts import Contexts, Prepared
+from attention_nodes.long_contexts.contexts import Contexts, PreparedSlices
 from attention_nodes.step.drafts import draft_requests, end_texts, take_drafts
 from attention_nodes.step.sequences import SequenceTable, unpack
 from attention_nodes.step.step_inputs import slice_up
@@ -108,7 +108,7 @@ class PlanChain:
         may_wait: bool,
         trace: Stamps,
         beat: Beat = no_beat,
-    ) -> Prepared:
+    ) -> PreparedSlices:
         """Turn the plan into indices and advance its sequences.
 
         `may_wait`, `trace` and `beat` as in Contexts.prepare(). Raises ProtocolError.

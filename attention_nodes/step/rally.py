@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from attention_nodes.step.decoder import Layer, Layers
+from attention_nodes.step.decoder import Layer, NodeLayers
 from attention_nodes.step.step_inputs import MicroBatchInputs
 from kernels.contracts import Routing
 from m2n_comm.net import AttentionNet
@@ -24,7 +24,7 @@ from topspin.trace import Kind, NoStamps, Stamps
 
 
 @dataclass(eq=False)
-class Flight:
+class RowsInFlight:
     """One micro-batch under way: its residual stream [T, H] and the terms to be added to it.
 
     `combined` [T, H] fp32 is the buffer for the sums of the experts' answers; `in_air` the MoE
@@ -43,13 +43,13 @@ class Flight:
 class Passage:
     """The way of rows to and from nodes that have other layers of the model; here: none has."""
 
-    def arrive(self, micro_batch: int, flight: Flight) -> None:
+    def arrive(self, micro_batch: int, flight: RowsInFlight) -> None:
         """Fill a micro-batch's residual before its first layer."""
 
-    def leave(self, micro_batch: int, flight: Flight) -> None:
+    def leave(self, micro_batch: int, flight: RowsInFlight) -> None:
         """Take a micro-batch that is through the layers here."""
 
-    def end(self, flights: Sequence[Flight]) -> None:
+    def end(self, flights: Sequence[RowsInFlight]) -> None:
         """Complete the residuals of all micro-batches, which are through the layers here."""
 
 
@@ -77,9 +77,9 @@ NO_COMPANIONS: Final = Companions()
 
 
 def rally(
-    decoder: Layers,
+    decoder: NodeLayers,
     net: AttentionNet,
-    flights: Sequence[Flight],
+    flights: Sequence[RowsInFlight],
     companions: Companions = NO_COMPANIONS,
 ) -> None:
     """Run all layers over all micro-batches; the residuals are complete afterwards."""
@@ -111,10 +111,10 @@ def rally(
 
 
 def send_out(
-    decoder: Layers,
+    decoder: NodeLayers,
     net: AttentionNet,
     micro_batch: int,
-    flight: Flight,
+    flight: RowsInFlight,
     layer: Layer,
     normed: Tensor,
     trace: Stamps,
@@ -131,9 +131,9 @@ def send_out(
 
 
 def run_experts(
-    decoder: Layers,
+    decoder: NodeLayers,
     micro_batch: int,
-    flight: Flight,
+    flight: RowsInFlight,
     layer: Layer,
     normed: Tensor,
     trace: Stamps,
@@ -155,7 +155,7 @@ def run_experts(
     return delta
 
 
-def _route(decoder: Layers, layer: Layer, normed: Tensor) -> Routing:
+def _route(decoder: NodeLayers, layer: Layer, normed: Tensor) -> Routing:
     """Choose the experts of rows [T, H]; T is 0 where only other attention nodes have rows."""
     if len(normed):
         return decoder.route(layer, normed)
@@ -166,7 +166,7 @@ def _route(decoder: Layers, layer: Layer, normed: Tensor) -> Routing:
 
 
 def run_local(
-    decoder: Layers, micro_batch: int, layer: Layer, normed: Tensor, trace: Stamps
+    decoder: NodeLayers, micro_batch: int, layer: Layer, normed: Tensor, trace: Stamps
 ) -> Tensor | None:
     """Run the part computed on this node: a dense layer's MLP or the shared expert."""
     local = decoder.local_mlp(layer, normed) if len(normed) else None
@@ -175,7 +175,7 @@ def run_local(
     return local
 
 
-def take_back(net: AttentionNet, micro_batch: int, flight: Flight) -> None:
+def take_back(net: AttentionNet, micro_batch: int, flight: RowsInFlight) -> None:
     """Wait for the experts' answer, if one is awaited, and make it the next delta."""
     if flight.in_air is None:
         return

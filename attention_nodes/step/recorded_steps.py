@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_nodes.step.decoder import Layers
+from attention_nodes.step.decoder import NodeLayers
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.step_inputs import Slices, StepInputs, host_meta
 from kernels.contracts import AttentionMeta
@@ -81,7 +81,7 @@ class _Recorded(NamedTuple):
             renew(part.meta, host_meta(each))
 
 
-class Placed(NamedTuple):
+class KeyedInputs(NamedTuple):
     """A step's tensors; `key` None: it is not recorded."""
 
     inputs: StepInputs
@@ -107,7 +107,7 @@ class RecordedSteps:
         make: Callable[[], StepInputs],
         *,
         may_record: bool = True,
-    ) -> Placed:
+    ) -> KeyedInputs:
         """Return the tensors of a step: new ones by `make`, or those of its recording.
 
         The steps before have ended.
@@ -115,12 +115,12 @@ class RecordedSteps:
         key = key_of(micro_batches) if may_record and self._renew is not None else None
         recorded = None if key is None else self._recorded.get(key)
         if recorded is None or self._renew is None:
-            return Placed(make(), key)
+            return KeyedInputs(make(), key)
         recorded.take(micro_batches, self._rotary, self._renew)
-        return Placed(recorded.inputs, key)
+        return KeyedInputs(recorded.inputs, key)
 
     def run(
-        self, placed: Placed, body: Callable[[StepInputs, Tensor], None], state: object = None
+        self, placed: KeyedInputs, body: Callable[[StepInputs, Tensor], None], state: object = None
     ) -> Tensor:
         """Return the logits f32[R, V] of a step, recorded or not, valid until its next run.
 
@@ -152,7 +152,7 @@ class RecordedSteps:
 
 
 def recorded_steps(
-    layers: Layers, runtime: Runtime, rotary: RotaryTable, *, vocab_size: int, recordings: bool
+    layers: NodeLayers, runtime: Runtime, rotary: RotaryTable, *, vocab_size: int, recordings: bool
 ) -> RecordedSteps:
     """Return the recorded steps of a model, or of some of its layers, which have no logits.
 
@@ -163,7 +163,7 @@ def recorded_steps(
     return RecordedSteps(runtime, rotary, renew, vocab_size=vocab_size)
 
 
-def _renew_of(layers: Layers) -> Renew | None:
+def _renew_of(layers: NodeLayers) -> Renew | None:
     from kernels.cpu.attention import renew
     from kernels.cpu.compiled.attention.rows import HeadShape
 

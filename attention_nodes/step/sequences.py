@@ -33,7 +33,7 @@ PENDING: Final = -1
 """In SequenceTable.tokens: a token that is sampled but not copied from the device yet."""
 
 
-class Limits(NamedTuple):
+class TableLimits(NamedTuple):
     """Bounds of the ids in a plan."""
 
     max_len: int
@@ -67,7 +67,7 @@ class SequenceTable:
     arrays take no memory until they are written.
     """
 
-    def __init__(self, limits: Limits, *, capacity: int = 64) -> None:
+    def __init__(self, limits: TableLimits, *, capacity: int = 64) -> None:
         self.limits = limits
         self._max_blocks = -(-limits.max_len // limits.block_size)
         self._row_of: dict[int, int] = {}

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from attention_nodes.step.decoder import Decoder, Layer, Layers
+from attention_nodes.step.decoder import Decoder, Layer, NodeLayers
 from attention_nodes.step.step_inputs import MicroBatchInputs
 from kernels.contracts import Routing
 
 
-class SlowLayers(Layers):
+class SlowLayers(NodeLayers):
     """Takes `slow` times as long; nothing else differs."""
 
     def __init__(self, *arguments: Any, slow: float, **settings: Any) -> None:

@@ -35,7 +35,7 @@ from transformers.utils import logging
 from benchmarks.experiment import Experiment, Result, TextTable, say, table
 from benchmarks.quality.transformers_names import CACHE
 from kernels import reference
-from kernels.contracts import ExpertWeights, LinearWeight
+from kernels.contracts import LinearWeight, PackedExperts
 from kernels.cpu import ops as cpu
 from kernels.dispatch import select_ops
 from kernels.triton.grouped_mlp.weights import FP8_MAX, GROUP, pack_weight, unpack_weight
@@ -108,14 +108,14 @@ class RoundingOps:
 
     def pack_experts(
         self, gate_up: Sequence[Tensor], down: Sequence[Tensor], *, formats: Sequence[Format]
-    ) -> ExpertWeights:
+    ) -> PackedExperts:
         """Round all experts of a layer."""
         return reference.pack_experts(
             map(self.gate_up, gate_up, formats), map(self.weight, down, formats)
         )
 
     def grouped_mlp(
-        self, hidden: Tensor, slots: Tensor, weights: Tensor, experts: ExpertWeights
+        self, hidden: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts
     ) -> tuple[Tensor, None]:
         """Sum each row's experts."""
         out = torch.zeros_like(hidden)

@@ -29,9 +29,9 @@ from kernels.coded import numbers
 from kernels.contracts import (
     ExpertMatrices,
     ExpertOutput,
-    ExpertWeights,
     LinearWeight,
     Matrix,
+    PackedExperts,
 )
 from kernels.cpu.compiled.matmul import experts as numba_experts
 from kernels.cpu.compiled.matmul import linear as numba_matmul
@@ -99,7 +99,7 @@ def linear(
 
 def collect_slots(
     gate_up: list[LinearWeight], down: list[LinearWeight], dtype: torch.dtype
-) -> ExpertWeights:
+) -> PackedExperts:
     """Join matrices of `pack_linear` to experts by slot."""
     return numba_experts.with_addresses(collect_experts(gate_up, down, dtype))
 
@@ -120,7 +120,7 @@ def pack_experts(
     *,
     formats: Sequence[Format] | None = None,
     share_per_row: float = 0.0,
-) -> ExpertWeights:
+) -> PackedExperts:
     """Prepack E experts; see `kernels.reference.pack_experts`.
 
     By slot, originals are consumed one by one: with generators only one is in memory at a time.
@@ -137,12 +137,12 @@ def pack_experts(
     return pack_slots(PACKING, gate_up, down, formats)
 
 
-def _join(gate_up: Tensor, down: Tensor) -> ExpertWeights:
+def _join(gate_up: Tensor, down: Tensor) -> PackedExperts:
     """Pack gate_up [E, 2F, H] and down [E, H, F] as one MLP of E * F hidden units."""
     num_experts, hidden_size, ffn_size = down.shape
     assert gate_up.shape == (num_experts, 2 * ffn_size, hidden_size), tuple(gate_up.shape)
     halves = gate_up.view(num_experts, 2, ffn_size, hidden_size).transpose(0, 1)
-    packed = ExpertWeights(
+    packed = PackedExperts(
         gate_up=[pack_linear(halves.reshape(-1, hidden_size))],
         down=[pack_linear(down.transpose(0, 1).reshape(hidden_size, -1))],
         num_experts=num_experts,
@@ -155,8 +155,8 @@ def _join(gate_up: Tensor, down: Tensor) -> ExpertWeights:
 
 
 def rebuild_experts(
-    experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
-) -> Generator[None, None, ExpertWeights]:
+    experts: PackedExperts, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, PackedExperts]:
     """Return experts with some slots changed; see `kernels.reference.rebuild_experts`.
 
     Joined weights are unpacked, rearranged and packed, one matrix at a time.
@@ -168,8 +168,8 @@ def rebuild_experts(
 
 
 def _rebuild_joined(
-    experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
-) -> Generator[None, None, ExpertWeights]:
+    experts: PackedExperts, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, PackedExperts]:
     ffn_size, hidden_size = experts.ffn_size, experts.hidden_size
     plain = experts.gate_up[0].data.to_dense().view(2, experts.num_experts, ffn_size, hidden_size)
     yield
@@ -201,7 +201,7 @@ def grouped_mlp(
     hidden: Tensor,
     slots: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: PackedExperts,
     *,
     out: Tensor | None = None,
 ) -> ExpertOutput:
@@ -229,7 +229,7 @@ def grouped_mlp(
 
 
 def _mlp_by_part(
-    experts: ExpertWeights, parts: Sequence[Sequence[Tensor]], out: Tensor
+    experts: PackedExperts, parts: Sequence[Sequence[Tensor]], out: Tensor
 ) -> ExpertOutput:
     counts = torch.zeros(experts.num_experts, dtype=torch.int64)
     for hidden, slots, weights, result in zip(*parts, strict=True):
@@ -238,7 +238,7 @@ def _mlp_by_part(
 
 
 def _mlp_by_slot(
-    hidden: Tensor, slots: Tensor, weights: Tensor, experts: ExpertWeights, out: Tensor | None
+    hidden: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts, out: Tensor | None
 ) -> ExpertOutput:
     num_rows, top_k = slots.shape
     groups = permute(slots, experts.num_experts)
@@ -274,7 +274,7 @@ def _mlp_by_slot(
 
 
 def _joined_mlp(
-    hidden: Tensor, slots: Tensor, weights: Tensor, experts: ExpertWeights, out: Tensor | None
+    hidden: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts, out: Tensor | None
 ) -> ExpertOutput:
     num_rows, num_experts = hidden.shape[0], experts.num_experts
     counts = count_slots(slots.long(), num_experts)

@@ -26,9 +26,9 @@ from kernels.coded import holds, numbers, steps_and_lows
 from kernels.contracts import (
     ExpertMatrices,
     ExpertOutput,
-    ExpertWeights,
     LinearWeight,
     Matrix,
+    PackedExperts,
 )
 from kernels.cpu import ops as plain
 from kernels.cpu.compiled.matmul.quantised import quantise_weight, quantised_linear
@@ -62,7 +62,7 @@ class QuantisedWeight(LinearWeight):
 
 
 @dataclass(frozen=True, eq=False)
-class QuantisedExperts(ExpertWeights):
+class QuantisedExperts(PackedExperts):
     """Experts by slot; gate_up is in units, so that a task reads consecutive blocks."""
 
     table: Tensor = field(init=False)
@@ -288,7 +288,7 @@ class QuantisedOps:
         *,
         formats: Sequence[Format] | None = None,
         share_per_row: float = 0.0,
-    ) -> ExpertWeights:
+    ) -> PackedExperts:
         """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`.
 
         Quantised experts have one layout, whatever `share_per_row`.
@@ -298,8 +298,8 @@ class QuantisedOps:
         return pack_slots(_packing(self._arena), gate_up, down, formats)
 
     def rebuild_experts(
-        self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
-    ) -> Generator[None, None, ExpertWeights]:
+        self, experts: PackedExperts, slots: Sequence[int | ExpertMatrices]
+    ) -> Generator[None, None, PackedExperts]:
         """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
         if experts.joined:
             return plain.rebuild_experts(experts, slots)
@@ -310,7 +310,7 @@ class QuantisedOps:
         hidden: Tensor,
         slots: Tensor,
         weights: Tensor,
-        experts: ExpertWeights,
+        experts: PackedExperts,
         *,
         out: Tensor | None = None,
     ) -> ExpertOutput:
@@ -370,7 +370,7 @@ def _is_quantised(weight_format: Format) -> bool:
 
 def _collect(
     gate_up: list[LinearWeight], down: list[LinearWeight], dtype: torch.dtype
-) -> ExpertWeights:
+) -> PackedExperts:
     """Return experts that are all quantised, or all not."""
     if isinstance(down[0], QuantisedWeight):
         return collect_experts(gate_up, down, dtype, QuantisedExperts)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import deterministic
-from kernels.contracts import ExpertOutput, ExpertWeights, Matrix
+from kernels.contracts import ExpertOutput, Matrix, PackedExperts
 from kernels.dispatch import Ops
 from topspin.plan.precision import Format, Rules, format_of
 
@@ -42,7 +42,7 @@ class LayerExperts(NamedTuple):
 
     def pack(
         self, ops: Ops, gate_up: Iterable[Matrix], down: Iterable[Matrix], held: Sequence[int]
-    ) -> ExpertWeights:
+    ) -> PackedExperts:
         """Pack the logical experts `held`, whose matrices come in that order."""
         return ops.pack_experts(
             gate_up, down, formats=self.formats(held), share_per_row=self.share_per_row
@@ -54,7 +54,7 @@ def compute(
     hidden: Tensor,
     slots: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: PackedExperts,
     *,
     per_expert: bool = False,
     out: Tensor | None = None,
@@ -72,7 +72,7 @@ def compute(
 
 def warm_up(
     ops: Ops,
-    experts: ExpertWeights,
+    experts: PackedExperts,
     num_rows: int,
     *,
     top_k: int,

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.contracts import ExpertOutput, ExpertWeights, LinearWeight
+from kernels.contracts import ExpertOutput, LinearWeight, PackedExperts
 from kernels.experts.slots import Collect
 from topspin.plan.precision import Format
 
 
 @dataclass(frozen=True, eq=False)
-class MixedExperts(ExpertWeights):
+class MixedExperts(PackedExperts):
     """Experts by slot, in more than one kind of formats."""
 
-    groups: tuple[ExpertWeights, ...] = field(kw_only=True)
+    groups: tuple[PackedExperts, ...] = field(kw_only=True)
     """One per kind of formats."""
     members: tuple[Tensor, ...] = field(kw_only=True)
     """i64[E of the group], per group the layer's slots of its experts."""
@@ -39,7 +39,7 @@ def collect_by_format(
     dtype: torch.dtype,
     collect: Collect,
     kind: Callable[[Format], Any] = str,
-) -> ExpertWeights:
+) -> PackedExperts:
     """Return experts by slot; `collect` makes those whose formats are of one `kind`."""
     by_kind: dict[Any, list[int]] = {}
     for slot, weight in enumerate(down):

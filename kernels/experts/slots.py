@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight, Matrix
+from kernels.contracts import ExpertMatrices, LinearWeight, Matrix, PackedExperts
 from topspin.plan.precision import UNQUANTISED, Format
 
 Pack = Callable[[Matrix, Format], LinearWeight]
-Collect = Callable[[list[LinearWeight], list[LinearWeight], torch.dtype], ExpertWeights]
+Collect = Callable[[list[LinearWeight], list[LinearWeight], torch.dtype], PackedExperts]
 """Makes experts of gate_up and down by slot; the dtype is the unpacked matrices'."""
 
 
@@ -32,7 +32,7 @@ def pack_slots(
     gate_up: Iterable[Matrix],
     down: Iterable[Matrix],
     formats: Sequence[Format] | None,
-) -> ExpertWeights:
+) -> PackedExperts:
     """Pack experts one matrix after the other; see `kernels.reference.pack_experts`."""
     firsts, dtype = _pack_each(packing.gate_up, gate_up, formats)
     seconds, _ = _pack_each(packing.down, down, formats)
@@ -55,8 +55,8 @@ def _pack_each(
 
 
 def rebuild_slots(
-    packing: Packing, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
-) -> Generator[None, None, ExpertWeights]:
+    packing: Packing, experts: PackedExperts, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, PackedExperts]:
     """Implement `kernels.reference.rebuild_experts` for experts packed by slot."""
     gate_up: list[LinearWeight] = []
     down: list[LinearWeight] = []
@@ -77,8 +77,8 @@ def collect_experts(
     gate_up: list[LinearWeight],
     down: list[LinearWeight],
     dtype: torch.dtype,
-    kind: type[ExpertWeights] = ExpertWeights,
-) -> ExpertWeights:
+    kind: type[PackedExperts] = PackedExperts,
+) -> PackedExperts:
     """Join packed matrices to experts of a `kind`, checking that their shapes agree."""
     assert gate_up, "no expert"
     assert len(gate_up) == len(down), f"{len(gate_up)} gate_up, {len(down)} down"
@@ -89,7 +89,7 @@ def collect_experts(
     return kind(gate_up, down, len(gate_up), hidden_size, ffn_size, dtype)
 
 
-def check_expert(experts: ExpertWeights, matrices: ExpertMatrices) -> None:
+def check_expert(experts: PackedExperts, matrices: ExpertMatrices) -> None:
     """Assert that an expert's matrices fit among packed experts."""
     gate_up, down = matrices.gate_up, matrices.down
     assert gate_up.shape == (2 * experts.ffn_size, experts.hidden_size), tuple(gate_up.shape)

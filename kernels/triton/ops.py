@@ -28,10 +28,10 @@ from torch import Tensor
 from kernels.contracts import (
     ExpertMatrices,
     ExpertOutput,
-    ExpertWeights,
     HeadRows,
     LinearWeight,
     Matrix,
+    PackedExperts,
 )
 from kernels.experts.mixed import MixedExperts, mixed_mlp
 from kernels.experts.slots import pack_slots, rebuild_slots
@@ -124,7 +124,7 @@ class TritonOps:
         *,
         formats: Sequence[Format] | None = None,
         share_per_row: float = 0.0,
-    ) -> ExpertWeights:
+    ) -> PackedExperts:
         """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`.
 
         There is one layout, whatever `share_per_row`.
@@ -132,8 +132,8 @@ class TritonOps:
         return pack_slots(PACKING, gate_up, down, formats)
 
     def rebuild_experts(
-        self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
-    ) -> Generator[None, None, ExpertWeights]:
+        self, experts: PackedExperts, slots: Sequence[int | ExpertMatrices]
+    ) -> Generator[None, None, PackedExperts]:
         """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
         return rebuild_slots(PACKING, experts, slots)
 
@@ -142,7 +142,7 @@ class TritonOps:
         hidden: Tensor,
         slots: Tensor,
         weights: Tensor,
-        experts: ExpertWeights,
+        experts: PackedExperts,
         *,
         out: Tensor | None = None,
     ) -> ExpertOutput:

@@ -15,7 +15,7 @@ import torch
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.expert_sources import ExpertSources
 from models.description.config import ModelConfig
-from models.quantised.coded import CodedMatrix, stacked
+from models.quantised.coded import StoredMatrix, stacked
 from models.quantised.matrices import Matrix, MatrixReader, Source
 
 # About half a millisecond of copying from the page cache.
@@ -75,7 +75,7 @@ class ExpertReader:
         self, sources: list[Source], num_in: int, keep_codes: bool
     ) -> Generator[None, None, Matrix]:
         if keep_codes:
-            coded: list[CodedMatrix | None] = []
+            coded: list[StoredMatrix | None] = []
             for piece in self._reader.coded_pieces(sources, num_in, num_numbers=self._num_numbers):
                 coded.append(piece)
                 yield

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from models.checkpoints.checkpoint_index import read_index
-from models.description.config_fields import Fields, read_json
+from models.description.config_fields import ConfigFields, read_json
 from models.description.families import FAMILIES, Family, QkNorm
 from models.description.overrides import overridden
 from models.description.rope_config import RopeConfig, parse_rope
@@ -141,8 +141,8 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
     raw, source = read_json(path / "config.json"), str(path / "config.json")
     if overrides:
         raw, source = overridden(raw, overrides), f"{source} with --hf-overrides"
-    family = _family(Fields(raw, source=source))
-    fields = Fields(raw, source=source, defaults=_defaults(family, raw))
+    family = _family(ConfigFields(raw, source=source))
+    fields = ConfigFields(raw, source=source, defaults=_defaults(family, raw))
     notes = _ignored(fields, family)
     _refuse_unsupported(fields)
     hidden_size = fields.positive_int("hidden_size")
@@ -202,7 +202,7 @@ class _Biases:
     mlp: bool
 
 
-def _family(fields: Fields) -> Family:
+def _family(fields: ConfigFields) -> Family:
     model_type = fields.raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -227,7 +227,7 @@ def _number(family: Family, option: str) -> float:
     return value
 
 
-def _ignored(fields: Fields, family: Family) -> list[str]:
+def _ignored(fields: ConfigFields, family: Family) -> list[str]:
     """Return a sentence for each option that is not followed, as transformers does not."""
     options = {"dual_chunk_attention_config": "attention is full and exact"}
     if family.model_type not in _WINDOWED:
@@ -239,7 +239,7 @@ def _ignored(fields: Fields, family: Family) -> list[str]:
     ]
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: ConfigFields) -> None:
     """Raise ConfigError for options that change the computation in an unsupported way."""
     if fields.raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.error("hidden_act", "supported: silu")
@@ -247,7 +247,7 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("per_layer_config", "supported: layers of equal shape")
 
 
-def _num_kv_heads(fields: Fields, *, num_heads: int) -> int:
+def _num_kv_heads(fields: ConfigFields, *, num_heads: int) -> int:
     num_kv_heads = fields.optional_int("num_key_value_heads")
     if num_kv_heads is None:
         return num_heads
@@ -258,7 +258,7 @@ def _num_kv_heads(fields: Fields, *, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _head_dim(fields: Fields, *, hidden_size: int, num_heads: int) -> int:
+def _head_dim(fields: ConfigFields, *, hidden_size: int, num_heads: int) -> int:
     head_dim = fields.optional_int("head_dim")
     if head_dim is None:
         if hidden_size % num_heads:
@@ -269,7 +269,7 @@ def _head_dim(fields: Fields, *, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
-def _moe(fields: Fields, family: Family) -> MoeConfig | None:
+def _moe(fields: ConfigFields, family: Family) -> MoeConfig | None:
     """Read the expert options by each family's names and defaults (see transformers)."""
     if not family.moe_blocks:
         return None
@@ -294,7 +294,7 @@ def _moe(fields: Fields, family: Family) -> MoeConfig | None:
 
 
 def _moe_flags(
-    fields: Fields, family: Family, *, num_layers: int, moe: MoeConfig | None
+    fields: ConfigFields, family: Family, *, num_layers: int, moe: MoeConfig | None
 ) -> list[bool]:
     """Return per layer whether it has routed experts (Qwen: some layers are dense MLPs)."""
     if moe is None:
@@ -306,7 +306,7 @@ def _moe_flags(
     return [idx not in dense and (idx + 1) % step == 0 for idx in range(num_layers)]
 
 
-def _sliding_windows(fields: Fields, family: Family, *, num_layers: int) -> list[int | None]:
+def _sliding_windows(fields: ConfigFields, family: Family, *, num_layers: int) -> list[int | None]:
     """Return per layer the attention window, by the family's rule."""
     is_windowed = family.model_type in _WINDOWED
     window = fields.optional_int("sliding_window") if is_windowed else None
@@ -325,7 +325,9 @@ def _sliding_windows(fields: Fields, family: Family, *, num_layers: int) -> list
     return [window] * num_layers
 
 
-def _qwen2_windows(fields: Fields, *, window: int | None, num_layers: int) -> list[int | None]:
+def _qwen2_windows(
+    fields: ConfigFields, *, window: int | None, num_layers: int
+) -> list[int | None]:
     """Qwen2-MoE: `layer_types` if given, else every other one of the first max_window_layers."""
     declared = fields.raw.get("layer_types")
     if declared is None:
@@ -343,7 +345,7 @@ def _qwen2_windows(fields: Fields, *, window: int | None, num_layers: int) -> li
     return [kinds[kind] for kind in declared]
 
 
-def _biases(fields: Fields, family: Family) -> _Biases:
+def _biases(fields: ConfigFields, family: Family) -> _Biases:
     """Return which projections have a bias; only options that the family's code reads count."""
     if family.model_type == "mixtral":
         return _Biases(qkv=False, o=False, mlp=False)
@@ -354,7 +356,7 @@ def _biases(fields: Fields, family: Family) -> _Biases:
     return _Biases(qkv=attention_bias, o=attention_bias, mlp=mlp_bias)
 
 
-def _clip_qkv(fields: Fields, family: Family) -> float | None:
+def _clip_qkv(fields: ConfigFields, family: Family) -> float | None:
     if family.model_type != "olmoe" or fields.raw.get("clip_qkv") is None:
         return None
     clip = fields.number("clip_qkv")
@@ -363,7 +365,7 @@ def _clip_qkv(fields: Fields, family: Family) -> float | None:
     return clip
 
 
-def _dtype(fields: Fields, path: Path) -> DtypeName:
+def _dtype(fields: ConfigFields, path: Path) -> DtypeName:
     """Return the checkpoint's dtype; that of most of its numbers, if config.json names none."""
     option = "dtype" if fields.raw.get("dtype") is not None else "torch_dtype"
     value = fields.raw.get(option)

@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, object]:
     return value
 
 
-class Fields:
+class ConfigFields:
     """One JSON object and its file; errors of every reader name the file and the option."""
 
     def __init__(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from models.description.config_fields import Fields
+from models.description.config_fields import ConfigFields
 from topspin.errors import ConfigError
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
@@ -66,7 +66,9 @@ class RopeConfig:
     truncate: bool = True
 
 
-def parse_rope(fields: Fields, *, default_theta: float, max_position_embeddings: int) -> RopeConfig:
+def parse_rope(
+    fields: ConfigFields, *, default_theta: float, max_position_embeddings: int
+) -> RopeConfig:
     """Return the rotary options of config.json.
 
     As in transformers 5, a non-empty `rope_scaling` wins over `rope_parameters`, and
@@ -77,7 +79,7 @@ def parse_rope(fields: Fields, *, default_theta: float, max_position_embeddings:
     raw = fields.raw.get(option) or {}
     if not isinstance(raw, dict):
         raise fields.error(option, "must be an object or null")
-    rope = Fields(raw, source=f"{fields.source}: {option}")
+    rope = ConfigFields(raw, source=f"{fields.source}: {option}")
     _refuse_unsupported(rope, fields)
     rope_type = _rope_type(rope)
     theta = fields.number("rope_theta", default=default_theta)
@@ -111,7 +113,7 @@ def parse_rope(fields: Fields, *, default_theta: float, max_position_embeddings:
     return config
 
 
-def _rope_type(rope: Fields) -> RopeType:
+def _rope_type(rope: ConfigFields) -> RopeType:
     option = "rope_type" if rope.raw.get("rope_type") is not None else "type"
     value = rope.raw.get(option, "default")
     if value not in ROPE_TYPES:
@@ -119,7 +121,7 @@ def _rope_type(rope: Fields) -> RopeType:
     return value
 
 
-def _refuse_unsupported(rope: Fields, fields: Fields) -> None:
+def _refuse_unsupported(rope: ConfigFields, fields: ConfigFields) -> None:
     unknown = sorted(set(rope.raw) - _KNOWN_OPTIONS)
     if unknown:
         raise rope.error(unknown[0], f"supported: {', '.join(sorted(_KNOWN_OPTIONS))}")
@@ -128,7 +130,7 @@ def _refuse_unsupported(rope: Fields, fields: Fields) -> None:
             raise source.error("partial_rotary_factor", "supported: 1.0")
 
 
-def _factor(rope: Fields, rope_type: RopeType, *, ratio: float) -> float:
+def _factor(rope: ConfigFields, rope_type: RopeType, *, ratio: float) -> float:
     """Return the scaling factor; a yarn `factor: null` means the ratio of the two lengths."""
     if rope_type == "default":
         return 1.0
@@ -140,7 +142,7 @@ def _factor(rope: Fields, rope_type: RopeType, *, ratio: float) -> float:
     return factor
 
 
-def _check_llama3(rope: Fields, config: RopeConfig) -> None:
+def _check_llama3(rope: ConfigFields, config: RopeConfig) -> None:
     for option in ("low_freq_factor", "high_freq_factor"):
         if rope.number(option) <= 0:
             raise rope.error(option, "must be positive")

@@ -20,7 +20,7 @@ _NUMBERS_AT_ONCE: Final = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class CodedMatrix:
+class StoredMatrix:
     """A matrix [O, I]: number [o, i] is (codes[o, i] - zeros[o, g]) * scales[o, g], g = i // group.
 
     codes u8[O, I], below 2 ** bits, or e4m3[O, I], without zeros; scales and zeros f32[O, G], G
@@ -39,7 +39,7 @@ class CodedMatrix:
         """Return (O, I)."""
         return self.codes.shape
 
-    def to(self, device: torch.device | str) -> CodedMatrix:
+    def to(self, device: torch.device | str) -> StoredMatrix:
         """Return the matrix on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(
@@ -60,7 +60,7 @@ class CodedMatrix:
         return out
 
 
-def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix | None:
+def stacked(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
     """Return matrices of equal width above one another; None if some have fp8 codes, some not."""
     first = matrices[0]
     if len(matrices) == 1:
@@ -70,7 +70,7 @@ def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix | None:
     group = math.gcd(*(matrix.group for matrix in matrices))
     alike = [_regrouped(matrix, group) for matrix in matrices]
     zeros = [matrix.zeros for matrix in alike if matrix.zeros is not None]
-    return CodedMatrix(
+    return StoredMatrix(
         codes=torch.cat([matrix.codes for matrix in alike]),
         scales=torch.cat([matrix.scales for matrix in alike]),
         zeros=torch.cat(zeros) if zeros else None,
@@ -80,7 +80,7 @@ def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix | None:
     )
 
 
-def _regrouped(matrix: CodedMatrix, group: int) -> CodedMatrix:
+def _regrouped(matrix: StoredMatrix, group: int) -> StoredMatrix:
     """Return the matrix with a scale for every `group` inputs, a divisor of its own groups."""
     if matrix.group == group:
         return matrix

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from models.description.config_fields import Fields
-from models.quantised.scheme import EVERY, Quantisation, Rule, Scheme
+from models.description.config_fields import ConfigFields
+from models.quantised.scheme import EVERY, Quantisation, Scheme, SchemeRule
 
 FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 STRATEGIES: Final = ("tensor", "channel", "group", "block")
 _MIXED: Final = "mixed-precision"
 
 
-def parse_compressed_tensors(fields: Fields, notes: list[str]) -> Quantisation:
+def parse_compressed_tensors(fields: ConfigFields, notes: list[str]) -> Quantisation:
     """Return the schemes of all config_groups; what is not followed goes to `notes`.
 
     quantization_status is not read: the tensors say how they are stored. Raises ConfigError as
@@ -36,25 +36,25 @@ def parse_compressed_tensors(fields: Fields, notes: list[str]) -> Quantisation:
     groups = fields.raw.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise fields.error("config_groups", "must be an object with at least one group")
-    found: list[Rule] = []
+    found: list[SchemeRule] = []
     for name, group in groups.items():
         if not isinstance(group, Mapping):
             raise fields.error("config_groups", f"{name!r} must be an object")
-        own = Fields(group, source=f"{fields.source}: config_groups.{name}")
+        own = ConfigFields(group, source=f"{fields.source}: config_groups.{name}")
         scheme = _scheme(own, default_format=fields)
-        found += [Rule(target, scheme) for target in _strings(own, "targets")]
+        found += [SchemeRule(target, scheme) for target in _strings(own, "targets")]
     found.sort(key=_precedence)
-    ignored = [Rule(target, None) for target in _strings(fields, "ignore")]
+    ignored = [SchemeRule(target, None) for target in _strings(fields, "ignore")]
     return Quantisation(method="compressed-tensors", rules=(*ignored, *found))
 
 
-def _precedence(rule: Rule) -> int:
+def _precedence(rule: SchemeRule) -> int:
     if rule.target == EVERY:
         return 2
     return 1 if rule.target.startswith("re:") else 0
 
 
-def _scheme(fields: Fields, *, default_format: Fields) -> Scheme | None:
+def _scheme(fields: ConfigFields, *, default_format: ConfigFields) -> Scheme | None:
     """Return the scheme of one group, None if its weights are not quantised."""
     weights = fields.raw.get("weights")
     if weights is None:
@@ -67,13 +67,13 @@ def _scheme(fields: Fields, *, default_format: Fields) -> Scheme | None:
     form = of_format.raw.get("format")
     if form not in supported:
         raise of_format.error("format", f"supported: {', '.join(FORMATS)}")
-    own = Fields(weights, source=f"{fields.source}.weights")
+    own = ConfigFields(weights, source=f"{fields.source}.weights")
     if form == _MIXED:
         raise fields.error("format", f"a group of {_MIXED} needs one of {', '.join(FORMATS)}")
     return _weights(own, is_packed=form == "pack-quantized")
 
 
-def _weights(fields: Fields, *, is_packed: bool) -> Scheme:
+def _weights(fields: ConfigFields, *, is_packed: bool) -> Scheme:
     kind = fields.raw.get("type", "int")
     if kind not in ("int", "float") or (is_packed and kind != "int"):
         raise fields.error("type", "supported: int, and float unless pack-quantized")
@@ -107,7 +107,7 @@ def _weights(fields: Fields, *, is_packed: bool) -> Scheme:
     )
 
 
-def _strings(fields: Fields, option: str) -> list[str]:
+def _strings(fields: ConfigFields, option: str) -> list[str]:
     value = fields.raw.get(option)
     values = [] if value is None else value
     if not isinstance(values, list) or not all(isinstance(each, str) for each in values):

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from models.description.config_fields import Fields
+from models.description.config_fields import ConfigFields
 from models.quantised.compressed_tensors import parse_compressed_tensors
-from models.quantised.scheme import EVERY, Quantisation, Rule, Scheme
+from models.quantised.scheme import EVERY, Quantisation, Scheme, SchemeRule
 from topspin.errors import ConfigError
 
 METHODS: Final = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq")
@@ -23,7 +23,7 @@ _PLAIN_BITS: Final = 16
 _OPTIONS: Final = ("quantization_config", "compression_config")
 
 
-def parse_quantisation(fields: Fields, notes: list[str] | None = None) -> Quantisation | None:
+def parse_quantisation(fields: ConfigFields, notes: list[str] | None = None) -> Quantisation | None:
     """Return how the checkpoint of config.json is quantised, None if it is not.
 
     What is not followed goes to `notes`. Raises ConfigError naming the option, its value and what
@@ -37,22 +37,22 @@ def parse_quantisation(fields: Fields, notes: list[str] | None = None) -> Quanti
     raw = fields.raw[given[0]]
     if not isinstance(raw, dict):
         raise fields.error(given[0], "must be an object")
-    own = Fields(raw, source=f"{fields.source}: {given[0]}")
+    own = ConfigFields(raw, source=f"{fields.source}: {given[0]}")
     method = raw.get("quant_method")
     if method == "compressed-tensors":
         return parse_compressed_tensors(own, [] if notes is None else notes)
     if method == "fp8":
-        return Quantisation(method=method, rules=(Rule(EVERY, _fp8(own)),))
+        return Quantisation(method=method, rules=(SchemeRule(EVERY, _fp8(own)),))
     if method == "gptq":
         return Quantisation(method=method, rules=_gptq(own))
     if method == "auto-round":
         return Quantisation(method=method, rules=_auto_round(own))
     if method == "awq":
-        return Quantisation(method=method, rules=(Rule(EVERY, _awq(own)),))
+        return Quantisation(method=method, rules=(SchemeRule(EVERY, _awq(own)),))
     raise own.error("quant_method", f"supported: {', '.join(METHODS)}")
 
 
-def _fp8(fields: Fields) -> Scheme:
+def _fp8(fields: ConfigFields) -> Scheme:
     """Read the options of fp8: codes beside `weight_scale_inv`, per block or per matrix.
 
     The tensors say which modules are converted, not modules_to_not_convert.
@@ -72,7 +72,7 @@ def _fp8(fields: Fields) -> Scheme:
     return Scheme(layout="plain", bits=8, is_float=True, block=(sizes[0], sizes[1]))
 
 
-def _gptq(fields: Fields) -> tuple[Rule, ...]:
+def _gptq(fields: ConfigFields) -> tuple[SchemeRule, ...]:
     """Read the options of GPTQ; `dynamic` has options for the modules that a pattern matches."""
     option = "checkpoint_format" if fields.raw.get("checkpoint_format") else "format"
     version = _among(fields, option, ("gptq", "gptq_v2"), default="gptq")
@@ -87,16 +87,16 @@ def _gptq(fields: Fields) -> tuple[Rule, ...]:
     for pattern, options in dynamic.items():
         target = f"re:{pattern.removeprefix('+:').removeprefix('-:')}"
         if pattern.startswith("-:"):
-            rules.append(Rule(target, None))
+            rules.append(SchemeRule(target, None))
             continue
         if not isinstance(options, Mapping):
             raise fields.error("dynamic", f"{pattern!r} must have an object")
-        own = Fields(options, source=f"{fields.source}: dynamic[{pattern!r}]")
-        rules.append(Rule(target, _gptq_options(own, scheme)))
-    return (*rules, Rule(EVERY, scheme))
+        own = ConfigFields(options, source=f"{fields.source}: dynamic[{pattern!r}]")
+        rules.append(SchemeRule(target, _gptq_options(own, scheme)))
+    return (*rules, SchemeRule(EVERY, scheme))
 
 
-def _auto_round(fields: Fields) -> tuple[Rule, ...]:
+def _auto_round(fields: ConfigFields) -> tuple[SchemeRule, ...]:
     """Read the options of AutoRound where it packs as GPTQ; `extra_config` has those of modules."""
     if "gptq" not in str(fields.raw.get("packing_format")):
         raise fields.error("packing_format", "supported: auto_round:auto_gptq")
@@ -107,13 +107,13 @@ def _auto_round(fields: Fields) -> tuple[Rule, ...]:
         raise fields.error("extra_config", "must be an object of objects")
     rules = []
     for name, options in extra.items():
-        own = Fields(options, source=f"{fields.source}: extra_config[{name!r}]")
+        own = ConfigFields(options, source=f"{fields.source}: extra_config[{name!r}]")
         is_plain = own.positive_int("bits", default=scheme.bits) >= _PLAIN_BITS
-        rules.append(Rule(name, None if is_plain else _gptq_options(own, scheme)))
-    return (*rules, Rule(EVERY, scheme))
+        rules.append(SchemeRule(name, None if is_plain else _gptq_options(own, scheme)))
+    return (*rules, SchemeRule(EVERY, scheme))
 
 
-def _gptq_options(fields: Fields, base: Scheme) -> Scheme:
+def _gptq_options(fields: ConfigFields, base: Scheme) -> Scheme:
     """Return `base` with the options that are given."""
     scheme = base
     if "bits" in fields.raw:
@@ -128,7 +128,7 @@ def _gptq_options(fields: Fields, base: Scheme) -> Scheme:
     return scheme
 
 
-def _awq(fields: Fields) -> Scheme:
+def _awq(fields: ConfigFields) -> Scheme:
     """Read the options of AWQ; the tensors say which modules are converted."""
     option = "version" if fields.raw.get("version") else "format"
     _among(fields, option, ("gemm",), default="gemm")
@@ -143,7 +143,7 @@ def _awq(fields: Fields) -> Scheme:
     )
 
 
-def _group_size(fields: Fields) -> int | None:
+def _group_size(fields: ConfigFields) -> int | None:
     """Return the inputs of a group, None for all (-1)."""
     size = fields.optional_int("group_size")
     if size is None or size == 0 or size < -1:
@@ -151,7 +151,7 @@ def _group_size(fields: Fields) -> int | None:
     return None if size == -1 else size
 
 
-def _among(fields: Fields, option: str, supported: tuple[str, ...], *, default: str) -> str:
+def _among(fields: ConfigFields, option: str, supported: tuple[str, ...], *, default: str) -> str:
     """Return an option in lower case, which must be one of `supported`."""
     value = fields.raw.get(option)
     if value is None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
-from models.quantised.coded import CodedMatrix
-from models.quantised.scheme import Scheme, Stored
+from models.quantised.coded import StoredMatrix
+from models.quantised.scheme import Scheme, StoredNames
 from topspin.errors import CheckpointError
 
 ROW_STEP: Final = 32
@@ -29,7 +29,7 @@ _PACKED: Final = ("I32",)
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-class Shape(NamedTuple):
+class MatrixShape(NamedTuple):
     """A matrix's outputs and inputs, and its place in a tensor of several; None: it is alone."""
 
     num_out: int
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     slice_idx: int | None = None
 
 
-def check_codes(checkpoint: Checkpoint, stored: Stored, shape: Shape) -> None:
+def check_codes(checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape) -> None:
     """Raise CheckpointError unless the codes' tensor has the size of a matrix of `shape`."""
     bits, layout = stored.scheme.bits, stored.scheme.layout
     num_out, num_in, slice_idx = shape
@@ -54,8 +54,13 @@ def check_codes(checkpoint: Checkpoint, stored: Stored, shape: Shape) -> None:
 
 
 def read_rows(
-    checkpoint: Checkpoint, stored: Stored, shape: Shape, rows: range, *, dtype: torch.dtype
-) -> CodedMatrix:
+    checkpoint: Checkpoint,
+    stored: StoredNames,
+    shape: MatrixShape,
+    rows: range,
+    *,
+    dtype: torch.dtype,
+) -> StoredMatrix:
     """Return `rows` (of step 1, from a multiple of ROW_STEP) of a matrix of `shape`, on the CPU.
 
     Raises CheckpointError naming a tensor that is missing, unreadable, or of another shape.
@@ -68,8 +73,8 @@ def read_rows(
 
 
 def _plain(
-    checkpoint: Checkpoint, stored: Stored, shape: Shape, rows: range, dtype: torch.dtype
-) -> CodedMatrix:
+    checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape, rows: range, dtype: torch.dtype
+) -> StoredMatrix:
     scheme = stored.scheme
     wanted = ("F8_E4M3",) if scheme.is_float else ("I8",)
     codes = checkpoint.read_raw(stored.codes, wanted, index=shape.slice_idx, rows=rows)
@@ -77,19 +82,19 @@ def _plain(
     group = _group(scheme, shape)
     scales = _of_rows(scales, stored.scales, scheme, shape, rows)
     if scheme.is_float:
-        return CodedMatrix(codes, scales, None, group, scheme.bits, dtype)
+        return StoredMatrix(codes, scales, None, group, scheme.bits, dtype)
     middle = 1 << (scheme.bits - 1)
     zeros = torch.full_like(scales, middle)
     if stored.zeros is not None:
         found = checkpoint.read_raw(stored.zeros, ("I8", "I32"), index=shape.slice_idx).float()
         zeros += _of_rows(found, stored.zeros, scheme, shape, rows)
     codes = (codes.to(torch.int16) + middle).to(torch.uint8)
-    return CodedMatrix(codes, scales, zeros, group, scheme.bits, dtype)
+    return StoredMatrix(codes, scales, zeros, group, scheme.bits, dtype)
 
 
 def _packed(
-    checkpoint: Checkpoint, stored: Stored, shape: Shape, rows: range, dtype: torch.dtype
-) -> CodedMatrix:
+    checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape, rows: range, dtype: torch.dtype
+) -> StoredMatrix:
     scheme = stored.scheme
     words = checkpoint.read_raw(stored.codes, _PACKED, index=shape.slice_idx, rows=rows)
     codes = _unpack(words, scheme.bits)[:, : shape.num_in].contiguous()
@@ -106,13 +111,13 @@ def _packed(
         zeros = _unpack(packed.t(), scheme.bits).t()[: len(rows)].float()
     order = _order(checkpoint, stored, shape)
     return _ordered(
-        CodedMatrix(codes, scales, zeros, _group(scheme, shape), scheme.bits, dtype), order
+        StoredMatrix(codes, scales, zeros, _group(scheme, shape), scheme.bits, dtype), order
     )
 
 
 def _transposed(
-    checkpoint: Checkpoint, stored: Stored, shape: Shape, rows: range, dtype: torch.dtype
-) -> CodedMatrix:
+    checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape, rows: range, dtype: torch.dtype
+) -> StoredMatrix:
     """Read GPTQ's or AWQ's layout: outputs are columns."""
     scheme = stored.scheme
     bits, per_word = scheme.bits, _WORD_BITS // scheme.bits
@@ -130,7 +135,7 @@ def _transposed(
         packed = checkpoint.read_raw(stored.zeros, _PACKED, columns=words)
         # GPTQ's first format stores a zero of 0 as the highest code.
         zeros = ((_outputs(packed, scheme) + scheme.zero_offset) & ((1 << bits) - 1)).float()
-    matrix = CodedMatrix(
+    matrix = StoredMatrix(
         codes.contiguous(),
         scales.contiguous(),
         zeros.contiguous(),
@@ -158,13 +163,13 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
 
 
-def _group(scheme: Scheme, shape: Shape) -> int:
+def _group(scheme: Scheme, shape: MatrixShape) -> int:
     """Return the inputs that share a scale."""
     size = scheme.group_size if scheme.block is None else scheme.block[1]
     return shape.num_in if size is None else min(size, shape.num_in)
 
 
-def _of_rows(values: Tensor, name: str, scheme: Scheme, shape: Shape, rows: range) -> Tensor:
+def _of_rows(values: Tensor, name: str, scheme: Scheme, shape: MatrixShape, rows: range) -> Tensor:
     """Return the values [rows, groups] of scales or zeros [], [1], [O], [O, G] or of blocks."""
     num_groups = -(-shape.num_in // _group(scheme, shape))
     if values.numel() == 1:
@@ -178,7 +183,7 @@ def _of_rows(values: Tensor, name: str, scheme: Scheme, shape: Shape, rows: rang
     return values[rows.start : rows.stop]
 
 
-def _order(checkpoint: Checkpoint, stored: Stored, shape: Shape) -> Tensor | None:
+def _order(checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape) -> Tensor | None:
     """Return i64[I], the group of each input, or None if groups are consecutive inputs."""
     scheme = stored.scheme
     if stored.order is None or (scheme.layout == "gptq" and not scheme.any_order):
@@ -196,13 +201,13 @@ def _order(checkpoint: Checkpoint, stored: Stored, shape: Shape) -> Tensor | Non
     return order
 
 
-def _ordered(matrix: CodedMatrix, order: Tensor | None) -> CodedMatrix:
+def _ordered(matrix: StoredMatrix, order: Tensor | None) -> StoredMatrix:
     """Return the matrix with the scales of its inputs' groups, each input a group of its own."""
     if order is None:
         return matrix
     assert matrix.zeros is not None
     scales, zeros = matrix.scales[:, order], matrix.zeros[:, order]
-    return CodedMatrix(matrix.codes, scales, zeros, 1, matrix.bits, matrix.dtype)
+    return StoredMatrix(matrix.codes, scales, zeros, 1, matrix.bits, matrix.dtype)
 
 
 def _expect(found: torch.Size, needed: tuple[int, ...], name: str) -> None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
-from models.quantised.coded import CodedMatrix, stacked
-from models.quantised.layouts import ROW_STEP, Shape, check_codes, read_rows
-from models.quantised.scheme import Quantisation, Stored, find_stored
+from models.quantised.coded import StoredMatrix, stacked
+from models.quantised.layouts import ROW_STEP, MatrixShape, check_codes, read_rows
+from models.quantised.scheme import Quantisation, StoredNames, find_stored
 
-Matrix = Tensor | CodedMatrix
+Matrix = Tensor | StoredMatrix
 
 # Numbers unpacked at a time, of which there are a few copies in fp32.
 _PIECE_NUMBERS: Final = 1 << 22
@@ -95,16 +95,16 @@ class MatrixReader:
                     yield
 
     def _dequantise(
-        self, source: Source, stored: Stored, out: Tensor, num_numbers: int
+        self, source: Source, stored: StoredNames, out: Tensor, num_numbers: int
     ) -> Iterator[None]:
-        shape = Shape(source.num_rows, out.shape[1], source.slice_idx)
+        shape = MatrixShape(source.num_rows, out.shape[1], source.slice_idx)
         check_codes(self.checkpoint, stored, shape)
         for rows in _ranges(source.num_rows, shape.num_in, num_numbers):
             found = read_rows(self.checkpoint, stored, shape, rows, dtype=self._dtype)
             out[rows.start : rows.stop].copy_(found.dequantised())
             yield
 
-    def coded(self, sources: Sequence[Source], num_in: int) -> CodedMatrix | None:
+    def coded(self, sources: Sequence[Source], num_in: int) -> StoredMatrix | None:
         """Return matrices [rows, num_in] above one another as codes, on the device.
 
         None if one of them is not quantised, or not as the others are.
@@ -116,7 +116,7 @@ class MatrixReader:
 
     def coded_pieces(
         self, sources: Sequence[Source], num_in: int, *, num_numbers: int = _PIECE_NUMBERS
-    ) -> Iterator[CodedMatrix | None]:
+    ) -> Iterator[StoredMatrix | None]:
         """Yield the codes of about `num_numbers` at a time; one None if they cannot be stacked."""
         found = [self._stored(source.name) for source in sources]
         kinds = {None if each is None else each.scheme.is_float for each in found}
@@ -125,7 +125,7 @@ class MatrixReader:
             return
         for source, stored in zip(sources, found, strict=True):
             assert stored is not None
-            shape = Shape(source.num_rows, num_in, source.slice_idx)
+            shape = MatrixShape(source.num_rows, num_in, source.slice_idx)
             check_codes(self.checkpoint, stored, shape)
             for rows in _ranges(source.num_rows, num_in, num_numbers):
                 piece = read_rows(self.checkpoint, stored, shape, rows, dtype=self._dtype)
@@ -140,7 +140,7 @@ class MatrixReader:
         for name in stored.names:
             self.checkpoint.read_ahead(name, index=source.slice_idx)
 
-    def _stored(self, name: str) -> Stored | None:
+    def _stored(self, name: str) -> StoredNames | None:
         return find_stored(self.checkpoint.entries, self._quantisation, name)
 
 

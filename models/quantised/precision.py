@@ -23,7 +23,7 @@ from models.description.families import (
     fused_expert_name,
     layer_name,
 )
-from models.quantised.scheme import Stored, find_stored
+from models.quantised.scheme import StoredNames, find_stored
 from topspin.plan.precision import (
     CODE_GROUPS,
     KERNEL_FORMATS,
@@ -110,7 +110,7 @@ class _Model:
             return UNQUANTISED
         return found.pop() if len(found) == 1 else "int8"
 
-    def _format(self, stored: Stored, is_whole: bool) -> Format:
+    def _format(self, stored: StoredNames, is_whole: bool) -> Format:
         """Return a format that holds the codes; int8 adds little to the errors of any other."""
         scheme, shape = stored.scheme, self._tensors[stored.scales].shape
         if scheme.is_float:

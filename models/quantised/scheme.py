@@ -44,7 +44,7 @@ class Scheme:
     zero_offset: int = 0
 
 
-class Rule(NamedTuple):
+class SchemeRule(NamedTuple):
     """The scheme of the modules that a target covers; None: they are not quantised.
 
     A target is a module's name, "re:" and a pattern that matches its beginning, or EVERY.
@@ -65,14 +65,14 @@ class Quantisation:
     """A checkpoint's quantisation: its method (as in config.json), and rules, the first wins."""
 
     method: str
-    rules: tuple[Rule, ...]
+    rules: tuple[SchemeRule, ...]
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a module, by its name in the checkpoint; None: unquantised."""
         return next((rule.scheme for rule in self.rules if rule.covers(module)), None)
 
 
-class Stored(NamedTuple):
+class StoredNames(NamedTuple):
     """The tensors of one quantised matrix: of codes, scales, zeros, and the inputs' groups."""
 
     scheme: Scheme
@@ -89,7 +89,7 @@ class Stored(NamedTuple):
 
 def find_stored(
     tensors: Mapping[str, TensorEntry], quantisation: Quantisation | None, name: str
-) -> Stored | None:
+) -> StoredNames | None:
     """Return where the matrix `name` ("...q_proj.weight") is, None if it is not quantised.
 
     Raises CheckpointError if its tensors are not those of its scheme.
@@ -120,7 +120,7 @@ def find_stored(
 
 def _stored(
     tensors: Mapping[str, TensorEntry], scheme: Scheme, *, name: str, module: str
-) -> Stored:
+) -> StoredNames:
     zeros: str | None
     order: str | None = None
     if scheme.layout == "plain":
@@ -138,7 +138,7 @@ def _stored(
         has_zeros = scheme.layout == "gptq" or f"{module}.qzeros" in tensors
         zeros = _first(tensors, f"{module}.qzeros") if has_zeros or not scheme.symmetric else None
         order = f"{module}.g_idx" if scheme.layout == "gptq" else None
-    return Stored(scheme, codes, scales, zeros, order if order in tensors else None)
+    return StoredNames(scheme, codes, scales, zeros, order if order in tensors else None)
 
 
 def _first(tensors: Mapping[str, TensorEntry], *names: str) -> str:

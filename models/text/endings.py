@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from models.description.config_fields import Fields, read_json
+from models.description.config_fields import ConfigFields, read_json
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer_files import TOKENIZER_FILE, effective_tokenizer, read_special_tokens
 from topspin.errors import ConfigError, InvalidRequest
@@ -32,7 +32,7 @@ class _Added(msgspec.Struct):
 
 
 def ending_token_ids(
-    path: Path, fields: Fields, *, vocab_size: int, notes: list[str]
+    path: Path, fields: ConfigFields, *, vocab_size: int, notes: list[str]
 ) -> tuple[int, ...]:
     """Return the ids that end a generation, without duplicates; what is to be said goes to `notes`.
 
@@ -43,7 +43,7 @@ def ending_token_ids(
     source = fields
     generation_path = path / "generation_config.json"
     if generation_path.exists():
-        generation = Fields(read_json(generation_path), source=str(generation_path))
+        generation = ConfigFields(read_json(generation_path), source=str(generation_path))
         if generation.int_list("eos_token_id"):
             source = generation
     given = dict.fromkeys(source.int_list("eos_token_id"))

@@ -13,12 +13,13 @@ from llguidance import LLMatcher, LLTokenizer
 
 from attention_nodes.grammars.processes import CompiledGrammar, Grammars
 from attention_nodes.sampling.sampler import Sampled, Sampler
-from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.sequences import SequenceTable, TableLimits
 from kernels.cpu import sampling as ops
 from models.text.tokenizer import Tokenizer
+from tests.attention_nodes.plans import new_sequence
 from tests.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
 from topspin.grammars import grammar_key, limits
-from topspin.messages import NewSequence, SamplingParams, pack_ints
+from topspin.messages import SamplingParams
 
 PROMPT = [BOS_TOKEN_ID, 7, 8]
 MAX_LEN = 700
@@ -76,7 +77,7 @@ class Bench:
 
     def __init__(self, checkpoint: Checkpoint, *asked: SamplingParams) -> None:
         self.checkpoint = checkpoint
-        self.table = SequenceTable(Limits(MAX_LEN, 4, 1, VOCAB))
+        self.table = SequenceTable(TableLimits(MAX_LEN, 4, 1, VOCAB))
         self.sampler = Sampler(self.table, ops, checkpoint.grammars)  # type: ignore[arg-type]
         self.refused: dict[int, str] = {}
         # As the scheduler does before a sequence comes.
@@ -87,12 +88,10 @@ class Bench:
     def admit(self, seq_id: int, asked: SamplingParams, output: Sequence[int] = ()) -> None:
         """Add a sequence that has `output` already."""
         self.table.admit(
-            NewSequence(
-                seq_id=seq_id,
-                tokens=pack_ints([*PROMPT, *output]),
+            new_sequence(
+                seq_id,
+                [*PROMPT, *output],
                 num_prompt_tokens=len(PROMPT),
-                num_computed=0,
-                blocks=b"",
                 max_length=MAX_LEN,
                 sampling=asked,
             )
@@ -139,11 +138,8 @@ class Bench:
             logits[:, likely] += closing
             logits[:, quote] += closing
             failed = self.step(running, logits)
-            running = [
-                each
-                for each in running
-                if each not in failed and self.output(each)[-1] != EOS_TOKEN_ID
-            ]
+            left = [each for each in running if each not in failed]
+            running = [each for each in left if self.output(each)[-1] != EOS_TOKEN_ID]
             step += 1
             assert step < MAX_LEN - len(PROMPT), [self.text(each) for each in running]
 

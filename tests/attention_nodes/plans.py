@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention_nodes.step.model_runner import MAX_LAUNCHED, ModelRunner
-from m2n_comm.net import AttentionNet
+from m2n_comm.net import AttentionNet, NetTimes
 from topspin.messages import (
     SAMPLE,
     SCORE,
@@ -25,6 +26,70 @@ from topspin.messages import (
 
 BLOCK_SIZE = 4
 BLOCKS_EACH = 8
+
+
+def new_sequence(seq_id: int, tokens: Sequence[int], /, **fields: Any) -> NewSequence:
+    """Return a greedy sequence without blocks whose prompt is `tokens`, but for `fields`."""
+    known = {
+        "tokens": pack_ints(tokens),
+        "num_prompt_tokens": len(tokens),
+        "num_computed": 0,
+        "blocks": b"",
+        "max_length": len(tokens) + 8,
+        "sampling": SamplingParams(max_tokens=8, seed=seq_id, temperature=0.0),
+    }
+    return NewSequence(seq_id=seq_id, **{**known, **fields})
+
+
+def micro_batch(
+    counts: Mapping[int, int], wanted: Sequence[int] | None = None, **fields: bytes
+) -> MicroBatch:
+    """Return slices of so many tokens, all sampled unless `wanted` says else; no new blocks."""
+    known = {"block_counts": pack_ints([0] * len(counts)), "block_ids": b"", **fields}
+    return MicroBatch(
+        seq_ids=pack_ints(counts),
+        num_tokens=pack_ints(counts.values()),
+        wanted=bytes([SAMPLE] * len(counts) if wanted is None else wanted),
+        **known,
+    )
+
+
+def step_ticket(step: int, **fields: Any) -> StepTicket:
+    """Return a ticket of one micro-batch for the first attention node, but for `fields`."""
+    known = {
+        "previous": step - 1,
+        "generation": 1,
+        "table_version": 1,
+        "num_micro_batches": 1,
+        "participants": (0,),
+        "row_buckets": (64,),
+    }
+    return StepTicket(step=step, **{**known, **fields})
+
+
+class SilentNet:
+    """A graph-safe net whose experts answer 0."""
+
+    trace = None
+    is_graph_safe = True
+    epoch = 0
+    local: frozenset[int] = frozenset()
+    is_closed = False
+
+    def begin(self, ticket: StepTicket) -> None:
+        pass
+
+    def dispatch(self, micro_batch: int, layer: int, hidden: Tensor, *rest: Any) -> None:
+        pass
+
+    def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
+        return out.zero_()
+
+    def times(self) -> NetTimes:
+        return NetTimes(0.0, 0.0, None)
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 @dataclass
@@ -54,11 +119,9 @@ class Planner:
         fields = {"max_tokens": 64, "seed": 7 + seq_id, "temperature": 0.0, **sampling}
         self._left[seq_id] = len(prompt)
         self._new.append(
-            NewSequence(
-                seq_id=seq_id,
-                tokens=pack_ints(prompt),
-                num_prompt_tokens=len(prompt),
-                num_computed=0,
+            new_sequence(
+                seq_id,
+                prompt,
                 blocks=pack_ints(blocks),
                 max_length=max_length,
                 sampling=SamplingParams(**fields),
@@ -83,27 +146,14 @@ class Planner:
         for slices in micro_batches:
             for seq_id, count in slices.items():
                 self._left[seq_id] -= count
-            parts.append(
-                MicroBatch(
-                    seq_ids=pack_ints(slices),
-                    num_tokens=pack_ints(slices.values()),
-                    wanted=bytes(
-                        SAMPLE * (self._left[seq_id] <= 0) | SCORE * score for seq_id in slices
-                    ),
-                    max_draft=pack_ints(drafts.get(seq_id, 0) for seq_id in slices)
-                    if drafts
-                    else b"",
-                    block_counts=pack_ints([0] * len(slices)),
-                    block_ids=b"",
-                )
-            )
-        ticket = StepTicket(
-            step=number,
-            previous=number - 1,
+            wanted = [SAMPLE * (self._left[each] <= 0) | SCORE * score for each in slices]
+            most = pack_ints(drafts.get(each, 0) for each in slices) if drafts else b""
+            parts.append(micro_batch(slices, wanted, max_draft=most))
+        ticket = step_ticket(
+            number,
             generation=self.generation,
             table_version=self.table_version,
             num_micro_batches=len(parts),
-            participants=(0,),
             row_buckets=(64,) * len(parts),
         )
         self.plans.append(

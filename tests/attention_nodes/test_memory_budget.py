@@ -22,13 +22,13 @@ from attention_nodes.step.model_runner import ModelRunner
 from kernels import reference
 from kernels.runtime import DeviceMemory, HostRuntime
 from m2n_comm.gpu.ipc_pairs import inbox_bytes
-from m2n_comm.net import NetTimes
 from models.description.config import load_model_config
+from tests.attention_nodes.plans import SilentNet
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
 from tests.structs import changed
 from topspin.errors import ConfigError
-from topspin.messages import SAMPLE, SCORE, StepPlan, unpack_ints
+from topspin.messages import SAMPLE, SCORE, StepPlan, StepTicket, unpack_ints
 from topspin.plan.retrieval import RetrievalPolicy
 from topspin.plan.spec import NodeConfig
 
@@ -164,14 +164,10 @@ def block_bytes_of(checkpoint: Path) -> int:
     return bytes_per_block(layers, block_size=4)
 
 
-def load(checkpoint: Path, config: NodeConfig, **options: Any) -> ModelRunner:
-    return load_runner(checkpoint, config, **options)
-
-
 def test_a_node_allocates_what_its_dry_run_leaves(
     checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
 ) -> None:
-    runner = load(checkpoint, config)
+    runner = load_runner(checkpoint, config)
     block_bytes = block_bytes_of(checkpoint)
     assert runner.num_blocks == (int(0.9 * 4 * 2**20) - 1000) // block_bytes
     assert len(runner._decoder.kv.keys[0]) == runner.num_blocks
@@ -182,21 +178,21 @@ def test_windows_of_expert_nodes_are_inside_the_budget(
 ) -> None:
     runtime.memory_of = DeviceMemory(total=100 * 2**20, free=100 * 2**20)
     between = changed(config, {"link.transport": "cuda_ipc", "num_experts": 3})
-    runner = load(checkpoint, between)
+    runner = load_runner(checkpoint, between)
     inbox = inbox_bytes(runner.net_shape(between), "attention")
     assert 0 < inbox < 2 * 2**20  # the driver gives whole pages
     block_bytes = block_bytes_of(checkpoint)
     left = int(0.9 * 100 * 2**20) - 1000 - 3 * 2 * 2**20
     assert runner.num_blocks == left // block_bytes
-    assert load(checkpoint, config).num_blocks > runner.num_blocks
+    assert load_runner(checkpoint, config).num_blocks > runner.num_blocks
 
 
 def test_codes_of_keys_are_inside_the_budget(
     checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
 ) -> None:
     """Of blocks that the dry run leaves room for some are given up for the codes of the others."""
-    before = load(checkpoint, config).num_blocks
-    runner = load(
+    before = load_runner(checkpoint, config).num_blocks
+    runner = load_runner(
         checkpoint, changed(config, {"kv_cache.retrieval": RetrievalPolicy(num_tokens=256)})
     )
     decoder = runner._decoder
@@ -223,12 +219,12 @@ def test_a_cache_for_less_than_a_sequence_is_told(
     runtime.reserved = runtime.allocated + 4 * block_bytes - 1
     runtime.memory_of = DeviceMemory(total=runtime.reserved, free=0)
     with caplog.at_level(logging.WARNING, "attention"):
-        assert load(checkpoint, config).num_blocks == 3
+        assert load_runner(checkpoint, config).num_blocks == 3
     assert "3 blocks of KV cache hold 12 tokens" in caplog.text
     runtime.reserved = runtime.allocated + 2 * block_bytes - 1
     runtime.memory_of = DeviceMemory(total=runtime.reserved, free=0)
     with pytest.raises(ConfigError, match="leaves 1 blocks of KV cache"):
-        load(checkpoint, config)
+        load_runner(checkpoint, config)
 
 
 def test_a_cache_of_a_given_size_is_rehearsed_with_on_a_gpu(
@@ -248,10 +244,10 @@ def test_a_cache_of_a_given_size_is_rehearsed_with_on_a_gpu(
     monkeypatch.setattr("attention_nodes.loading.largest_steps", steps)
     block_bytes = block_bytes_of(checkpoint)
     config = changed(config, {"node.kv_cache_bytes": 9 * block_bytes})
-    load(checkpoint, config)
+    load_runner(checkpoint, config)
     assert rehearsed == []
     monkeypatch.setattr(runtime, "is_asynchronous", True)
-    assert load(checkpoint, config).num_blocks == 9
+    assert load_runner(checkpoint, config).num_blocks == 9
     assert rehearsed == [3, 7, 1]
 
 
@@ -270,7 +266,7 @@ def test_memory_that_ends_while_a_node_loads_is_told_with_the_numbers(
     runtime.reserved = 3 * 2**20
     reason = "does not fit: 4.0 MiB of 4.0 MiB are free and this process has 3.0 MiB: tried to"
     with pytest.raises(ConfigError, match=reason):
-        load(checkpoint, config)
+        load_runner(checkpoint, config)
 
 
 def test_experts_beside_take_part_in_the_dry_run(
@@ -279,27 +275,12 @@ def test_experts_beside_take_part_in_the_dry_run(
     rows: list[int] = []
     versions: list[int] = []
 
-    class Beside:
-        trace = None
-        is_graph_safe = True
-        epoch = 0
-        local: frozenset[int] = frozenset()
-        is_closed = False
-
-        def begin(self, ticket: Any) -> None:
+    class Beside(SilentNet):
+        def begin(self, ticket: StepTicket) -> None:
             versions.append(ticket.table_version)
 
-        def dispatch(self, micro_batch: int, layer: int, hidden: Any, *rest: Any) -> None:
+        def dispatch(self, micro_batch: int, layer: int, hidden: torch.Tensor, *rest: Any) -> None:
             rows.append(len(hidden))
-
-        def combine(self, micro_batch: int, layer: int, out: Any) -> Any:
-            return out.zero_()
-
-        def times(self) -> NetTimes:
-            return NetTimes(0.0, 0.0, None)
-
-        def close(self) -> None:
-            self.is_closed = True
 
     net = Beside()
     opened: list[ModelRunner] = []
@@ -308,7 +289,7 @@ def test_experts_beside_take_part_in_the_dry_run(
         opened.append(runner)
         return net
 
-    load(checkpoint, config, table_version=9, open_net=open_net)
+    load_runner(checkpoint, config, table_version=9, open_net=open_net)
     assert rows == [48, 48, 7, 7, 20, 20]  # two layers each
     assert versions == [9, 9, 9]
     assert net.is_closed

@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from attention_nodes.loading import load_runner
 from attention_nodes.step.model_runner import ModelRunner
 from attention_nodes.worker import AttentionWorker
 from kernels import reference
-from m2n_comm.net import NetTimes
 from models.description.config import load_model_config
 from tests.attention_nodes.delayed_runtime import DelayedRuntime
-from tests.attention_nodes.plans import BLOCK_SIZE, Planner, one_by_one
+from tests.attention_nodes.plans import BLOCK_SIZE, Planner, SilentNet, one_by_one
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
 from tests.structs import changed
@@ -85,32 +83,8 @@ class World:
         return [message for message in self.sent if isinstance(message, kind)]
 
 
-class Silent:
-    """A net whose experts answer 0."""
-
-    trace = None
-    is_graph_safe = True
-    epoch = 0
-    local: frozenset[int] = frozenset()
-
-    def begin(self, ticket: Any) -> None:
-        pass
-
-    def dispatch(self, *tensors: Any) -> None:
-        pass
-
-    def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
-        return out.zero_()
-
-    def times(self) -> NetTimes:
-        return NetTimes(0.0, 0.0, None)
-
-    def close(self) -> None:
-        pass
-
-
-class Echo(Silent):
-    """A Silent net with faults: check() raises `faults[n]` in step n, begin() refuses `refused`.
+class Echo(SilentNet):
+    """A silent net with faults: check() raises `faults[n]` in step n, begin() refuses `refused`.
 
     While the worker only checks, the device goes on.
     """
@@ -120,7 +94,6 @@ class Echo(Silent):
         self.begun = 0
         self.faults: dict[int, Exception] = {}
         self.refused: int | None = None
-        self.is_closed = False
 
     def begin(self, ticket: Any) -> None:
         if ticket.step == self.refused:
@@ -132,9 +105,6 @@ class Echo(Silent):
             raise self.faults[self.begun]
         if self._runtime.is_busy:
             self._runtime.go_on()
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +143,7 @@ def planner(num_steps: int = 4) -> Planner:
     return planner
 
 
-def serve(world: World, checkpoint: Path, net: Silent) -> None:
+def serve(world: World, checkpoint: Path, net: SilentNet) -> None:
     control: Any = world
     opened: Any = net
     worker = AttentionWorker(control, index=0, model_path=checkpoint, open_net=lambda *_: opened)
@@ -207,7 +177,7 @@ def test_the_next_step_is_launched_while_one_runs(
     assert not world.of(StepFailed)
     with torch.inference_mode():
         expected = load_runner(checkpoint, config)
-    net: Any = Silent()
+    net: Any = SilentNet()
     assert [each.tokens for each in results] == [
         each.tokens for each in one_by_one(expected, plans, net)
     ]
@@ -287,7 +257,7 @@ def test_a_net_that_needs_the_host_is_not_run_ahead_of(
     world: World, checkpoint: Path, launched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It waits for the device within the step, as a staged net does.
-    net = Silent()
+    net = SilentNet()
     monkeypatch.setattr(net, "is_graph_safe", False, raising=False)
     world.say(*planner(3).plans)
     serve(world, checkpoint, net)

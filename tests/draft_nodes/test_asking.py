@@ -11,7 +11,7 @@ import pytest
 
 from draft_nodes.asking import RETRY_S, AskingDrafter
 from spec_decode.asking import FIRST_WAIT_S, MAX_UNANSWERED
-from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text
+from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, DraftText
 from topspin.messages import Message, Stop, TreeOffer, TreeOffers, Verdicts, pack_ints
 from topspin.processes.channel import ControlServer, Received
 
@@ -65,7 +65,7 @@ def node() -> Iterator[Node]:
 
 
 def request(tokens: Sequence[int], at_most: int = 3) -> DraftRequest:
-    return DraftRequest(Text(7, np.array(tokens, dtype=np.int32), num_prompt=1), at_most)
+    return DraftRequest(DraftText(7, np.array(tokens, dtype=np.int32), num_prompt=1), at_most)
 
 
 def offers(epoch: int, root: int, tokens: Sequence[int]) -> TreeOffers:

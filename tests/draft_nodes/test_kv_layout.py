@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draft_nodes.kv_layout import KvLayout
 from spec_decode.draft import ROOT
-from spec_decode.forest import Kept, Rows
+from spec_decode.forest import Kept, PassRows
 
 
 def fed(num_tokens: int) -> KvLayout:
@@ -12,14 +12,14 @@ def fed(num_tokens: int) -> KvLayout:
     layout = KvLayout(num_blocks=20, block_size=2)
     layout.open(5, num_prompt=num_tokens)
     assert layout.reserve(5, num_tokens)
-    layout.place([Rows(5, (7,) * num_tokens, tuple(range(-1, num_tokens - 1)), 1)])
+    layout.place([PassRows(5, (7,) * num_tokens, tuple(range(-1, num_tokens - 1)), 1)])
     layout.keep([Kept(5, tuple(range(num_tokens)), ())])
     return layout
 
 
 def grow(layout: KvLayout, *parents: int) -> None:
     assert layout.reserve(5, len(parents))
-    layout.place([Rows(5, (1,) * len(parents), parents, len(parents))])
+    layout.place([PassRows(5, (1,) * len(parents), parents, len(parents))])
 
 
 def test_nothing_moves_when_the_first_path_is_verified() -> None:
@@ -38,7 +38,7 @@ def test_survivors_of_another_branch_move_behind_the_prefix_in_overlapping_range
     assert sources.tolist() == [4, 5, 8]
     assert targets.tolist() == [3, 4, 5]
     # The survivor follows the end of the prefix; a new row follows it.
-    placed_at = layout.place([Rows(5, (9,), (0,), 1)])
+    placed_at = layout.place([PassRows(5, (9,), (0,), 1)])
     assert placed_at.positions.tolist() == [6]
     assert placed_at.kv_slots.tolist() == [6]
     assert placed_at.tree_mask is None, "a chain needs no mask"
@@ -48,7 +48,7 @@ def test_masks_cover_the_rows_in_the_cache_and_the_new_ones() -> None:
     layout = fed(3)
     grow(layout, ROOT, ROOT, 1)
     assert layout.reserve(5, 2)
-    placed = layout.place([Rows(5, (9, 8), (0, 2), 2)])
+    placed = layout.place([PassRows(5, (9, 8), (0, 2), 2)])
     assert placed.tree_lens is not None
     assert placed.tree_mask is not None
     assert placed.tree_lens.tolist() == [5]

@@ -15,8 +15,8 @@ from torch import Tensor
 from attention_nodes.step.step_inputs import Slices
 from draft_nodes.model import DraftModel, Settings
 from kernels.runtime import DeviceMemory, HostRuntime
-from spec_decode.draft import NO_DRAFT, ROOT, DraftRequest, Text
-from spec_decode.forest import Growth, Kept, Rows
+from spec_decode.draft import NO_DRAFT, ROOT, DraftRequest, DraftText
+from spec_decode.forest import Growth, Kept, PassRows
 from spec_decode.serial import SerialDrafter
 from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
@@ -60,12 +60,12 @@ class Mirror:
             return []
         return [*self.path(self.parents[place]), self.tokens[place]]
 
-    def grow(self, rng: random.Random, count: int) -> Rows:
+    def grow(self, rng: random.Random, count: int) -> PassRows:
         begin = len(self.tokens)
         for _ in range(count):
             self.parents.append(rng.randrange(-1, len(self.tokens)))
             self.tokens.append(rng.randrange(VOCAB_SIZE))
-        return Rows(self.seq_id, tuple(self.tokens[begin:]), tuple(self.parents[begin:]), count)
+        return PassRows(self.seq_id, tuple(self.tokens[begin:]), tuple(self.parents[begin:]), count)
 
     def reroot(self, rng: random.Random) -> Kept:
         """Verify a random path; keep a random part of what is below it, in another order."""
@@ -99,7 +99,7 @@ def feed(model: DraftModel, mirrors: list[Mirror]) -> Tensor:
         model.open(each.seq_id, num_prompt=len(tokens))
         assert model.reserve(each.seq_id, len(tokens))
         parents = tuple(range(-1, len(tokens) - 1))
-        rows.append(Rows(each.seq_id, tuple(each.prefix), parents, 1))
+        rows.append(PassRows(each.seq_id, tuple(each.prefix), parents, 1))
     logps = model.log_probs(rows)
     model.keep([Kept(each.seq_id, tuple(range(len(each.prefix))), ()) for each in mirrors])
     return logps
@@ -193,7 +193,7 @@ def test_bf16(checkpoint: Callable[[str], Path]) -> None:
 def test_blocks_are_reserved_and_come_back(checkpoint: Callable[[str], Path]) -> None:
     settings = F32._replace(num_slots=16)
     model = DraftModel.load(checkpoint("llama"), settings)
-    text = Text(1, np.arange(5, dtype=np.int32), num_prompt=5)
+    text = DraftText(1, np.arange(5, dtype=np.int32), num_prompt=5)
     model.open(text.seq_id, num_prompt=text.num_prompt)
     assert model.reserve(1, 5)
     assert model.num_free_blocks == 2
@@ -263,7 +263,7 @@ def test_a_model_that_does_not_fit_on_a_gpu_is_refused(
 
 def test_a_model_without_numbers_drafts_nothing(checkpoint: Callable[[str], Path]) -> None:
     model = DraftModel.load(checkpoint("llama"), F32)
-    text = Text(1, np.arange(5, dtype=np.int32), num_prompt=5)
+    text = DraftText(1, np.arange(5, dtype=np.int32), num_prompt=5)
     drafter = SerialDrafter(model, Growth(4, 1, 1), max_length=model.max_length)
     (draft,) = drafter.draft([DraftRequest(text, 4)])
     assert len(draft.tokens) == 4

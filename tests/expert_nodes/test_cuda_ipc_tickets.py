@@ -7,16 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from expert_nodes.experts import Experts
 from expert_nodes.worker import TicketGraphs, run_ticket
-from kernels.dispatch import select_ops
-from kernels.runtime import HostRuntime
 from m2n_comm.net import ExpertBatch
-from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.weights import load_expert_weights
-from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
-from tests.expert_nodes.test_experts import taken
+from tests.expert_nodes.nodes import load, taken
 from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER, ipc_fleet, ipc_shape, ticket_of
 from tests.m2n_comm.harness import NUM_EXPERTS
 from topspin.expert_table import uniform_table
@@ -28,14 +22,6 @@ HELD = (tuple(range(NUM_EXPERTS)),)
 BUCKETS = (2, 1)
 
 
-def load(path: Path, kernels: str) -> Experts:
-    config = load_model_config(path)
-    weights = load_expert_weights(Checkpoint(path), config, dtype=torch.float32, experts=HELD)
-    ops = select_ops(kernels, torch.float32)
-    return Experts(config, weights, ops, held=HELD, runtime=HostRuntime())
-
-
-@torch.inference_mode()
 def test_tickets_are_recorded_once_and_follow_what_is_sent(tmp_path: Path) -> None:
     path = make_checkpoint(
         tmp_path,
@@ -45,7 +31,7 @@ def test_tickets_are_recorded_once_and_follow_what_is_sent(tmp_path: Path) -> No
         num_hidden_layers=1,
         num_local_experts=NUM_EXPERTS,
     )
-    experts, oracle = load(path, "triton"), load(path, "reference")
+    experts, oracle = (load(path, HELD, kernels=each) for each in ("triton", "reference"))
     graphs = TicketGraphs(experts.runtime)
     shape = ipc_shape(hidden_size=WIDTH, top_k=2, num_layers=1)
     table = uniform_table(num_layers=1, num_experts=NUM_EXPERTS, num_nodes=1)

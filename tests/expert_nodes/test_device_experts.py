@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,28 +16,27 @@ from torch import Tensor
 from expert_nodes.experts import Experts
 from expert_nodes.memory import ExpertSize, batch_bytes, lacking, measure_expert, shortage
 from expert_nodes.tables import TableChange
+from expert_nodes.versions import Held
 from kernels import reference
 from kernels.dispatch import Ops, select_ops
-from kernels.runtime import DeviceMemory, HostRuntime, NoSync, Runtime, open_runtime
+from kernels.runtime import DeviceMemory, HostRuntime, NoSync, open_runtime
 from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
 from m2n_comm.net import ExpertBatch, NetShape
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.expert_reader import ExpertReader
-from models.checkpoints.weights import load_expert_weights, stream_expert_weights
+from models.checkpoints.weights import load_expert_weights
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
-from tests.expert_nodes.test_experts import taken
-from tests.expert_nodes.test_tables import node_config
+from tests.expert_nodes import nodes
+from tests.expert_nodes.nodes import node_config, table_of, taken
 from tests.structs import changed
-from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared, unpack_ints
-from topspin.plan.precision import Format, rules_of
+from topspin.plan.precision import Format
 from topspin.plan.settings import Transport
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-Held = tuple[tuple[int, ...], ...]
 FIRST: Held = ((0, 1, 2), (5, 6))
 SECOND: Held = ((2, 7, 0), (5, 6))
 THIRD: Held = ((4,), (1, 3, 5, 7))
@@ -44,44 +44,18 @@ NUM_ROWS = 5
 FORMATS = ("none", "int8", "int4", "fp8")
 
 
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("device"), "mixtral")
 
 
-def ops_of(quantization: Format = "none") -> Ops:
-    formats = [] if quantization == "none" else [quantization]
-    return select_ops("triton", torch.float32, formats, device=DEVICE)
+def ops_of(mode: Format = "none") -> Ops:
+    return select_ops("triton", torch.float32, [] if mode == "none" else [mode], device=DEVICE)
 
 
-def load(
-    path: Path, held: Held, quantization: Format = "none", *, runtime: Runtime | None = None
-) -> Experts:
-    config = load_model_config(path)
-    weights = stream_expert_weights(
-        Checkpoint(path), config, dtype=torch.float32, experts=held, device=DEVICE
-    )
-    runtime = runtime or open_runtime(DEVICE)
-    return Experts(
-        config,
-        weights,
-        ops_of(quantization),
-        held=held,
-        runtime=runtime,
-        precision=rules_of(quantization),
-    )
-
-
-def reader_of(path: Path) -> ExpertReader:
-    return ExpertReader(
-        Checkpoint(path), load_model_config(path), dtype=torch.float32, device=DEVICE
-    )
+def load(path: Path, held: Held, mode: Format = "none", **options: Any) -> Experts:
+    options = {"runtime": open_runtime(DEVICE), **options}
+    return nodes.load(path, held, kernels="triton", mode=mode, device=DEVICE, **options)
 
 
 def batch_of(held: Held, layer: int, version: int) -> ExpertBatch:
@@ -147,7 +121,7 @@ def meant(weights: list[object]) -> list[Tensor]:
 def test_partial_sums_and_counts_equal_plain_torchs_under_several_tables(
     path: Path, quantization: Format
 ) -> None:
-    reader = reader_of(path)
+    reader = nodes.reader_of(path, device=DEVICE)
     experts = load(path, FIRST, quantization)
     first = compute(experts, FIRST, 1)
     for got, want in zip(first, wanted(path, FIRST, experts, quantization), strict=True):
@@ -158,8 +132,7 @@ def test_partial_sums_and_counts_equal_plain_torchs_under_several_tables(
         assert not got[3].any()
     tables = {1: FIRST, 2: SECOND, 3: THIRD} if quantization == "none" else {1: FIRST, 2: SECOND}
     for version, held in list(tables.items())[1:]:
-        for _ in experts.prepare(version, held, reader):
-            pass
+        nodes.prepare(experts, version, held, reader)
         if version == 2:  # the table in use still works
             assert all(map(torch.equal, compute(experts, FIRST, 1), first))
         fresh = load(path, held, quantization)
@@ -185,12 +158,7 @@ def test_counts_are_added_on_the_device_and_start_again_when_they_are_taken(path
 
 
 def test_counting_can_be_left_out(path: Path) -> None:
-    config = load_model_config(path)
-    weights = load_expert_weights(
-        Checkpoint(path), config, dtype=torch.float32, experts=FIRST, device=DEVICE
-    )
-    runtime = open_runtime(DEVICE)
-    experts = Experts(config, weights, ops_of(), held=FIRST, runtime=runtime, counts=False)
+    experts = load(path, FIRST, counts=False)
     compute(experts, FIRST, 1)
     assert not experts.has_counts
     assert taken(experts) == {}
@@ -320,13 +288,8 @@ def test_the_hosts_memory_is_not_counted(path: Path) -> None:
     )
 
 
-def table_of(version: int, held: Held) -> ExpertTable:
-    """Return a table: expert node 0 has `held`, node 1 has all experts."""
-    return ExpertTable(
-        version=version,
-        num_experts=8,
-        slots=tuple((experts, tuple(range(8))) for experts in held),
-    )
+ALL: Held = (tuple(range(8)),) * 2
+"""Held by the other node."""
 
 
 def test_a_table_that_does_not_fit_is_not_prepared(
@@ -337,7 +300,7 @@ def test_a_table_that_does_not_fit_is_not_prepared(
     experts = load(path, FIRST, runtime=device)
     before = compute(experts, FIRST, 1)
     change = TableChange(experts, model_path=path, config=node_config(path), index=0)
-    change.start(table_of(2, SECOND))  # one expert more
+    change.start(table_of(2, SECOND, ALL))  # one expert more
     assert change.is_busy
     answer = change.work()
     assert answer is not None
@@ -346,7 +309,7 @@ def test_a_table_that_does_not_fit_is_not_prepared(
     assert "table 2 is not prepared, the one in use stays: 1 experts of 36.0 KiB" in caplog.text
     assert experts.versions == [1]
     device.free = expert_bytes
-    change.start(table_of(2, SECOND))
+    change.start(table_of(2, SECOND, ALL))
     while change.is_busy:
         answer = change.work()
     assert answer == TablePrepared(role="expert", index=0, version=2)
@@ -359,7 +322,7 @@ def test_memory_that_others_have_taken_meanwhile_ends_the_change(
 ) -> None:
     experts = load(path, FIRST, runtime=SmallDevice(2**20))
     change = TableChange(experts, model_path=path, config=node_config(path), index=0)
-    change.start(table_of(2, SECOND))
+    change.start(table_of(2, SECOND, ALL))
 
     def read(*_: object, **__: object) -> Iterator[None]:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -9,43 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import select_ops
 from m2n_comm.net import ExpertBatch
-from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.weights import load_expert_weights
-from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_model
+from tests.expert_nodes.nodes import batch_of, load, taken
+from tests.m2n_comm.gpu.ipc_fleet import ticket_of
 from topspin.expert_table import uniform_table
 from topspin.messages import StepTicket, unpack_ints
 
 NUM_ROWS = 11
 
 
-def load(path: Path, slots: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Experts:
-    config = load_model_config(path)
-    weights = load_expert_weights(Checkpoint(path), config, dtype=dtype, experts=slots)
-    return Experts(config, weights, select_ops("cpu", dtype), held=slots)
-
-
-def batch_of(
-    hidden: Tensor, slots: Tensor, weights: Tensor, *, layer: int, version: int = 1
-) -> ExpertBatch:
-    return ExpertBatch(0, layer, 0, hidden, slots.int(), weights, (len(hidden),), version)
-
-
-def taken(experts: Experts) -> dict[int, list[list[int]]]:
-    """Take the counts, by version, layer and slot."""
-    return {
-        found.version: [list(unpack_ints(layer)) for layer in found.counts]
-        for found in experts.take_counts()
-    }
-
-
-@torch.inference_mode()
 def test_partial_sums_of_all_nodes_equal_transformers_moe_block(tmp_path: Path) -> None:
     """Three nodes hold uneven shares of 8 experts; their partials add up to transformers' block."""
     path = make_checkpoint(tmp_path, "mixtral")
@@ -58,7 +35,7 @@ def test_partial_sums_of_all_nodes_equal_transformers_moe_block(tmp_path: Path) 
     total = torch.zeros(NUM_ROWS, 64)
     num_pairs = 0
     for node in range(3):
-        experts = load(path, table.experts_of(node))
+        experts = load(path, tuple(table.experts_of(node)))
         local = {expert: slot for slot, expert in enumerate(table.slots[1][node])}
         slots = torch.tensor([[local.get(e, -1) for e in row] for row in routed.experts.tolist()])
         total += experts.compute(batch_of(hidden, slots, routed.weights, layer=1))
@@ -72,9 +49,8 @@ def test_partial_sums_of_all_nodes_equal_transformers_moe_block(tmp_path: Path) 
     torch.testing.assert_close(total, expected.view(NUM_ROWS, 64), rtol=1e-4, atol=1e-5)
 
 
-@torch.inference_mode()
 def test_counts_start_again_after_they_are_taken(tmp_path: Path) -> None:
-    experts = load(make_checkpoint(tmp_path, "mixtral"), [(0, 1), (2, 3)])
+    experts = load(make_checkpoint(tmp_path, "mixtral"), ((0, 1), (2, 3)))
     experts.warm_up()
     assert not experts.has_counts
     slots, weights = torch.tensor([[0, 1], [1, -1]]), torch.ones(2, 2)
@@ -85,9 +61,8 @@ def test_counts_start_again_after_they_are_taken(tmp_path: Path) -> None:
     assert taken(experts) == {}
 
 
-@torch.inference_mode()
 def test_the_experts_that_a_batch_wakes_are_counted_once_per_batch(tmp_path: Path) -> None:
-    experts = load(make_checkpoint(tmp_path, "mixtral"), [(0, 1), (2, 3, 4)])
+    experts = load(make_checkpoint(tmp_path, "mixtral"), ((0, 1), (2, 3, 4)))
     batches = [(0, [[0, 1], [1, -1]]), (0, [[1, -1]]), (0, [[-1, -1]]), (1, [[2, 0], [0, 2]])]
     for _ in range(2):
         for layer, slots in batches:
@@ -98,10 +73,9 @@ def test_the_experts_that_a_batch_wakes_are_counted_once_per_batch(tmp_path: Pat
 
 
 @pytest.mark.skipif(not block_width(), reason="this processor leaves bf16 products to oneDNN")
-@torch.inference_mode()
 def test_a_recorded_batch_is_counted_at_each_replay(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "mixtral", intermediate_size=64)
-    experts, runtime = load(path, [(0, 1, 2), (3,)], torch.bfloat16), CpuRuntime()
+    experts, runtime = load(path, ((0, 1, 2), (3,)), dtype=torch.bfloat16), CpuRuntime()
     slots, weights = torch.tensor([[0, 2], [2, -1]]), torch.ones(2, 2)
     batch = batch_of(torch.zeros(2, 64).bfloat16(), slots, weights, layer=0)
     replay = runtime.capture(lambda: (experts.compute(batch), None)[1])
@@ -143,21 +117,12 @@ class RecordingNet:
 
 
 @pytest.mark.parametrize(("num_micro_batches", "local"), [(1, ()), (3, ()), (2, (0,)), (1, (0, 1))])
-@torch.inference_mode()
 def test_a_ticket_is_served_layer_by_layer_then_micro_batch(
     tmp_path: Path, num_micro_batches: int, local: tuple[int, ...]
 ) -> None:
-    experts = load(make_checkpoint(tmp_path, "mixtral"), [() if 0 in local else (0,), (1, 2)])
+    experts = load(make_checkpoint(tmp_path, "mixtral"), (() if 0 in local else (0,), (1, 2)))
     net = RecordingNet(local)
-    ticket = StepTicket(
-        step=4,
-        previous=3,
-        generation=1,
-        table_version=1,
-        num_micro_batches=num_micro_batches,
-        participants=(0,),
-        row_buckets=(1,) * num_micro_batches,
-    )
+    ticket = ticket_of(4, buckets=(1,) * num_micro_batches)
     run_ticket(net, experts, ticket, beat=lambda: net.calls.append(("beat", 0, 0, 0)))
     expected = [("begin", 4, 0, 0)]
     for layer in {0, 1}.difference(local):

@@ -19,7 +19,7 @@ from m2n_comm.net import ExpertBatch
 from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.checkpoints import make_checkpoint
-from tests.expert_nodes.test_tables import node_config
+from tests.expert_nodes.nodes import node_config
 from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER
 from tests.server.scheduler.engine import make_config
 from tests.structs import changed
@@ -50,7 +50,6 @@ def answers(experts: Experts) -> torch.Tensor:
     return experts.compute(ExpertBatch(0, 1, 0, hidden, slots, weights, (1,), 1))
 
 
-@torch.inference_mode()
 def test_a_devices_kernels_compute_what_the_cpus_do(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "mixtral")
     device = load_experts(path, welcome_of(path, num_nodes=2, kernels="triton"), 1)
@@ -62,7 +61,6 @@ def test_a_devices_kernels_compute_what_the_cpus_do(tmp_path: Path) -> None:
     assert host.has_counts
 
 
-@torch.inference_mode()
 def test_one_node_on_a_device_counts_nothing(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "mixtral")
     experts = load_experts(path, welcome_of(path, kernels="triton"), 0)
@@ -174,7 +172,6 @@ class FakeListener:
     ("transport", "kernels", "wanted"),
     [("shm", "cpu", "host rows"), ("tcp", "triton", "device rows")],
 )
-@torch.inference_mode()
 def test_experts_on_a_device_get_their_rows_there(
     tmp_path: Path, transport: str, kernels: str, wanted: str
 ) -> None:

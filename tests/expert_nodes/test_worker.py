@@ -13,32 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from expert_nodes.experts import Experts
+from expert_nodes.versions import Held
 from expert_nodes.worker import TicketGraphs, run_ticket
-from kernels.dispatch import select_ops
 from kernels.runtime import Replay, Runtime, open_runtime
 from m2n_comm.net import ExpertBatch
-from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.expert_reader import ExpertReader
-from models.checkpoints.weights import load_expert_weights
-from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
-from tests.expert_nodes.test_experts import taken
+from tests.expert_nodes.nodes import load, prepare, reader_of, taken
+from tests.m2n_comm.gpu.ipc_fleet import ticket_of
 from topspin.messages import StepTicket
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-Held = tuple[tuple[int, ...], ...]
 FIRST: Held = ((0, 1), (5, 6))
 SECOND: Held = ((4, 1), (5, 6))
 WINDOW, WIDTH = 4, 32
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 class WindowNet:
@@ -120,24 +109,18 @@ class World:
     """An expert node with Triton's kernels in recordings, and a plain torch oracle of it."""
 
     def __init__(self, path: Path) -> None:
-        config, self.runtime = load_model_config(path), CountingRuntime()
-        self._reader = ExpertReader(Checkpoint(path), config, dtype=torch.float32, device=DEVICE)
-
-        def load(name: str) -> Experts:
-            weights = load_expert_weights(
-                Checkpoint(path), config, dtype=torch.float32, experts=FIRST, device=DEVICE
-            )
-            ops = select_ops(name, torch.float32, device=DEVICE)
-            return Experts(config, weights, ops, held=FIRST, runtime=self.runtime)
-
-        self.experts, self._oracle = load("triton"), load("reference")
+        self.runtime = CountingRuntime()
+        self._reader = reader_of(path, device=DEVICE)
+        self.experts, self._oracle = (
+            load(path, FIRST, kernels=each, device=DEVICE, runtime=self.runtime)
+            for each in ("triton", "reference")
+        )
         self.graphs = TicketGraphs(self.runtime)
         self.net, self._step = WindowNet(self.runtime), 0
 
     def prepare(self, version: int, held: Held) -> None:
         for experts in (self.experts, self._oracle):
-            for _ in experts.prepare(version, held, self._reader):
-                pass
+            prepare(experts, version, held, self._reader)
 
     def serve(
         self, *buckets: int, participants: tuple[int, ...] = (0, 1), version: int = 1
@@ -145,15 +128,7 @@ class World:
         """Serve a ticket of random rows, fewer than the buckets, and check every answer."""
         self._step += 1
         generator = torch.Generator().manual_seed(self._step)
-        ticket = StepTicket(
-            step=self._step,
-            previous=self._step - 1,
-            generation=1,
-            table_version=version,
-            num_micro_batches=len(buckets),
-            participants=participants,
-            row_buckets=buckets,
-        )
+        ticket = ticket_of(self._step, buckets=buckets, participants=participants, version=version)
         sent: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for layer in range(2):
             for mb, bucket in enumerate(buckets):

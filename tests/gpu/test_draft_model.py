@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_nodes.local_experts import LocalExperts
+from attention_nodes.local_experts import ColocatedExperts
 from attention_nodes.step import kv_cache
 from attention_nodes.step.decoder import Decoder
 from benchmarks.gpu.workload import TINY
@@ -20,15 +20,15 @@ from draft_nodes.model import DraftModel
 from kernels.dispatch import select_ops
 from kernels.runtime import open_runtime
 from spec_decode.draft import ROOT
-from spec_decode.forest import Kept, Rows
+from spec_decode.forest import Kept, PassRows
 
 NUM_BLOCKS = 16
 PROMPT = (5, 9, 2, 60, 33)
 PASSES = (
     # A tree, rows of it that follow rows in the cache, and a second text beside them.
-    [Rows(0, (7, 8, 9), (ROOT, ROOT, 0), 3)],
-    [Rows(0, (10, 11), (1, 2), 2), Rows(1, (3, 4), (ROOT, ROOT), 2)],
-    [Rows(0, (12,), (4,), 1)],
+    [PassRows(0, (7, 8, 9), (ROOT, ROOT, 0), 3)],
+    [PassRows(0, (10, 11), (1, 2), 2), PassRows(1, (3, 4), (ROOT, ROOT), 2)],
+    [PassRows(0, (12,), (4,), 1)],
 )
 
 
@@ -45,7 +45,7 @@ def make(kernels: str, device: torch.device) -> DraftModel:
     packed = {
         idx: ops.pack_experts(each.gate_up, each.down) for idx, each in enumerate(weights.experts())
     }
-    decoder.experts = LocalExperts(
+    decoder.experts = ColocatedExperts(
         packed,
         ops,
         num_experts=model.moe.num_experts,
@@ -66,7 +66,9 @@ def test_passes_over_trees(is_rehearsed: bool, device: torch.device) -> None:
             model.open(seq_id, num_prompt=len(PROMPT))
             assert model.reserve(seq_id, 16)
     chain = tuple(range(ROOT, len(PROMPT) - 1))
-    feed = [Rows(seq_id, PROMPT[seq_id:], chain[: len(PROMPT) - seq_id], 1) for seq_id in range(2)]
+    feed = [
+        PassRows(seq_id, PROMPT[seq_id:], chain[: len(PROMPT) - seq_id], 1) for seq_id in range(2)
+    ]
     for number, rows in enumerate((feed, *PASSES)):
         torch.testing.assert_close(
             ours.log_probs(rows), theirs.log_probs(rows), rtol=1e-4, atol=1e-4

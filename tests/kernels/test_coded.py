@@ -15,7 +15,7 @@ from kernels.cpu.simd.integers import GROUP as CPU_GROUP
 from kernels.triton.grouped_mlp.weights import GROUP as GPU_GROUP
 from kernels.triton.grouped_mlp.weights import GpuWeight, pack_weight, unpack_weight
 from kernels.triton.ops import TritonOps
-from models.quantised.coded import CodedMatrix, stacked
+from models.quantised.coded import StoredMatrix, stacked
 from tests.kernels.generators import finish
 from topspin.plan.precision import CODE_GROUPS, Format
 
@@ -28,14 +28,14 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
 
 def integers(
     num_out: int, num_in: int, *, bits: int, group: int, seed: int = 0, mantissa: int = 8
-) -> CodedMatrix:
+) -> StoredMatrix:
     """Return random codes; scales have `mantissa` bits, of which bf16 holds 8."""
     generator = torch.Generator().manual_seed(seed)
     num_groups = -(-num_in // group)
     most = 1 << bits
     low = 1 << (mantissa - 1)
     wide = torch.randint(low, 2 * low, (num_out, num_groups), generator=generator)
-    return CodedMatrix(
+    return StoredMatrix(
         codes=torch.randint(0, most, (num_out, num_in), generator=generator).byte(),
         scales=wide / 2.0**16,
         zeros=torch.full((num_out, num_groups), most / 2),
@@ -45,13 +45,13 @@ def integers(
     )
 
 
-def floats(num_out: int, num_in: int, *, block: int, group: int, seed: int = 0) -> CodedMatrix:
+def floats(num_out: int, num_in: int, *, block: int, group: int, seed: int = 0) -> StoredMatrix:
     """Return random fp8 codes with a scale per `block` outputs and `group` inputs."""
     generator = torch.Generator().manual_seed(seed)
     size = (-(-num_out // block), -(-num_in // group))
     scales = torch.rand(size, generator=generator).repeat_interleave(block, dim=0)[:num_out]
     codes = (torch.randn(num_out, num_in, generator=generator) * 90).to(torch.float8_e4m3fn)
-    return CodedMatrix(codes, scales, None, group, 8, torch.float32)
+    return StoredMatrix(codes, scales, None, group, 8, torch.float32)
 
 
 def test_groups_are_those_of_the_kernels() -> None:
@@ -97,7 +97,7 @@ def test_other_scales_and_zeros_are_rounded_to_bf16(kernels: str) -> None:
     ],
 )
 def test_what_a_format_cannot_have_is_quantised_anew(
-    kernels: str, matrix: CodedMatrix, weight_format: Format
+    kernels: str, matrix: StoredMatrix, weight_format: Format
 ) -> None:
     pack, numbers = KERNELS[kernels]
     found = numbers(pack(matrix, weight_format))
@@ -110,12 +110,12 @@ def test_8_bits_add_little_to_the_errors_of_codes_that_they_cannot_have(kernels:
     pack, numbers = KERNELS[kernels]
     true = torch.randn(256, 512, generator=torch.Generator().manual_seed(6))
     scales = true.abs().amax(1, keepdim=True) / 448.0
-    fp8 = CodedMatrix((true / scales).to(torch.float8_e4m3fn), scales, None, 512, 8, true.dtype)
+    fp8 = StoredMatrix((true / scales).to(torch.float8_e4m3fn), scales, None, 512, 8, true.dtype)
     groups = true.view(256, -1, 16)
     steps = (groups.amax(-1) - groups.amin(-1)) / 15
     zeros = -groups.amin(-1) / steps
     codes = (groups / steps[..., None] + zeros[..., None]).round().byte().flatten(1)
-    int4 = CodedMatrix(codes, steps, zeros, 16, 4, true.dtype)
+    int4 = StoredMatrix(codes, steps, zeros, 16, 4, true.dtype)
     for matrix in (fp8, int4):
         own = (matrix.dequantised() - true).square().mean()
         added = (numbers(pack(matrix, "int8")) - matrix.dequantised()).square().mean()

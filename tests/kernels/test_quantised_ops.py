@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
+from kernels import deterministic, reference
+from kernels.contracts import ExpertMatrices, LinearWeight, PackedExperts
 from kernels.cpu import ops as cpu
 from kernels.cpu.quantised import QuantisedOps, QuantisedWeight, dequantise
 from kernels.dispatch import Ops
@@ -19,7 +20,7 @@ from kernels.experts.mixed import MixedExperts
 from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
 from kernels.triton.ops import TritonOps
-from tests.kernels.cases.matrices import values_then_pairs
+from tests.kernels.cases.matrices import slow_rows, values_then_pairs
 from tests.kernels.cpu.test_matmul import unpacked
 from tests.kernels.generators import finish
 from topspin.plan.precision import Format
@@ -58,11 +59,16 @@ def meant_on_gpu(weight: LinearWeight) -> Tensor:
     return unpack_weight(weight).float()
 
 
+def kernels_of(name: str, device: torch.device) -> Kernels:
+    if name == "triton":
+        return Kernels(TritonOps(), device, meant_on_gpu)
+    ops = {"cpu": QuantisedOps(), "reference": reference, "deterministic": deterministic}[name]
+    return Kernels(ops, torch.device("cpu"), meant_on_cpu)
+
+
 @pytest.fixture(params=["cpu", "triton"])
 def kernels(request: pytest.FixtureRequest, device: torch.device) -> Kernels:
-    if request.param == "cpu":
-        return Kernels(QuantisedOps(), torch.device("cpu"), meant_on_cpu)
-    return Kernels(TritonOps(), device, meant_on_gpu)
+    return kernels_of(request.param, device)
 
 
 def draw(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -82,7 +88,7 @@ def rows(
     return x, slots.to(device), torch.rand(num_rows, 3).to(device)
 
 
-def plain(kernels: Kernels, experts: ExpertWeights) -> ExpertWeights:
+def plain(kernels: Kernels, experts: PackedExperts) -> PackedExperts:
     matrices = (map(kernels.meant, each) for each in (experts.gate_up, experts.down))
     return reference.pack_experts(*matrices)
 
@@ -124,13 +130,26 @@ def test_experts_are_those_of_what_their_weights_stand_for(
         assert not found.out[-1].any()
 
 
-@pytest.mark.parametrize("asked", [MIXED, ["int4"] * 6, ["fp8"] * 6, ["none"] * 6])
-def test_rebuilt_experts_compute_as_fresh_ones(kernels: Kernels, asked: list[Format]) -> None:
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    slow_rows(
+        product(["triton"], [["int4"] * 6, ["fp8"] * 6]),
+        beside=[
+            *product(["cpu", "triton"], [MIXED, ["none"] * 6]),
+            *product(["cpu"], [["int4"] * 6, ["int8"] * 6]),
+            *product(["reference", "deterministic"], [["none"] * 6]),
+        ],
+    ),
+)
+def test_rebuilt_experts_compute_as_fresh_ones(
+    name: str, asked: list[Format], device: torch.device
+) -> None:
     """From one format to several and back; what stays has its memory, what is new is a piece."""
+    kernels = kernels_of(name, device)
     ops, formats = kernels.ops, kernels.formats(asked)
     gate_up, down = draw(6, torch.bfloat16, kernels.device)
 
-    def fresh(experts: list[int]) -> ExpertWeights:
+    def fresh(experts: list[int]) -> PackedExperts:
         wanted = [formats[each] for each in experts]
         return ops.pack_experts(gate_up[experts], down[experts], formats=wanted)
 
@@ -138,7 +157,7 @@ def test_rebuilt_experts_compute_as_fresh_ones(kernels: Kernels, asked: list[For
     experts = fresh(held)
     orders = [[3, 4, 5, 0], [4, 2, 5, 4], [1, 4], [4], [0, 4]]
     # An interpreted product takes a second.
-    for order in orders if ops.name == "cpu" else orders[1:4:2]:
+    for order in orders[1:4:2] if name == "triton" else orders:
         slots = [
             held.index(each)
             if each in held
@@ -157,7 +176,7 @@ def test_rebuilt_experts_compute_as_fresh_ones(kernels: Kernels, asked: list[For
         ours, theirs = (ops.grouped_mlp(*batch, each) for each in (experts, fresh(held)))
         assert torch.equal(ours.out, theirs.out)
         assert torch.equal(ours.counts, theirs.counts)
-        if ops.name == "cpu":
+        if name == "cpu":
             kinds = {formats[each] != "none" for each in held}
             assert isinstance(experts, MixedExperts) == (len(kinds) > 1)
     wrong = ExpertMatrices(gate_up[0], down[0].T, formats[0])

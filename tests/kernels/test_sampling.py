@@ -164,11 +164,8 @@ def test_a_tiny_temperature_is_greedy(sample: Sample, temperature: float) -> Non
     ("temperature", "settings"),
     [
         (0.0, {}),
-        (0.0, {"top_p": 0.9}),
         (1.0, {}),
-        (1.0, {"top_p": 0.9}),
-        (1.0, {"top_k": 3}),
-        (1.0, {"min_p": 0.1}),
+        (1.0, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}),
     ],
 )
 def test_rows_without_usable_scores_are_invalid_and_harm_no_other(

@@ -9,11 +9,13 @@ import torch
 
 from kernels import reference
 from kernels.cpu import ops as cpu
+from kernels.triton.attention import launches
 from kernels.triton.attention.launches import paged_attention
 from tests.kernels.cases.attention import Heads, attention_case
 from tests.kernels.cases.matrices import slow_rows, values_then_pairs
 from tests.kernels.cases.retrieval import coded
-from tests.kernels.cases.searches import SCALE, arguments, attend, check, placed
+from tests.kernels.cases.searches import SCALE, arguments, attend, check, mixed_case, placed
+from tests.kernels.triton.tiles import SMALL_TILES
 
 BF16, FP32 = torch.bfloat16, torch.float32
 HEADS = [
@@ -87,7 +89,7 @@ def test_a_gpu_selects_the_best_keys(
                 ("cpu", each, (FP32, BF16)[n % 2], (1, 2, 17)[n % 3])
                 for n, each in enumerate(HEADS)
             ),
-            ("triton", Heads(9, 3, 32), FP32, 1),
+            ("triton", Heads(4, 1, 32), FP32, 1),
         ],
     ),
 )
@@ -108,7 +110,7 @@ def test_only_the_best_segments_are_searched(
     ("kernels", "number", "kept"),
     [
         *product(["cpu"], [float("nan"), float("inf"), 0.0, 1e38], [None, 1]),
-        *product(["triton"], [float("nan")], [None, 1]),
+        ("triton", float("nan"), 1),
     ],
 )
 def test_a_row_that_cannot_be_compared_selects_keys_that_exist_and_spoils_no_other(
@@ -151,3 +153,39 @@ def test_a_budget_for_all_keys_is_attention_to_all(
     found = attention(*arguments(case), scale=SCALE, codes=codes)
     tolerance = 1e-5 if dtype == FP32 else 2.0**-8
     torch.testing.assert_close(found.cpu().float(), wanted, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "trees"),
+    [
+        *product(["cpu"], [FP32, BF16], [False, True]),
+        ("triton", FP32, True),
+        pytest.param("triton", BF16, False, marks=pytest.mark.slow),
+    ],
+)
+def test_other_rows_of_a_batch_attend_as_without(
+    kernels: str,
+    dtype: torch.dtype,
+    trees: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launches, "attention_tiles", lambda *_: SMALL_TILES)
+    case, codes = mixed_case(dtype, trees=trees)
+    dense = reference.paged_attention(*arguments(case), scale=SCALE)
+    if kernels == "triton":
+        found = check(case, codes, device)
+    else:
+        found = torch.full_like(case.q, float("nan"))
+        assert cpu.paged_attention(*arguments(case), scale=SCALE, codes=codes, out=found) is found
+        again = cpu.paged_attention(*arguments(case), scale=SCALE, codes=codes)
+        assert torch.equal(again, found), "the memo changed the result"
+        selecting = check(case, codes)
+        assert torch.equal(found[:10], selecting[:10])
+        assert torch.equal(found[22], selecting[22])
+        assert selecting[10:22].isnan().all()
+    assert not found[27:].any(), "padding"
+    assert not torch.allclose(found[:10], dense[:10], rtol=2e-2, atol=2e-2)
+    tolerance = 1e-5 if dtype == FP32 else 2e-2
+    for rows in (slice(10, 22), slice(23, 27)):
+        torch.testing.assert_close(found[rows], dense[rows], rtol=tolerance, atol=tolerance)

@@ -12,7 +12,7 @@ import torch
 
 from models.description.config import ModelConfig, load_model_config
 from models.rope import inverse_frequencies, is_length_dependent, rope_seq_len
-from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
+from tests.checkpoints import make_checkpoint, oracle_model
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -97,11 +97,3 @@ def test_decoding_past_the_trained_length_follows_rope_seq_len(tmp_path: Path) -
         seq_len = rope_seq_len(position, prompt_len=prompt_len)
         ours = inverse_frequencies(config.rope, config.head_dim, seq_len=seq_len)
         _assert_equal(ours.inv_freq, rotary.inv_freq)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_family_reads_its_own_theta_and_head_size(tmp_path: Path, variant: str) -> None:
-    make_checkpoint(tmp_path, variant)
-    config = load_model_config(tmp_path)
-    ours = inverse_frequencies(config.rope, config.head_dim, seq_len=1)
-    _assert_equal(ours.inv_freq, oracle_model(tmp_path).model.rotary_emb.inv_freq)

@@ -6,10 +6,16 @@ import math
 import random
 from collections.abc import Sequence
 
-from spec_decode.draft import ROOT
-from spec_decode.forest import Kept, Rows
+import numpy as np
+
+from spec_decode.draft import ROOT, DraftRequest, DraftText
+from spec_decode.forest import Kept, PassRows
 
 VOCAB = 5
+
+
+def request(seq_id: int, tokens: Sequence[int], at_most: int = 4) -> DraftRequest:
+    return DraftRequest(DraftText(seq_id, np.array(tokens, dtype=np.int32), num_prompt=1), at_most)
 
 
 def logps_after(path: Sequence[int]) -> dict[int, float]:
@@ -20,7 +26,7 @@ def logps_after(path: Sequence[int]) -> dict[int, float]:
 
 
 class Table:
-    """A DraftModel with the rules of a cache: rows follow rows that are there."""
+    """A CachedModel with the rules of a cache: rows follow rows that are there."""
 
     vocab_size = VOCAB
 
@@ -48,7 +54,7 @@ class Table:
             tokens.insert(0, token)
         return self.verified[seq_id] + tokens
 
-    def forward(self, rows: Sequence[Rows], *, num_top: int) -> list[list[dict[int, float]]]:
+    def forward(self, rows: Sequence[PassRows], *, num_top: int) -> list[list[dict[int, float]]]:
         assert len({each.seq_id for each in rows}) == len(rows)
         self.num_passes += 1
         found = []

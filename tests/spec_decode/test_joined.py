@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from spec_decode.draft import NO_DRAFT, ROOT, Draft, DraftRequest, Text
+from spec_decode.draft import NO_DRAFT, ROOT, Draft, DraftRequest, DraftText
 from spec_decode.joined import JoinedDrafter
 from spec_decode.suffix import SuffixDrafter
 
@@ -24,7 +24,7 @@ class Scripted:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [Draft(*(each[: request.at_most] for each in self.offer)) for request in requests]
 
-    def end(self, text: Text) -> None:
+    def end(self, text: DraftText) -> None:
         self.ended.append(text.seq_id)
 
     def close(self) -> None:
@@ -36,7 +36,7 @@ def chain(tokens: Sequence[int], share: float) -> Draft:
 
 
 def ask(joined: JoinedDrafter, tokens: Sequence[int], at_most: int, *, seq_id: int = 0) -> Draft:
-    text = Text(seq_id, np.array(tokens, dtype=np.int32), 1)
+    text = DraftText(seq_id, np.array(tokens, dtype=np.int32), 1)
     return joined.draft([DraftRequest(text, at_most)])[0]
 
 
@@ -97,8 +97,8 @@ def test_ends_reach_all_drafters_and_leave_nothing() -> None:
     drafters = [Scripted(chain((1,), 0.9)), Scripted(chain((2,), 0.9))]
     joined = JoinedDrafter(drafters)
     ask(joined, [0], 2, seq_id=3)
-    joined.end(Text(3, np.array([0, 1], dtype=np.int32), 1))
-    joined.end(Text(4, np.array([0], dtype=np.int32), 1))
+    joined.end(DraftText(3, np.array([0, 1], dtype=np.int32), 1))
+    joined.end(DraftText(4, np.array([0], dtype=np.int32), 1))
     assert [each.ended for each in drafters] == [[3, 4]] * 2
     assert not joined._records
     assert not joined._offered
@@ -108,7 +108,7 @@ def test_ends_reach_all_drafters_and_leave_nothing() -> None:
 
 def test_suffixes_name_shares_that_add_up() -> None:
     offered = SuffixDrafter().draft(
-        [DraftRequest(Text(0, np.array([5, 1, 2, 9, 5, 1, 3, 9, 5, 1, 2, 8, 5, 1]), 1), 2)]
+        [DraftRequest(DraftText(0, np.array([5, 1, 2, 9, 5, 1, 3, 9, 5, 1, 2, 8, 5, 1]), 1), 2)]
     )[0]
     assert offered.tokens[0] == 2
     assert math.exp(offered.logps[0]) == pytest.approx(2 / 3)

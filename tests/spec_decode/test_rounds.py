@@ -6,41 +6,34 @@ import contextlib
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_decode.asking import FIRST_WAIT_S, MAX_UNANSWERED, Patience, Questions
-from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text, accepted
+from spec_decode.asking import Questions
+from spec_decode.draft import Draft, accepted
 from spec_decode.forest import MAX_CHUNK, Growth
-from spec_decode.round_depth import ROUNDS, RoundDepth
+from spec_decode.round_depth import RoundDepth
 from spec_decode.rounds import MAX_SEQUENCES, DraftRounds
 from tests.mutations import damaged
-from tests.spec_decode.table import VOCAB, Table, logps_after
+from tests.spec_decode.table import VOCAB, Table, logps_after, request
 from topspin.errors import ProtocolError
 from topspin.messages import (
-    TreeOffer,
     TreeOffers,
     Verdict,
     Verdicts,
     decode,
     encode,
     pack_ints,
-    unpack_ints,
 )
 
 GROWTH = Growth(passes=4, width=2, num_top=2)
 MOST = 4
 STEP_S, PASS_S = 4.0, 1.0
 """A pass that a target waits for pays on a miss, and not where the tree has a draft."""
-
-
-def request(seq_id: int, tokens: Sequence[int], at_most: int = MOST) -> DraftRequest:
-    return DraftRequest(Text(seq_id, np.array(tokens, dtype=np.int32), num_prompt=2), at_most)
 
 
 def next_token(text: Sequence[int]) -> int:
@@ -98,6 +91,16 @@ class Script:
         self.now_s += 1.0
         self.to_target += [message for _, message in self.rounds.take_offers()]
 
+    def serve(self) -> int:
+        """Answer what is asked, after the passes that this needs; return how many there were."""
+        num_passes = 0
+        self.answer()
+        while not self.to_target:
+            assert self.grow(), "whoever waits is answered"
+            num_passes += 1
+            self.answer()
+        return num_passes
+
     def take(self) -> None:
         self.questions.take(self.to_target.popleft())
 
@@ -107,26 +110,16 @@ class Script:
         self.ask()
 
 
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_order_of_events_gives_the_tokens_of_plain_decoding(data: st.DataObject) -> None:
     script = Script([[0, 1], [3, 2, 2]])
     script.ask()
     for _ in range(data.draw(st.integers(1, 60))):
-        possible = ["step", "pass", "answer"]
-        possible += ["hear"] if script.to_draft else []
-        possible += ["take"] if script.to_target else []
-        match data.draw(st.sampled_from(possible)):
-            case "step":
-                script.step()
-            case "pass":
-                script.grow()
-            case "answer":
-                script.answer()
-            case "hear":
-                script.hear()
-            case "take":
-                script.take()
+        possible: list[Callable[[], object]] = [script.step, script.grow, script.answer]
+        possible += [script.hear] if script.to_draft else []
+        possible += [script.take] if script.to_target else []
+        data.draw(st.sampled_from(possible))()
         for idx, text in enumerate(script.texts):
             assert text == plain([[0, 1], [3, 2, 2]][idx], len(text))
         for own, verified in script.table.verified.items():
@@ -138,10 +131,7 @@ def run_rounds(script: Script, count: int, *, passes: int) -> None:
     script.ask()
     for _ in range(count):
         script.hear()
-        script.answer()
-        while not script.to_target:
-            assert script.grow()
-            script.answer()
+        script.serve()
         script.take()
         for _ in range(passes):
             script.grow()
@@ -206,11 +196,7 @@ def test_a_small_tree_grows_before_the_answer_where_passes_are_fast() -> None:
         script.rounds.took(PASS_S)
         asked = script.questions.ask([request(0, [0, 1])], step_s=step_s)
         script.rounds.hear(b"target", asked, 0.0)
-        num_passes = 0
-        script.answer()
-        while not script.to_target:
-            num_passes += script.grow()
-            script.answer()
+        num_passes = script.serve()
         assert 1 <= num_passes <= most
         assert (num_passes > 1) == (step_s == 100.0)
 
@@ -289,137 +275,24 @@ def test_texts_longer_than_the_model_knows_are_not_drafted() -> None:
     assert not answer.offers
 
 
-@pytest.mark.parametrize(
-    ("tokens", "parents", "logps"),
-    [
-        ([1, 2], [-1], (0.0, 0.0)),
-        ([1], [0], (0.0,)),
-        ([1], [-2], (0.0,)),
-        ([-1], [-1], (0.0,)),
-        ([VOCAB], [-1], (0.0,)),
-        ([1], [-1], ()),
-        ([1], [-1], (0.1,)),
-        ([1], [-1], (float("nan"),)),
-    ],
-)
-def test_offers_that_are_no_drafts_are_refused(
-    tokens: list[int], parents: list[int], logps: tuple[float, ...]
-) -> None:
-    questions = Questions(VOCAB)
-    asked = request(0, [1, 2])
-    epoch = questions.ask([asked]).epoch
-    offer = TreeOffer(
-        seq_id=0, root=2, tokens=pack_ints(tokens), parents=pack_ints(parents), logps=logps
-    )
-    assert questions.take(TreeOffers(epoch=epoch, offers=(offer,)))
-    with pytest.raises(ProtocolError, match="an offer"):
-        questions.drafts([asked])
-
-
-def test_offers_for_another_epoch_or_root_are_dropped_and_long_ones_cut() -> None:
-    questions = Questions(VOCAB)
-    first = request(0, [1, 2], at_most=2)
-    epoch = questions.ask([first]).epoch
-    offer = TreeOffer(
-        seq_id=0,
-        root=2,
-        tokens=pack_ints([3, 4, 1]),
-        parents=pack_ints([-1, -1, 0]),
-        logps=(-0.1, -0.2, -0.3),
-    )
-    assert questions.take(TreeOffers(epoch=epoch, offers=(offer,)))
-    assert questions.drafts([first]) == [Draft((3, 4), (-1, -1), (-0.1, -0.2))]
-    assert questions.drafts([request(0, [1, 2, 3])]) == [NO_DRAFT], "another root"
-    second = request(0, [1, 2, 3, 2])
-    asked = questions.ask([second])
-    assert asked.verdicts == (Verdict(seq_id=0, start=2, tokens=pack_ints([3, 2]), at_most=MOST),)
-    questions.ask([second])
-    assert not questions.take(TreeOffers(epoch=asked.epoch, offers=(offer,)))
-    assert questions.drafts([second]) == [NO_DRAFT], "another epoch"
-    with pytest.raises(ProtocolError, match="an answer to question 9 of 3"):
-        questions.take(TreeOffers(epoch=9))
-
-
-def test_a_draft_node_that_never_answers_is_not_asked_for_ever() -> None:
-    questions = Questions(VOCAB)
-    epochs = []
-    while questions.may_ask:
-        epochs.append(questions.ask([request(0, [1, 2])]).epoch)
-    assert len(epochs) == MAX_UNANSWERED
-    assert not questions.is_answered
-    assert questions.take(TreeOffers(epoch=epochs[-1]))
-    assert questions.is_answered
-    assert questions.may_ask
-
-
-def test_whoever_is_late_is_not_waited_for_until_it_answers_in_time() -> None:
-    patience = Patience()
-    assert patience.step_s(0.0) == 0.0
-    assert patience.wait_s == FIRST_WAIT_S
-    patience.done(0.001, was_answered=True)
-    assert patience.step_s(0.011) == pytest.approx(0.010)
-    assert patience.wait_s == pytest.approx(0.010)
-    patience.done(0.021, was_answered=False)
-    patience.step_s(0.031)
-    assert patience.wait_s == 0.0
-    patience.done(0.031, was_answered=False)
-    patience.answered_late()
-    assert patience.wait_s == pytest.approx(0.010)
-
-
-def play(depth: RoundDepth, *, target_s: float, tokens: dict[int, int], rounds: int) -> list[int]:
-    """Run rounds of a target and passes of 1 s each; `tokens` are found by passes per round."""
-    now_s, used = 0.0, []
-    for _ in range(rounds):
-        passes = depth.passes
-        used.append(passes)
-        for _ in range(passes):
-            depth.passed(1.0)
-        now_s += max(target_s, float(passes))
-        depth.heard(now_s, target_s=target_s, num_tokens=tokens.get(passes, 1))
-    return used
-
-
-@pytest.mark.parametrize(("tokens", "best"), [({3: 4, 4: 4}, 3), ({3: 4, 4: 9}, 4)])
-def test_the_depth_is_what_fits_or_one_more_whichever_is_faster(
-    tokens: dict[int, int], best: int
-) -> None:
-    depth = RoundDepth(most=8)
-    used = play(depth, target_s=3.5, tokens=tokens, rounds=4 * ROUNDS)
-    assert used[0] == 1, "nothing is known"
-    assert {3, 4} <= set(used[ROUNDS:])
-    assert used[-1] == best
-    assert RoundDepth(most=8).passes == 1
-
-
-def test_the_depth_has_a_limit() -> None:
-    depth = RoundDepth(most=2)
-    assert max(play(depth, target_s=100.0, tokens={}, rounds=3 * ROUNDS)) == 2
-
-
-def test_packed_fields_of_a_wrong_size_are_refused() -> None:
-    rounds = DraftRounds(Table(), GROWTH, max_length=10)
-    with pytest.raises(ProtocolError, match="multiple of 4"):
-        rounds.hear(b"target", Verdicts(epoch=1, ended=b"abc"), 0.0)
-    (verdict,) = Questions(VOCAB).ask([request(1, [4, 5])]).verdicts
-    assert list(unpack_ints(verdict.tokens)) == [4, 5]
+def verdict(seq_id: int, *tokens: int, start: int = 0) -> Verdict:
+    return Verdict(seq_id=seq_id, start=start, tokens=pack_ints(tokens), at_most=3, num_prompt=2)
 
 
 def test_what_would_harm_others_is_refused_and_changes_nothing() -> None:
     rounds = DraftRounds(Table(), GROWTH, max_length=20)
-    rounds.hear(b"target", begun(1, [0, 1]), 0.0)
-    bad = Verdict(seq_id=2, start=0, tokens=pack_ints([0, VOCAB]), at_most=3, num_prompt=2)
-    good = Verdict(seq_id=3, start=0, tokens=pack_ints([0, 1]), at_most=3, num_prompt=2)
-    for verdicts, message in (
-        ((good, bad), "not of 5"),
-        ((good, good), "two verdicts of one sequence"),
-        ((good, msgspec.structs.replace(bad, tokens=b"abc")), "multiple of 4"),
+    rounds.hear(b"target", Verdicts(epoch=1, verdicts=(verdict(1, 0, 1),)), 0.0)
+    good = verdict(3, 0, 1)
+    many = tuple(msgspec.structs.replace(good, seq_id=idx) for idx in range(MAX_SEQUENCES + 1))
+    for said, message in (
+        (Verdicts(epoch=2, verdicts=(good, verdict(2, 0, VOCAB))), "not of 5"),
+        (Verdicts(epoch=2, verdicts=(good, good)), "two verdicts of one sequence"),
+        (Verdicts(epoch=2, verdicts=(msgspec.structs.replace(good, tokens=b"abc"),)), "multiple"),
+        (Verdicts(epoch=2, ended=b"abc"), "multiple of 4"),
+        (Verdicts(epoch=2, verdicts=many), "more than 65536 sequences"),
     ):
         with pytest.raises(ProtocolError, match=message):
-            rounds.hear(b"target", Verdicts(epoch=2, verdicts=verdicts), 0.0)
-    many = tuple(msgspec.structs.replace(good, seq_id=idx) for idx in range(MAX_SEQUENCES + 1))
-    with pytest.raises(ProtocolError, match="more than 65536 sequences"):
-        rounds.hear(b"target", Verdicts(epoch=2, verdicts=many), 0.0)
+            rounds.hear(b"target", said, 0.0)
     answers: list[tuple[bytes, TreeOffers]] = []
     while not answers:
         assert rounds.grow()
@@ -428,44 +301,11 @@ def test_what_would_harm_others_is_refused_and_changes_nothing() -> None:
     assert (offers.epoch, len(offers.offers)) == (1, 1)
 
 
-def begun(epoch: int, text: list[int], seq_id: int = 1) -> Verdicts:
-    own = Verdict(seq_id=seq_id, start=0, tokens=pack_ints(text), at_most=3, num_prompt=2)
-    return Verdicts(epoch=epoch, verdicts=(own,))
-
-
 VERDICTS = [
-    encode(begun(1, [0, 1, 2])),
+    encode(Verdicts(epoch=1, verdicts=(verdict(1, 0, 1, 2),))),
     encode(Verdicts(epoch=2, step_s=0.25, ended=pack_ints([1, 2]))),
-    encode(
-        Verdicts(
-            epoch=3,
-            verdicts=tuple(
-                Verdict(seq_id=idx, start=start, tokens=pack_ints([1, 2]), at_most=4)
-                for idx, start in ((1, 3), (2, 0), (2**31 - 1, 0))
-            ),
-        )
-    ),
+    encode(Verdicts(epoch=3, verdicts=(verdict(1, 1, 2, start=3), verdict(2**31 - 1, 1, 2)))),
 ]
-OFFERS = [
-    encode(
-        TreeOffers(
-            epoch=epoch,
-            offers=(
-                TreeOffer(
-                    seq_id=seq_id,
-                    root=2,
-                    tokens=pack_ints([3, 4]),
-                    parents=pack_ints([-1, 0]),
-                    logps=(-0.5, -1.0),
-                ),
-            ),
-            unknown=pack_ints([7]),
-        )
-    )
-    for epoch, seq_id in ((1, 0), (2, 0), (2, 1))
-]
-
-
 NUMBERS = st.sampled_from([*range(5)] * 8 + [-1, 2**31 - 1, 2**31, 2**63])
 TOKENS = st.sampled_from([0, 1, 2, 3, 4, VOCAB, -1])
 PACKED = st.sampled_from([b"", b"abc"]) | st.lists(TOKENS, min_size=1, max_size=3).map(pack_ints)
@@ -510,20 +350,3 @@ def test_any_verdicts_are_answered_or_refused(said: list[bytes]) -> None:
         script.take()
         script.step()
     assert script.texts == [plain(text[:3], len(text)) for text in script.texts]
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.lists(damaged(OFFERS) | st.binary(max_size=50), min_size=1, max_size=4))
-def test_any_offers_are_drafts_or_refused(said: list[bytes]) -> None:
-    questions = Questions(VOCAB)
-    requests = [request(0, [0, 1, 2]), request(1, [4, 2])]
-    for data in said:
-        questions.ask(requests)
-        try:
-            message = decode(data)
-            if isinstance(message, TreeOffers) and questions.take(message):
-                for draft in questions.drafts(requests):
-                    assert len(draft.tokens) == len(draft.parents) == len(draft.logps) <= MOST
-                    assert all(0 <= token < VOCAB for token in draft.tokens)
-        except ProtocolError:
-            questions = Questions(VOCAB)  # as after a lost connection

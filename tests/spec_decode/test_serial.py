@@ -6,21 +6,16 @@ import itertools
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_decode.draft import Draft, DraftRequest, Text, accepted
+from spec_decode.draft import Draft, DraftRequest, accepted
 from spec_decode.forest import MAX_CHUNK, MIN_CHUNK, Growth
 from spec_decode.serial import SerialDrafter
-from tests.spec_decode.table import VOCAB, Table, logps_after
+from tests.spec_decode.table import VOCAB, Table, logps_after, request
 
 TREE = Growth(passes=32, width=3, num_top=VOCAB)
-
-
-def request(seq_id: int, tokens: Sequence[int], at_most: int) -> DraftRequest:
-    return DraftRequest(Text(seq_id, np.array(tokens, dtype=np.int32), num_prompt=1), at_most)
 
 
 def weights_of(draft: Draft, text: Sequence[int]) -> list[float]:

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_decode import suffix
-from spec_decode.draft import NO_DRAFT, ROOT, Draft, DraftRequest, Text
-from spec_decode.suffix import Limits, SuffixDrafter, SuffixIndex, drafter_of, limits_of
+from spec_decode.draft import NO_DRAFT, ROOT, Draft, DraftRequest, DraftText
+from spec_decode.suffix import SuffixDrafter, SuffixIndex, SuffixLimits, drafter_of, limits_of
 from topspin.plan.speculation import Speculation
 
-FREE = Limits(min_match=1, factor=None, min_share=0.0)
+FREE = SuffixLimits(min_match=1, factor=None, min_share=0.0)
 
 
-def text(tokens: list[int], *, seq_id: int = 1, num_prompt: int = 1, salt: str = "") -> Text:
-    return Text(seq_id, np.array(tokens, dtype=np.int32), num_prompt, salt)
+def text(tokens: list[int], *, seq_id: int = 1, num_prompt: int = 1, salt: str = "") -> DraftText:
+    return DraftText(seq_id, np.array(tokens, dtype=np.int32), num_prompt, salt)
 
 
 def draft_of(drafter: SuffixDrafter, tokens: list[int], at_most: int, **kwargs: object) -> Draft:
@@ -28,7 +28,9 @@ def draft_of(drafter: SuffixDrafter, tokens: list[int], at_most: int, **kwargs: 
     return draft
 
 
-def naive_match(tokens: list[int], wanted: list[int], limits: Limits) -> tuple[int, list[int]]:
+def naive_match(
+    tokens: list[int], wanted: list[int], limits: SuffixLimits
+) -> tuple[int, list[int]]:
     """Return the longest length and the places in `tokens` behind an occurrence that is no end."""
     for length in range(min(limits.max_match, len(wanted)), limits.min_match - 1, -1):
         ends = [
@@ -41,7 +43,7 @@ def naive_match(tokens: list[int], wanted: list[int], limits: Limits) -> tuple[i
     return 0, []
 
 
-def naive_rows(tokens: list[int], limits: Limits, at_most: int) -> list[list[int]]:
+def naive_rows(tokens: list[int], limits: SuffixLimits, at_most: int) -> list[list[int]]:
     """Return what followed each place of the longest match, as if the text repeated itself."""
     length, ends = naive_match(tokens, tokens, limits)
     if limits.factor is not None:
@@ -101,7 +103,7 @@ def test_a_tree_has_the_most_frequent_continuations(tokens: list[int], at_most: 
 def test_an_index_that_grew_finds_what_a_new_one_finds(
     tokens: list[int], sizes: list[int], min_match: int
 ) -> None:
-    limits = Limits(min_match=min_match)
+    limits = SuffixLimits(min_match=min_match)
     grown = SuffixDrafter(limits)
     end = 0
     for size in [*sizes, len(tokens)]:
@@ -117,7 +119,7 @@ def test_others_outputs_are_searched_each_by_itself(
     for output in outputs:
         index.append(np.array(output, dtype=np.int32))
         index.end_text()
-    limits = Limits(min_match=1, max_match=4)
+    limits = SuffixLimits(min_match=1, max_match=4)
     matches = [naive_match([*output, -1], tokens, limits) for output in outputs]
     longest = max((length for length, _ in matches), default=0)
     found = index.longest_match(np.array(tokens[-4:], dtype=np.int32), at_least=1, is_own=False)
@@ -134,9 +136,9 @@ def test_others_outputs_are_searched_each_by_itself(
 def test_a_short_match_makes_a_short_draft() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     assert draft_of(SuffixDrafter(), tokens, 8).tokens == (4, 5, 6)
-    assert draft_of(SuffixDrafter(Limits(factor=2.0)), tokens, 8).tokens == (4, 5, 6, 7, 8, 9)
-    assert draft_of(SuffixDrafter(Limits(min_match=4)), tokens, 8) == NO_DRAFT
-    assert draft_of(SuffixDrafter(Limits(max_match=2)), tokens, 8).tokens == (4, 5)
+    assert draft_of(SuffixDrafter(SuffixLimits(factor=2.0)), tokens, 8).tokens == (4, 5, 6, 7, 8, 9)
+    assert draft_of(SuffixDrafter(SuffixLimits(min_match=4)), tokens, 8) == NO_DRAFT
+    assert draft_of(SuffixDrafter(SuffixLimits(max_match=2)), tokens, 8).tokens == (4, 5)
 
 
 def test_a_repetition_goes_on() -> None:
@@ -147,9 +149,11 @@ def test_a_repetition_goes_on() -> None:
 def test_rare_continuations_are_not_drafted() -> None:
     tokens = [1, 2, 9, 1, 3, 9, 1, 4, 9, 1, 5, 9, 1]
     for branches in (False, True):
-        limits = Limits(branches=branches, min_share=0.3, factor=None, min_match=1, max_match=1)
+        limits = SuffixLimits(
+            branches=branches, min_share=0.3, factor=None, min_match=1, max_match=1
+        )
         assert draft_of(SuffixDrafter(limits), tokens, 4) == NO_DRAFT
-    limits = Limits(branches=True, min_share=0.2, factor=None, min_match=1, max_match=1)
+    limits = SuffixLimits(branches=True, min_share=0.2, factor=None, min_match=1, max_match=1)
     draft = draft_of(SuffixDrafter(limits), tokens, 4)
     assert sorted(draft.tokens) == [2, 3, 4, 5]
     assert draft.parents == (ROOT,) * 4
@@ -163,7 +167,7 @@ def test_outputs_are_shared_within_a_salt_only() -> None:
     assert draft_of(drafter, asked, 8, seq_id=2, salt="a").tokens == (13, 14, 15)
     assert draft_of(drafter, asked, 8, seq_id=3, salt="b") == NO_DRAFT
     assert draft_of(drafter, [99, 1, 2], 8, seq_id=4, salt="a") == NO_DRAFT, "a prompt was shared"
-    alone = SuffixDrafter(Limits(shares=False))
+    alone = SuffixDrafter(SuffixLimits(shares=False))
     alone.end(text([1, 2, 3, *output], seq_id=1, num_prompt=3, salt="a"))
     assert draft_of(alone, asked, 8, seq_id=2, salt="a") == NO_DRAFT
 
@@ -209,7 +213,7 @@ def test_a_text_of_one_token_is_searched_in_bounded_time() -> None:
 @pytest.mark.parametrize(
     ("settings", "limits"),
     [
-        ({"method": "suffix"}, Limits()),
+        ({"method": "suffix"}, SuffixLimits()),
         (
             {
                 "method": "suffix",
@@ -218,21 +222,21 @@ def test_a_text_of_one_token_is_searched_in_bounded_time() -> None:
                 "suffix_decoding_max_spec_factor": 2.5,
                 "suffix_decoding_min_token_prob": 0.0,
             },
-            Limits(min_match=40, max_match=40, factor=2.5, min_share=0.0, branches=True),
+            SuffixLimits(min_match=40, max_match=40, factor=2.5, min_share=0.0, branches=True),
         ),
         (
             {"method": "suffix", "prompt_lookup_max": 1},
-            Limits(min_match=1, max_match=1),
+            SuffixLimits(min_match=1, max_match=1),
         ),
-        ({"method": "ngram"}, Limits(5, 5, None, 0.0, shares=False)),
-        ({"method": "ngram", "prompt_lookup_max": 4}, Limits(4, 4, None, 0.0, shares=False)),
+        ({"method": "ngram"}, SuffixLimits(5, 5, None, 0.0, shares=False)),
+        ({"method": "ngram", "prompt_lookup_max": 4}, SuffixLimits(4, 4, None, 0.0, shares=False)),
         (
             {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3},
-            Limits(2, 3, None, 0.0, shares=False),
+            SuffixLimits(2, 3, None, 0.0, shares=False),
         ),
     ],
 )
-def test_settings_become_limits(settings: dict[str, Any], limits: Limits) -> None:
+def test_settings_become_limits(settings: dict[str, Any], limits: SuffixLimits) -> None:
     assert limits_of(Speculation(**settings)) == limits
 
 

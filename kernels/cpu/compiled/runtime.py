@@ -144,7 +144,7 @@ def launch_alone(kernel: Kernel, arguments: Sequence[int], otherwise: Callable[[
             otherwise()
 
 
-class Recorder(Protocol):
+class LaunchRecorder(Protocol):
     """Gets the launches of a thread."""
 
     def add(
@@ -160,7 +160,7 @@ class Recorder(Protocol):
 
 
 @contextmanager
-def recording(recorder: Recorder | None) -> Iterator[None]:
+def recording(recorder: LaunchRecorder | None) -> Iterator[None]:
     """Give `recorder` the launches of this thread; None: nobody."""
     outer = getattr(_local, "recorder", None)
     _local.recorder = recorder

@@ -163,7 +163,7 @@ products_bf16 = operation(types.none, [types.int64] * 5, apart=True)(_emit_produ
 products_f32 = operation(types.none, [types.int64] * 5, apart=True)(_emit_products(wide=True))
 
 
-class _Form(NamedTuple):
+class _LookUpForm(NamedTuple):
     """How this processor finds entries of tables."""
 
     num_keys: int
@@ -172,14 +172,14 @@ class _Form(NamedTuple):
     """True: an instruction finds entries of 64, else of 16."""
 
 
-def _form() -> _Form:
+def _form() -> _LookUpForm:
     if cpu_has("avx512vbmi", "avx512bw"):
-        return _Form(64, has_permutation=True)
+        return _LookUpForm(64, has_permutation=True)
     if cpu_has("avx512bw"):
-        return _Form(64)
+        return _LookUpForm(64)
     if cpu_has("avx2"):
-        return _Form(32)
-    return _Form(1)
+        return _LookUpForm(32)
+    return _LookUpForm(1)
 
 
 @operation(types.none, [types.int64, types.float32, types.int64], apart=True)

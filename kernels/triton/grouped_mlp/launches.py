@@ -64,7 +64,7 @@ class MlpTiles:
     num_stages: int
 
 
-class Shape(NamedTuple):
+class MlpShape(NamedTuple):
     """The parameters that determine the tiles."""
 
     weight_format: Format
@@ -76,7 +76,7 @@ class Shape(NamedTuple):
     num_rows: int
 
 
-def default_tiles(op: str, shape: Shape) -> MlpTiles:
+def default_tiles(op: str, shape: MlpShape) -> MlpTiles:
     """Return the tiles of a product: chosen by reasoning for Hopper, not measured.
 
     Few rows per expert: two or more programs per multiprocessor, so that others' copies hide the
@@ -110,7 +110,7 @@ class _Launch(NamedTuple):
 
     is_grouped: bool
     experts: GpuExperts
-    shape: Shape
+    shape: MlpShape
 
     def start(self, kernel: Any, op: str, tensors: tuple[Tensor, ...], *strides: int) -> None:
         """Launch `kernel` for a product of the experts, [.., I] to [.., width]."""
@@ -208,7 +208,7 @@ def grouped_mlp(
     groups = (permute if is_grouped else _ungrouped)(slots, experts.num_experts)
     if num_pairs == 0:
         return ExpertOutput(out.zero_(), groups.counts)
-    shape = Shape(
+    shape = MlpShape(
         experts.weight_format,
         hidden.dtype,
         experts.num_experts,

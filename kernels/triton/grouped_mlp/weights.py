@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.coded import holds, numbers, steps_and_lows
-from kernels.contracts import CodedMatrix, ExpertWeights, LinearWeight, Matrix
+from kernels.contracts import CodedMatrix, LinearWeight, Matrix, PackedExperts
 from kernels.experts.mixed import collect_by_format
 from kernels.experts.slots import Packing, collect_experts
 from topspin.errors import ConfigError
@@ -55,7 +55,7 @@ class GpuWeight(LinearWeight):
 
 
 @dataclass(frozen=True, eq=False)
-class GpuExperts(ExpertWeights):
+class GpuExperts(PackedExperts):
     """Experts by slot, all in one format."""
 
     table: Tensor = field(init=False)

@@ -188,7 +188,7 @@ def draw(
         raise ValueError(f"{num_rows} rows of logits, {plan.ints.shape[1]} in the plan")
     if logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
         raise ValueError(f"logits of {logits.dtype}, strides {logits.stride()}")
-    rows = _Rows(logits, processed(logits, plan), plan)
+    rows = _SampledRows(logits, processed(logits, plan), plan)
     if num_rows:
         rows.survey(with_norm=num_top_logprobs is not None)
         if plan.kind.drawn:
@@ -245,7 +245,7 @@ def processed(logits: Tensor, plan: SamplingPlan) -> Tensor:
     return scores
 
 
-class _Rows:
+class _SampledRows:
     """The scores of a batch, and the results of its kernels for each row."""
 
     def __init__(self, logits: Tensor, scores: Tensor, plan: SamplingPlan) -> None:

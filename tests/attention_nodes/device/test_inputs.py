@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 from attention_nodes.device.inputs import NO_SLOT, DeviceInputs
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.sequences import SequenceTable, TableLimits
 from attention_nodes.step.step_inputs import Slices, host_inputs, slice_up
 from kernels.runtime import HostRuntime
 from models.description.config import load_model_config
+from tests.attention_nodes.plans import micro_batch, new_sequence
 from tests.checkpoints import make_checkpoint
 from topspin.errors import ProtocolError
-from topspin.messages import MicroBatch, NewSequence, SamplingParams, pack_ints
+from topspin.messages import pack_ints
 
-LIMITS = Limits(max_len=40, block_size=4, num_blocks=100, vocab_size=288)
+LIMITS = TableLimits(max_len=40, block_size=4, num_blocks=100, vocab_size=288)
 MAX_SEQS = 8
 
 
@@ -43,30 +44,19 @@ def table_of(lengths: list[int], committed: list[int]) -> SequenceTable:
     table = SequenceTable(LIMITS)
     for seq_id, (length, done) in enumerate(zip(lengths, committed, strict=True)):
         table.admit(
-            NewSequence(
-                seq_id=seq_id,
-                tokens=pack_ints([(seq_id * 31 + idx) % 288 for idx in range(length)]),
+            new_sequence(
+                seq_id,
+                [(seq_id * 31 + idx) % 288 for idx in range(length)],
                 num_prompt_tokens=max(1, length // 2),
                 num_computed=done,
                 blocks=pack_ints(range(seq_id * 10 + 9, seq_id * 10 - 1, -1)),
-                max_length=length + 4,
-                sampling=SamplingParams(max_tokens=4, seed=seq_id),
             )
         )
     return table
 
 
 def slices_of(table: SequenceTable, counts: dict[int, int], sample: list[bool]) -> Slices:
-    return slice_up(
-        MicroBatch(
-            seq_ids=pack_ints(counts),
-            num_tokens=pack_ints(counts.values()),
-            wanted=bytes(sample),
-            block_counts=pack_ints([0] * len(counts)),
-            block_ids=b"",
-        ),
-        table,
-    )
+    return slice_up(micro_batch(counts, sample), table)
 
 
 @st.composite

@@ -167,7 +167,9 @@ def test_enqueued_steps_give_transformers_tokens(
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("padded"), "mixtral", **TINY)
+    return make_checkpoint(
+        tmp_path_factory.mktemp("padded"), "mixtral", **{**TINY, "num_hidden_layers": 1}
+    )
 
 
 def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from attention_nodes.grammars import processes
-from attention_nodes.grammars.processes import CompiledGrammar, Grammars, LostGrammar, Step
+from attention_nodes.grammars.processes import CompiledGrammar, Grammars, LostGrammar, MatcherStep
 from tests.attention_nodes.constrained import TIMEOUT_S, VOCAB, wait_for_compiled
 from tests.checkpoints import EOS_TOKEN_ID, write_tokenizer
 from topspin.errors import EngineUnavailable, InvalidRequest
@@ -67,7 +67,7 @@ def test_a_grammar_is_compiled_once_and_each_sequence_has_its_own_matcher(cache:
     assert cache.take_compiled() == [CompiledGrammar(key, "")]
     assert pid_of(cache, DIGITS) == pid
     first, second = cache.matcher(DIGITS, soon_s()), cache.matcher(DIGITS, soon_s())
-    behind, before = cache.follow([Step(first, [A], None), Step(second, [], None)])
+    behind, before = cache.follow([MatcherStep(first, [A], None), MatcherStep(second, [], None)])
     assert behind.masks is not None
     assert before.masks is not None
     assert not behind.masks[0, A // 32] >> (A % 32) & 1
@@ -102,7 +102,7 @@ HOSTILE = {
 def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(
     cache: Grammars, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(processes, "COMPILE_CPU_S", 0.5)
+    monkeypatch.setattr(processes, "COMPILE_CPU_S", 0.2)
     compile_all(cache, DIGITS)
     mine = cache.matcher(DIGITS, soon_s())
     text = HOSTILE[name]
@@ -112,7 +112,7 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(
     deadline_s = time.monotonic() + TIMEOUT_S
     while not answers:
         assert time.monotonic() < deadline_s
-        (answer,) = cache.follow([Step(mine, [], None)])
+        (answer,) = cache.follow([MatcherStep(mine, [], None)])
         assert answer.masks is not None, answer.refusal
         num_answered += 1
         answers = cache.take_compiled()
@@ -120,7 +120,7 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(
     assert num_answered
     if not answers[0].error:  # then masks end it, or it does no harm
         follow_to_the_end(cache, text)
-    assert cache.follow([Step(mine, [], None)])[0].masks is not None
+    assert cache.follow([MatcherStep(mine, [], None)])[0].masks is not None
 
 
 def follow_to_the_end(cache: Grammars, text: str) -> None:
@@ -129,7 +129,7 @@ def follow_to_the_end(cache: Grammars, text: str) -> None:
     tokens: list[int] = []
     for _ in range(300):
         begun_s = time.monotonic()
-        (answer,) = cache.follow([Step(matcher, tokens, None)])
+        (answer,) = cache.follow([MatcherStep(matcher, tokens, None)])
         assert time.monotonic() - begun_s < TIMEOUT_S
         if answer.masks is None or not answer.rows:
             return
@@ -193,7 +193,10 @@ def test_idle_grammars_are_kept_within_a_number_and_their_memory(
     cache.release_all()
     assert cache._processes == {}, "each holds more"
     # What was displaced is compiled again.
-    assert cache.follow([Step(cache.matcher(texts[4], soon_s()), [], None)])[0].masks is not None
+    assert (
+        cache.follow([MatcherStep(cache.matcher(texts[4], soon_s()), [], None)])[0].masks
+        is not None
+    )
 
 
 def test_a_process_that_dies_takes_its_own_sequences_only(cache: Grammars) -> None:
@@ -202,7 +205,7 @@ def test_a_process_that_dies_takes_its_own_sequences_only(cache: Grammars) -> No
     mine, its = cache.matcher(DIGITS, soon_s()), cache.matcher(other, soon_s())
     os.kill(pid_of(cache, other), signal.SIGSEGV)
     wait_until_gone(pid_of(cache, other))
-    kept, dead = cache.follow([Step(mine, [], None), Step(its, [], None)])
+    kept, dead = cache.follow([MatcherStep(mine, [], None), MatcherStep(its, [], None)])
     assert kept.masks is not None
     assert "too deep" in dead.refusal
     assert not dead.may_retry
@@ -212,7 +215,7 @@ def test_a_process_that_dies_takes_its_own_sequences_only(cache: Grammars) -> No
     compile_all(cache, other)
     killed = cache.matcher(other, soon_s())
     os.kill(pid_of(cache, other), signal.SIGKILL)
-    (dead,) = cache.follow([Step(killed, [], None)])
+    (dead,) = cache.follow([MatcherStep(killed, [], None)])
     assert dead.may_retry, "the system may have had too little memory"
 
 
@@ -223,7 +226,7 @@ def test_a_fork_server_that_dies_is_started_again(cache: Grammars) -> None:
     assert server is not None
     server.kill()
     server.wait()
-    assert cache.follow([Step(mine, [], None)])[0].masks is not None
+    assert cache.follow([MatcherStep(mine, [], None)])[0].masks is not None
     other = 'start: "b"'
     answer = compile_all(cache, other)[other]
     if answer.error:  # it was not known yet

@@ -18,18 +18,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from attention_nodes.long_contexts.learning import Job, Learning
+from attention_nodes.long_contexts.learning import CodebookJob, Learning
 from attention_nodes.long_contexts.retrieval import KeyIndex
 from attention_nodes.step import kv_cache
-from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.sequences import SequenceTable, TableLimits
 from attention_nodes.step.step_inputs import NO_SLICES
 from kernels.contracts import SEGMENT_KEYS
 from kernels.dispatch import select_ops
 from kernels.retrieval import encode, learn_codebooks
 from kernels.runtime import HostRuntime
 from models.description.config import ModelConfig, load_model_config
+from tests.attention_nodes.plans import new_sequence
 from tests.checkpoints import make_checkpoint
-from topspin.messages import NewSequence, SamplingParams, pack_ints
+from topspin.messages import SamplingParams, pack_ints
 from topspin.plan.kv_cache import KvCacheSpec
 from topspin.plan.retrieval import RetrievalPolicy
 
@@ -89,7 +90,7 @@ class Sequences(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = Limits(LENGTH, BLOCK, NUM_TEXTS * BLOCKS, vocab_size=10)
+        limits = TableLimits(LENGTH, BLOCK, NUM_TEXTS * BLOCKS, vocab_size=10)
         self.table = SequenceTable(limits)
         kept = KvCacheSpec(block_size=BLOCK, retrieval=POLICY)
         layers = kv_cache.layer_specs(model(), torch.float32, kept)
@@ -125,20 +126,16 @@ class Sequences(RuleBasedStateMachine):
             return
         shared = [self.table.num_committed[self.row(each)] for each in self.text_of_place(place)]
         num_cached = max(shared, default=0) // BLOCK * BLOCK if is_cached else 0
-        blocks = range(place * BLOCKS, (place + 1) * BLOCKS)
+        num_asked = NUM_ASKED if sequence == 0 else None
         self.table.admit(
-            NewSequence(
-                seq_id=sequence,
-                tokens=pack_ints([1] * LENGTH),
+            new_sequence(
+                sequence,
+                [1] * LENGTH,
                 num_prompt_tokens=num_prompt,
                 num_computed=min(num_cached, (num_prompt - 1) // BLOCK * BLOCK),
-                blocks=pack_ints(blocks),
+                blocks=pack_ints(range(place * BLOCKS, (place + 1) * BLOCKS)),
                 max_length=LENGTH,
-                sampling=SamplingParams(
-                    max_tokens=1,
-                    seed=0,
-                    kv_retrieval_tokens=NUM_ASKED if sequence == 0 else None,
-                ),
+                sampling=SamplingParams(max_tokens=1, seed=0, kv_retrieval_tokens=num_asked),
             )
         )
         self.text_of[sequence] = place
@@ -244,11 +241,11 @@ def test_codebooks_are_learnt_once_by_whoever_needs_them() -> None:
         learning.begin(place)
         learning.want(1, begin, place)
     learning.want(2, 0, 7)
-    assert list(learning.take(1, 1)) == [Job(0, place=7, layer=2, is_last=False)]
+    assert list(learning.take(1, 1)) == [CodebookJob(0, place=7, layer=2, is_last=False)]
     learning.end(1)
     assert learning.num_lacking(1) == 0
     assert learning.num_lacking(2) == 1
-    assert list(learning.take(2, 9)) == [Job(0, place=7, layer=5, is_last=True)]
+    assert list(learning.take(2, 9)) == [CodebookJob(0, place=7, layer=5, is_last=True)]
     learning.want(3, 0, 7)
     learning.want(3, 1024, 8)
     assert learning.num_lacking(3) == 2, "nobody has learnt the other's"

@@ -54,7 +54,8 @@ def test_there_is_no_place_too_many() -> None:
 
 
 def load(path: Path, **settings: Any) -> Any:
-    plan = engine_config(path, block_size=BLOCK_SIZE, kv_retrieval_tokens=96, **settings)
+    known = {"block_size": BLOCK_SIZE, "kv_retrieval_tokens": 96, "kernels": "reference"}
+    plan = engine_config(path, **{**known, **settings})
     return load_runner(path, plan.for_node())._decoder
 
 
@@ -92,7 +93,8 @@ def test_blocks_and_codes_fill_the_caches_memory(
 
 def test_a_cache_without_room_for_codes_is_refused(checkpoint: Path) -> None:
     size_bytes = 4 * BLOCK_SIZE * TOKEN_BYTES
-    plan = engine_config(checkpoint, block_size=BLOCK_SIZE, kv_cache_bytes=size_bytes)
+    known = {"block_size": BLOCK_SIZE, "kernels": "reference"}
+    plan = engine_config(checkpoint, kv_cache_bytes=size_bytes, **known)
     assert load_runner(checkpoint, plan.for_node()).num_blocks == 4
     with pytest.raises(ConfigError) as raised:
         load(checkpoint, kv_cache_bytes=size_bytes)
@@ -116,7 +118,7 @@ def test_models_whose_keys_must_be_in_memory_spill_nothing(
     path = make_checkpoint(tmp_path / "model", variant, **fields)
     spill = SpillSpec(directory=str(tmp_path), size_bytes=2**25)
     with pytest.raises(ConfigError, match=f"--kv-spill-dir: .*{reason}"):
-        load(path, kv_spill=spill)
+        load(path, kernels="cpu", kv_spill=spill)
 
 
 @pytest.mark.parametrize("size_bytes", [1, 100_000])
@@ -125,4 +127,4 @@ def test_a_file_smaller_than_the_memory_is_refused(
 ) -> None:
     spill = SpillSpec(directory=str(tmp_path), size_bytes=size_bytes)
     with pytest.raises(ConfigError, match=r"--kv-spill-dir: .* has room for \d+ blocks"):
-        load(checkpoint, kv_spill=spill)
+        load(checkpoint, kernels="cpu", kv_spill=spill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -89,6 +90,7 @@ class Segments(RuleBasedStateMachine):
         assert self.pool.num_used == len(used) + len(opened) <= NUM_PLACES
 
 
+Segments.TestCase.settings = settings(max_examples=40, deadline=None)
 TestSegments = Segments.TestCase
 
 

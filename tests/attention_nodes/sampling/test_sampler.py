@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from attention_nodes.sampling.sampler import Drawn, Sampled, Sampler
-from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.sequences import SequenceTable, TableLimits
 from attention_nodes.step.step_inputs import Slices, slice_up
 from kernels import reference
-from topspin.messages import SAMPLE, MicroBatch, NewSequence, SamplingParams, pack_ints, unpack_ints
+from tests.attention_nodes.plans import micro_batch, new_sequence
+from topspin.messages import SamplingParams, pack_ints, unpack_ints
 
 VOCAB = 12
 PROMPT = [3, 4, 5]
@@ -23,33 +24,18 @@ class Bench:
     """A table with sequences whose prompts are done, for sampling step by step."""
 
     def __init__(self, *params: SamplingParams) -> None:
-        self.table = SequenceTable(Limits(32, 4, 32, VOCAB))
+        self.table = SequenceTable(TableLimits(32, 4, 32, VOCAB))
         self.sampler = Sampler(self.table, reference)
         for seq_id, each in enumerate(params):
             blocks = pack_ints(range(seq_id * 4, seq_id * 4 + 4))
-            self.table.admit(
-                NewSequence(
-                    seq_id=seq_id,
-                    tokens=pack_ints(PROMPT),
-                    num_prompt_tokens=len(PROMPT),
-                    num_computed=0,
-                    blocks=blocks,
-                    max_length=20,
-                    sampling=each,
-                )
-            )
+            sequence = new_sequence(seq_id, PROMPT, blocks=blocks, max_length=20, sampling=each)
+            self.table.admit(sequence)
         self._next_count = len(PROMPT)
 
     def step(self, logits: torch.Tensor, micro_batches: list[list[int]]) -> Drawn:
         parts: list[Slices] = []
         for seq_ids in micro_batches:
-            plan = MicroBatch(
-                seq_ids=pack_ints(seq_ids),
-                num_tokens=pack_ints([self._next_count] * len(seq_ids)),
-                wanted=bytes([SAMPLE] * len(seq_ids)),
-                block_counts=pack_ints([0] * len(seq_ids)),
-                block_ids=b"",
-            )
+            plan = micro_batch(dict.fromkeys(seq_ids, self._next_count))
             parts.append(slice_up(plan, self.table))
             self.table.commit(parts[-1].rows, parts[-1].counts)
         self._next_count = 1

@@ -11,7 +11,7 @@ import torch
 
 from attention_nodes.loading import load_runner
 from attention_nodes.step.model_runner import ModelRunner
-from spec_decode.draft import ROOT, Draft, DraftRequest, Text
+from spec_decode.draft import ROOT, Draft, DraftRequest, DraftText
 from tests.attention_nodes.plans import Planner, ahead, one_by_one, tokens_of
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
@@ -71,7 +71,7 @@ class Script:
             drafts.append(self._form(text[known : known + each.at_most]))
         return drafts
 
-    def end(self, text: Text) -> None:
+    def end(self, text: DraftText) -> None:
         self.ended.append((text.seq_id, text.tokens.tolist(), text.num_prompt, text.salt))
 
     def close(self) -> None:

@@ -10,8 +10,9 @@ import pytest
 from attention_nodes.sampling.sampler import Drawn
 from attention_nodes.step.launched import LaunchedStep
 from m2n_comm.net import NetTimes
+from tests.attention_nodes.plans import step_ticket
 from topspin.errors import DeadlineExceeded
-from topspin.messages import StepTicket, StepTimings
+from topspin.messages import StepTimings
 
 
 class At(NamedTuple):
@@ -39,15 +40,7 @@ def step(*, wait_s: float = 0.0, check: Any = None) -> LaunchedStep:
     """Host: began at 10, enqueued from 12; device: began at 13, rallied at 17, ended at 18."""
     unused: Any = None
     return LaunchedStep(
-        ticket=StepTicket(
-            step=4,
-            previous=3,
-            generation=2,
-            table_version=1,
-            num_micro_batches=1,
-            participants=(1,),
-            row_buckets=(8,),
-        ),
+        ticket=step_ticket(4, generation=2, participants=(1,)),
         index=1,
         asked=unused,
         reserved=unused,

@@ -14,16 +14,14 @@ from attention_nodes.loading import load_runner
 from attention_nodes.step.model_runner import ModelRunner
 from kernels.cpu.compiled import runtime
 from kernels.cpu.compiled.runtime import Kernel
+from tests.attention_nodes.plans import micro_batch, new_sequence, step_ticket
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
 from tests.structs import changed
 from topspin.errors import ConfigError, ProtocolError
 from topspin.messages import (
-    MicroBatch,
     NewSequence,
-    SamplingParams,
     StepPlan,
-    StepTicket,
     pack_ints,
     unpack_ints,
 )
@@ -42,45 +40,17 @@ def runner(checkpoint: Path) -> ModelRunner:
         return load_runner(checkpoint, engine_config(checkpoint).for_node())
 
 
-def micro_batch(num_tokens: int) -> MicroBatch:
-    return MicroBatch(
-        seq_ids=pack_ints([1]),
-        num_tokens=pack_ints([num_tokens]),
-        wanted=b"\x01",
-        block_counts=pack_ints([0]),
-        block_ids=b"",
-    )
-
-
 def sequence(tokens: list[int]) -> NewSequence:
-    return NewSequence(
-        seq_id=1,
-        tokens=pack_ints(tokens),
-        num_prompt_tokens=len(tokens),
-        num_computed=0,
-        blocks=pack_ints(range(8)),
-        max_length=len(tokens) + 8,
-        sampling=SamplingParams(max_tokens=8, seed=1, temperature=0.0),
-    )
+    return new_sequence(1, tokens, blocks=pack_ints(range(8)))
 
 
-def plan(step: int, *, generation: int = 1, **changes: Any) -> StepPlan:
-    ticket = StepTicket(
-        step=step,
-        previous=step - 1,
-        generation=generation,
-        table_version=1,
-        num_micro_batches=1,
-        participants=(0,),
-        row_buckets=(64,),
-    )
-    fields: dict[str, Any] = {"finished": b"", "new": (), "micro_batches": (micro_batch(1),)}
-    ticket = msgspec.structs.replace(ticket, **changes.pop("ticket", {}))
-    return StepPlan(ticket=ticket, **{**fields, **changes})
+def plan(step: int, *, ticket: dict[str, Any] | None = None, **changes: Any) -> StepPlan:
+    fields = {"finished": b"", "new": (), "micro_batches": (micro_batch({1: 1}),), **changes}
+    return StepPlan(ticket=step_ticket(step, **(ticket or {})), **fields)
 
 
 def first(**changes: Any) -> StepPlan:
-    begin = {"new": (sequence(PROMPT),), "micro_batches": (micro_batch(len(PROMPT)),)}
+    begin = {"new": (sequence(PROMPT),), "micro_batches": (micro_batch({1: len(PROMPT)}),)}
     return plan(1, **{**begin, **changes})
 
 
@@ -113,14 +83,14 @@ def test_a_new_generation_forgets_every_sequence(runner: ModelRunner) -> None:
     tokens = run(runner, first())
     with pytest.raises(ProtocolError, match="was admitted already"):
         run(runner, plan(2, new=(sequence(PROMPT),)))
-    assert run(runner, first(generation=2)) == tokens
+    assert run(runner, first(ticket={"generation": 2})) == tokens
 
 
 @pytest.mark.parametrize(
     ("following", "reason"),
     [
         (plan(1), "step 1 after step 1"),
-        (plan(2, generation=0), "generation 0 after 1"),
+        (plan(2, ticket={"generation": 0}), "generation 0 after 1"),
         (plan(2, ticket={"participants": (1,)}), "not for attention node 0"),
         (plan(2, ticket={"num_micro_batches": 2}), "1 micro-batches, not the ticket's"),
         (plan(2, finished=pack_ints([7])), "7 is finished but was never admitted"),

@@ -20,7 +20,7 @@ from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.executor import run_layers
 from attention_nodes.step.rally import Companions
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.sequences import SequenceTable, TableLimits
 from attention_nodes.step.step_inputs import host_inputs, slice_up
 from expert_nodes.experts import Experts
 from kernels.dispatch import select_ops
@@ -28,8 +28,9 @@ from m2n_comm.net import ExpertBatch
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weights import load_attention_weights, load_expert_weights
 from models.description.config import load_model_config
+from tests.attention_nodes.plans import micro_batch, new_sequence
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
-from topspin.messages import SAMPLE, MicroBatch, NewSequence, SamplingParams, pack_ints
+from topspin.messages import pack_ints
 
 BLOCK_SIZE = 4
 MAX_LEN = 64
@@ -79,7 +80,7 @@ class Model:
         self.decoder = Decoder(self.config, weights, ops, cache)
         self.rotary = RotaryTable(self.config, max_len=MAX_LEN)
         self.table = SequenceTable(
-            Limits(MAX_LEN, BLOCK_SIZE, cache.num_blocks, self.config.vocab_size)
+            TableLimits(MAX_LEN, BLOCK_SIZE, cache.num_blocks, self.config.vocab_size)
         )
         self.net: Any = NoNet()
         if self.config.moe is not None:
@@ -94,38 +95,16 @@ class Model:
     def count_beat(self) -> None:
         self.num_beats += 1
 
-    def admit(self, seq_id: int, tokens: list[int], *, num_prompt_tokens: int) -> None:
+    def admit(self, seq_id: int, tokens: list[int]) -> None:
         num_blocks = -(-len(tokens) // BLOCK_SIZE)
         # Blocks in descending order, so that a wrongly read table shows.
         blocks = [self._next_block + num_blocks - 1 - idx for idx in range(num_blocks)]
         self._next_block += num_blocks
-        self.table.admit(
-            NewSequence(
-                seq_id=seq_id,
-                tokens=pack_ints(tokens),
-                num_prompt_tokens=num_prompt_tokens,
-                num_computed=0,
-                blocks=pack_ints(blocks),
-                max_length=len(tokens) + 1,
-                sampling=SamplingParams(max_tokens=1, seed=0),
-            )
-        )
+        self.table.admit(new_sequence(seq_id, tokens, blocks=pack_ints(blocks)))
 
     def advance(self, micro_batches: list[dict[int, int]]) -> dict[int, Tensor]:
         """Advance sequences by the given numbers of tokens; return each one's last logits."""
-        parts = [
-            slice_up(
-                MicroBatch(
-                    seq_ids=pack_ints(slices),
-                    num_tokens=pack_ints(slices.values()),
-                    wanted=bytes([SAMPLE] * len(slices)),
-                    block_counts=pack_ints([0] * len(slices)),
-                    block_ids=b"",
-                ),
-                self.table,
-            )
-            for slices in micro_batches
-        ]
+        parts = [slice_up(micro_batch(slices), self.table) for slices in micro_batches]
         inputs = host_inputs(parts, self.rotary)
         combined = torch.full((len(inputs.tokens), self.config.hidden_size), torch.nan)
         companions = Companions(beat=self.count_beat)
@@ -157,7 +136,7 @@ def test_logits_equal_transformers_for_any_chunking(
     oracle = oracle_model(checkpoint)
     tokens = prompts(model.config.vocab_size)
     for seq_id, prompt in enumerate(tokens):
-        model.admit(seq_id, prompt, num_prompt_tokens=len(prompt))
+        model.admit(seq_id, prompt)
     model.advance([{0: 7}, {1: 2, 2: 20}])
     assert model.num_beats == 2 * len(model.decoder.layers)
     model.advance([{1: 3}, {}, {0: 5}])
@@ -174,7 +153,7 @@ def test_micro_batches_do_not_change_logits(tmp_path: Path) -> None:
     for split in ([[0, 1, 2]], [[0], [1, 2]], [[2], [0], [1]], [[1], [], [0, 2], []]):
         model = Model(path)
         for seq_id, prompt in enumerate(prompts(model.config.vocab_size)):
-            model.admit(seq_id, prompt, num_prompt_tokens=len(prompt))
+            model.admit(seq_id, prompt)
         results.append(
             model.advance([{seq_id: PROMPT_LENS[seq_id] for seq_id in part} for part in split])
         )

@@ -5,25 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attention_nodes.step.sequences import PENDING, Limits, SequenceTable, unpack
+from attention_nodes.step.sequences import PENDING, SequenceTable, TableLimits, unpack
+from tests.attention_nodes.plans import new_sequence
 from topspin.errors import ProtocolError
 from topspin.messages import NewSequence, SamplingParams, pack_ints
 
-LIMITS = Limits(max_len=32, block_size=4, num_blocks=10, vocab_size=100)
+LIMITS = TableLimits(max_len=32, block_size=4, num_blocks=10, vocab_size=100)
 SAMPLING = SamplingParams(max_tokens=4, seed=1)
 
 
 def sequence(seq_id: int = 1, **changes: object) -> NewSequence:
-    fields: dict[str, object] = {
-        "seq_id": seq_id,
-        "tokens": pack_ints([5, 6, 7, 8, 9]),
-        "num_prompt_tokens": 5,
-        "num_computed": 0,
-        "blocks": pack_ints([3, 4]),
-        "max_length": 20,
-        "sampling": SAMPLING,
-    }
-    return NewSequence(**{**fields, **changes})  # type: ignore[arg-type]
+    fields = {"blocks": pack_ints([3, 4]), "max_length": 20, "sampling": SAMPLING, **changes}
+    return new_sequence(seq_id, [5, 6, 7, 8, 9], **fields)
 
 
 def rows(*values: int) -> np.ndarray:

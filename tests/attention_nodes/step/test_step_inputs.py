@@ -7,18 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.sequences import Limits, SequenceTable
+from attention_nodes.step.sequences import SequenceTable, TableLimits
 from attention_nodes.step.step_inputs import host_inputs, slice_up
 from models.description.config import load_model_config
 from models.rope import inverse_frequencies, rope_seq_len
+from tests.attention_nodes.plans import micro_batch, new_sequence
 from tests.checkpoints import make_checkpoint
 from topspin.errors import ProtocolError
-from topspin.messages import MicroBatch, NewSequence, SamplingParams, pack_ints
+from topspin.messages import SAMPLE, MicroBatch, pack_ints
 
 BLOCK_SIZE = 4
-LIMITS = Limits(max_len=40, block_size=BLOCK_SIZE, num_blocks=50, vocab_size=288)
+LIMITS = TableLimits(max_len=40, block_size=BLOCK_SIZE, num_blocks=50, vocab_size=288)
 
 
 @pytest.fixture(params=["llama", "llama_dynamic_ntk"])
@@ -30,35 +32,20 @@ def rotary(request: pytest.FixtureRequest, tmp_path: Path) -> RotaryTable:
 def table_of(prompts: dict[int, list[int]], *, committed: dict[int, int]) -> SequenceTable:
     table = SequenceTable(LIMITS)
     for seq_id, prompt in prompts.items():
-        table.admit(
-            NewSequence(
-                seq_id=seq_id,
-                tokens=pack_ints(prompt),
-                num_prompt_tokens=len(prompt),
-                num_computed=committed[seq_id],
-                blocks=pack_ints([seq_id * 3 + 1]),
-                max_length=len(prompt) + 4,
-                sampling=SamplingParams(max_tokens=4, seed=seq_id),
-            )
-        )
+        blocks = pack_ints([seq_id * 3 + 1])
+        table.admit(new_sequence(seq_id, prompt, num_computed=committed[seq_id], blocks=blocks))
     return table
 
 
-def micro_batch(**changes: object) -> MicroBatch:
-    fields: dict[str, object] = {
-        "seq_ids": pack_ints([2, 0]),
-        "num_tokens": pack_ints([5, 1]),
-        "wanted": bytes([0, 1]),
-        "block_counts": pack_ints([2, 0]),
-        "block_ids": pack_ints([40, 30]),
-    }
-    return MicroBatch(**{**fields, **changes})  # type: ignore[arg-type]
+def two_slices(**changes: bytes) -> MicroBatch:
+    blocks = {"block_counts": pack_ints([2, 0]), "block_ids": pack_ints([40, 30])}
+    return replace(micro_batch({2: 5, 0: 1}, [0, SAMPLE], **blocks), **changes)
 
 
 def test_indices_equal_a_loop_over_tokens(rotary: RotaryTable) -> None:
     prompts = {0: [9, 8, 7], 2: list(range(100, 120))}
     table = table_of(prompts, committed={0: 2, 2: 3})
-    slices = slice_up(micro_batch(), table)
+    slices = slice_up(two_slices(), table)
     inputs = host_inputs([slices], rotary)
     (part,) = inputs.parts
     blocks = {0: [1], 2: [7, 40, 30]}
@@ -80,10 +67,8 @@ def test_indices_equal_a_loop_over_tokens(rotary: RotaryTable) -> None:
 
 def test_rows_to_sample_count_through_the_micro_batches(rotary: RotaryTable) -> None:
     table = table_of({0: [9, 8, 7], 2: list(range(20))}, committed={0: 2, 2: 3})
-    alone = {"block_counts": pack_ints([0]), "block_ids": b"", "wanted": b"\x01"}
-    first = micro_batch(seq_ids=pack_ints([2]), num_tokens=pack_ints([1]), **alone)
-    second = micro_batch(seq_ids=pack_ints([0]), num_tokens=pack_ints([1]), **alone)
-    inputs = host_inputs([slice_up(first, table), slice_up(second, table)], rotary)
+    parts = [slice_up(micro_batch({seq_id: 1}), table) for seq_id in (2, 0)]
+    inputs = host_inputs(parts, rotary)
     assert [part.start for part in inputs.parts] == [0, 1]
     assert inputs.tokens.tolist() == [3, 7]
     assert inputs.sample_rows.tolist() == [0, 1]
@@ -100,15 +85,14 @@ def test_rows_to_sample_count_through_the_micro_batches(rotary: RotaryTable) -> 
         {"wanted": b""},
     ],
 )
-def test_contradictory_plans_are_refused(changes: dict[str, object]) -> None:
+def test_contradictory_plans_are_refused(changes: dict[str, bytes]) -> None:
     table = table_of({0: [9, 8, 7], 2: list(range(20))}, committed={0: 2, 2: 3})
     with pytest.raises(ProtocolError):
-        slice_up(micro_batch(**changes), table)
+        slice_up(two_slices(**changes), table)
 
 
 def test_an_empty_micro_batch_has_no_rows(rotary: RotaryTable) -> None:
-    empty = MicroBatch(seq_ids=b"", num_tokens=b"", wanted=b"", block_counts=b"", block_ids=b"")
-    (part,) = host_inputs([slice_up(empty, SequenceTable(LIMITS))], rotary).parts
+    (part,) = host_inputs([slice_up(micro_batch({}), SequenceTable(LIMITS))], rotary).parts
     assert part.num_tokens == 0
     assert part.cos.shape[0] == 0
 

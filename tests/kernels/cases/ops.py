@@ -294,8 +294,7 @@ def grouped_mlp(ops: Ops, make: Maker, case: Any) -> Run:
     experts = ops.pack_experts(gate_up, down, share_per_row=case.share)
     x = make.inside(num_rows, hidden, dtype=dtype)
     slots, weights = routed(make, num_rows, 6, routes=case.routes)
-    if ops.name != "deterministic":  # which multiplies absent rows of zeros
-        weights[slots < 0] = float("nan")
+    weights[slots < 0] = float("nan")
     kept = case.out_dtype
     out = None if kept is None else make.inside(num_rows, hidden, dtype=kept)
 
@@ -330,8 +329,8 @@ def paged_attention(ops: Ops, make: Maker, case: Any) -> Run:
         parents=trees,
         padding_rows=case.num_padding,
     )
-    if made.meta.tree_mask is not None and ops.name == "triton":
-        # Its buffers are used again: bits beyond a sequence's own columns are not of its tree.
+    if made.meta.tree_mask is not None:
+        # Buffers are used again: bits beyond a sequence's own columns are not of its tree.
         starts = made.meta.query_start.tolist()
         for start, end, tree in zip(starts, starts[1:], trees or (), strict=False):
             made.meta.tree_mask[start:end, len(tree) :] = True

@@ -14,11 +14,31 @@ from kernels.cpu.compiled.retrieval.search import attend_selected, can_search
 from kernels.cpu.compiled.retrieval.words import RetrievalWords
 from kernels.triton.attention.launches import paged_attention
 from kernels.triton.retrieval.launches import select_slots
-from tests.kernels.cases.attention import AttentionCase
+from tests.kernels.cases.attention import AttentionCase, Heads, attention_case
 from tests.kernels.cases.attention import placed as placed_case
-from tests.kernels.cases.retrieval import attended, check_selection
+from tests.kernels.cases.retrieval import attended, check_selection, coded
 
 SCALE = 0.2
+
+
+def mixed_case(dtype: torch.dtype, *, trees: bool = False) -> tuple[AttentionCase, KeyCodes]:
+    """Return a batch in which sequences 0, 1, 3 and 5, which has no rows, select keys.
+
+    Beside them are a chunk of a prompt, a draft (of branches, or a chain) and padding. The prompt
+    and one of the selecting drafts have more rows than what kernels compute one by one.
+    """
+    counts = [1, 9, 12, 1, 4, 0]
+    chains = [[None, *range(count - 1)] for count in (*counts[:5], 1)]
+    case = attention_case(
+        [1300, 1400, 90, 1100, 70, 1200],
+        counts,
+        heads=Heads(6, 2, 32),
+        block_size=16,
+        dtype=dtype,
+        padding_rows=2,
+        parents=[*chains[:4], [None, 0, 0, 1], chains[5]] if trees else None,
+    )
+    return coded(case, {0: (1024, 100), 1: (1290, 33), 3: (1090, 2000), 5: (1100, 7)})
 
 
 class Found(NamedTuple):

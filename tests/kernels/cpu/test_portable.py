@@ -14,20 +14,16 @@ from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tests",
     [
         "cpu/simd/test_fp8.py",
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (
-                "cpu/compiled/test_codebooks.py",
-                "cpu/compiled/test_attention.py",
-                "cpu/test_quantised.py",
-                "cpu/compiled/test_retrieval.py",
-                "test_ops.py",
-            )
-        ),
+        "cpu/compiled/test_codebooks.py",
+        "cpu/compiled/test_attention.py",
+        "cpu/test_quantised.py",
+        "cpu/compiled/test_retrieval.py",
+        "test_ops.py",
     ],
 )
 def test_kernels_of_other_processors(tests: str) -> None:

@@ -12,7 +12,7 @@ from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from kernels import deterministic, reference
-from kernels.contracts import ExpertWeights
+from kernels.contracts import PackedExperts
 from kernels.cpu import ops as cpu
 from kernels.cpu.quantised import (
     BITS,
@@ -55,7 +55,7 @@ def as_codes(x: Tensor) -> Tensor:
 
 def make_experts(
     formats: Sequence[Format], hidden: int, width: int, dtype: torch.dtype
-) -> ExpertWeights:
+) -> PackedExperts:
     return QuantisedOps().pack_experts(
         (torch.randn(len(formats), 2 * width, hidden) / hidden**0.5).to(dtype),
         (torch.randn(len(formats), hidden, width) / width**0.5).to(dtype),

@@ -55,14 +55,6 @@ def test_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight, bias = torch.randn(num_out, num_in).to(dtype), torch.randn(num_out).to(dtype)
     packed = deterministic.pack_linear(weight)
     check_rows(lambda x: deterministic.linear(x, packed, bias), num_in, dtype)
-    x = torch.randn(37, num_in).to(dtype)
-    wanted = x.double() @ weight.double().T + bias.double()
-    tolerance = {"rtol": 1e-5, "atol": 2e-4} if dtype == torch.float32 else {}
-    out = torch.empty(37, num_out, dtype=dtype)
-    assert deterministic.linear(x, packed, bias, out) is out
-    torch.testing.assert_close(out, wanted.to(dtype), **tolerance)
-    assert torch.equal(deterministic.linear(x, packed, bias), out)
-    assert deterministic.linear(x[:0], packed).shape == (0, num_out)
 
 
 @pytest.mark.slow
@@ -87,15 +79,6 @@ def test_linear_without_prepacked_weights(num_in: int, dtype: torch.dtype) -> No
     """Without torch's prepacking, grouping the rows must be enough."""
     weight = LinearWeight(torch.randn(96, num_in).to(dtype), 96, num_in, packed=False)
     check_rows(lambda x: deterministic.linear(x, weight), num_in, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_of_a_view_into_wider_rows(dtype: torch.dtype) -> None:
-    packed, wide = deterministic.pack_linear(torch.randn(24, 16).to(dtype)), torch.randn(20, 40)
-    x = wide.to(dtype)[:, 7:23]
-    assert torch.equal(
-        deterministic.linear(x, packed), deterministic.linear(x.contiguous(), packed)
-    )
 
 
 @pytest.mark.parametrize(("dtype", "width"), values_then_pairs(DTYPES, [2, 37, 192, 576, 1536]))
@@ -159,13 +142,10 @@ def random_slots(num_rows: int, top_k: int, num_experts: int, *, share: float) -
 @pytest.mark.parametrize(
     ("dtype", "num_rows", "share"), values_then_pairs(DTYPES, [0, 1, 5, 70], [0.0, 0.4, 1.0])
 )
-def test_pair_and_grouped_mlp_follow_the_reference(
-    share: float, num_rows: int, dtype: torch.dtype
-) -> None:
+def test_pairs_follow_the_reference(share: float, num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     gate_up, down = (torch.randn(s).mul(0.2).to(dtype) for s in ((6, 26, 20), (6, 20, 13)))
-    hidden = torch.randn(num_rows, 20).to(dtype)
-    slots, weights = random_slots(num_rows, 3, 6, share=share), torch.rand(num_rows, 3)
+    hidden, slots = torch.randn(num_rows, 20).to(dtype), random_slots(num_rows, 3, 6, share=share)
     experts = deterministic.pack_experts(gate_up, down, share_per_row=0.9)
     plain = reference.pack_experts(gate_up, down)
     rows, counts = deterministic.pair_mlp(hidden, slots, experts)
@@ -179,13 +159,7 @@ def test_pair_and_grouped_mlp_follow_the_reference(
     assert rows.shape == (len(wanted), 20)
     if wanted:
         torch.testing.assert_close(rows, torch.stack(wanted))
-    summed = reference.grouped_mlp(hidden, slots, weights, plain)
-    assert torch.equal(counts, summed.counts)
-    result = deterministic.grouped_mlp(hidden, slots, weights, experts)
-    torch.testing.assert_close(result.out, summed.out)
-    wide = torch.empty(num_rows, 20)
-    deterministic.grouped_mlp(hidden, slots, weights, experts, out=wide)
-    torch.testing.assert_close(wide.to(dtype), summed.out)
+    assert torch.equal(counts, reference.permute(slots, 6).counts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

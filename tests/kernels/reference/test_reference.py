@@ -20,9 +20,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qw
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from kernels import reference
-from kernels.contracts import ExpertMatrices
 from tests.kernels.cases.matrices import values_then_pairs
-from tests.kernels.generators import finish
 from tests.pairwise import cover_pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -202,20 +200,6 @@ def test_partial_sums_of_two_nodes_make_the_whole() -> None:
     assert not first[nowhere].any()
 
 
-def test_contributions_are_added_by_ascending_choice_in_fp32() -> None:
-    """2**24 + 1 - 2**24 depends on the order, and bf16 would lose the 1."""
-    down = torch.tensor([2.0**24, 1.0, -(2.0**24)])[:, None, None].bfloat16()
-    gate_up = torch.ones(3, 2, 1).bfloat16()
-    unit = float(F.silu(torch.ones(1).bfloat16()))
-    weights = torch.full((2, 3), 1 / unit)
-    experts = reference.pack_experts(gate_up, down)
-    slots = torch.tensor([[0, 2, 1], [0, 1, 2]], dtype=torch.int32)
-    out = torch.empty(2, 1)
-    reference.grouped_mlp(torch.ones(2, 1).bfloat16(), slots, weights, experts, out=out)
-    assert out[0] == pytest.approx(1.0, rel=1e-2)
-    assert out[1] == 0.0
-
-
 def test_permute_groups_in_order() -> None:
     slots = torch.tensor([[2, -1], [0, 2], [-1, -1], [2, 0]], dtype=torch.int32)
     groups = reference.permute(slots, 4)
@@ -236,22 +220,3 @@ def test_permute_of_no_rows() -> None:
     groups = reference.permute(torch.empty(0, 2, dtype=torch.int32), 3)
     assert groups.order.numel() == 0
     assert groups.counts.tolist() == [0, 0, 0]
-
-
-def test_a_slot_outside_the_node_is_an_error() -> None:
-    with pytest.raises(AssertionError, match="below num_experts"):
-        reference.permute(torch.tensor([[3]], dtype=torch.int32), 3)
-
-
-def test_rebuilt_experts_compute_like_fresh_ones() -> None:
-    gate_up, down = torch.randn(3, 12, 8), torch.randn(3, 8, 6)
-    old = reference.pack_experts(gate_up[:2], down[:2])
-    new = ExpertMatrices(gate_up[2], down[2])
-    experts = finish(reference.rebuild_experts(old, [0, new]))
-    fresh = reference.pack_experts(gate_up[[0, 2]], down[[0, 2]])
-    x, slots = torch.randn(4, 8), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
-    weights = torch.rand(4, 2)
-    results = [reference.grouped_mlp(x, slots, weights, e).out for e in (experts, fresh)]
-    assert torch.equal(*results)
-    with pytest.raises(AssertionError):
-        finish(reference.rebuild_experts(old, [ExpertMatrices(gate_up[2], down[2].T)]))

@@ -17,8 +17,8 @@ from kernels.triton.grouped_mlp.launches import (
     DOWN,
     FEW_PAIRS,
     GATE_UP,
+    MlpShape,
     MlpTiles,
-    Shape,
     default_tiles,
 )
 from kernels.triton.grouped_mlp.weights import (
@@ -30,7 +30,9 @@ from kernels.triton.grouped_mlp.weights import (
     unpack_weight,
 )
 from kernels.triton.ops import TritonOps
+from tests.kernels.cases.against_reference import compare_all
 from tests.kernels.cases.matrices import slow_rows
+from tests.kernels.cases.ops import OPS
 from tests.pairwise import cover_values
 from topspin.plan.precision import UNQUANTISED, Format
 
@@ -95,29 +97,21 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, **fields: int) -> None:
     monkeypatch.setattr(triton_grouped_mlp, "default_tiles", lambda *_: tiles)
 
 
-# Rows beyond a tile, sizes that no tile divides, one row, one choice.
-SHAPES = [
-    {"num_rows": 35, "hidden_size": 72, "ffn_size": 40, "num_experts": 3, "top_k": 2},
-    {"num_rows": 1, "hidden_size": 33, "ffn_size": 5, "num_experts": 4, "top_k": 1},
-    {"num_rows": 6, "hidden_size": 64, "ffn_size": 32, "num_experts": 18, "top_k": 3},
-]
-
-
 @pytest.mark.parametrize(
-    ("shape", "swap"),
-    slow_rows([(SHAPES[0], 0), (SHAPES[2], 1)], beside=[(SHAPES[0], 1), (SHAPES[1], 0)]),
+    ("num_rows", "sizes", "swap"),
+    # Rows beyond a tile, sizes that no tile divides, one row.
+    slow_rows([(35, (72, 40), 0), (6, (64, 32), 1)], beside=[(35, (72, 40), 1), (1, (33, 5), 0)]),
 )
-def test_fp32(
-    shape: dict[str, int], swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+def test_any_tiles(
+    num_rows: int,
+    sizes: tuple[int, int],
+    swap: int,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
 ) -> None:
     use_tiles(monkeypatch, swap=swap, group_m=1 + swap)
-    case = make_case(**shape, device=device)
-    found = triton_grouped_mlp.grouped_mlp(*case[:3], pack_experts(case.gate_up, case.down))
-    wanted = reference.grouped_mlp(*case[:3], reference.pack_experts(case.gate_up, case.down))
-    torch.testing.assert_close(found.out, wanted.out, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found.counts, wanted.counts)
-    nowhere = (case.slots < 0).all(1)
-    assert not found.out[nowhere].any()
+    row = ("partly absent", num_rows, torch.float32, sizes, 0.0, None)
+    compare_all(OPS["grouped_mlp"], TritonOps(), device, [row])
 
 
 @pytest.mark.parametrize(("swap", "weight_format"), cover_values([0, 1], QUANTISED))
@@ -191,18 +185,6 @@ def test_sizes_of_formats() -> None:
         assert 8 * (packed.data.nbytes + packed.scales.nbytes) == bits * weight.numel()
 
 
-def test_contributions_are_added_by_ascending_choice(device: torch.device) -> None:
-    """2**24 + 1 - 2**24 depends on the order."""
-    down = torch.tensor([2.0**24, 1.0, -(2.0**24)], device=device)[:, None, None]
-    gate_up = torch.ones(3, 2, 1, device=device)
-    weights = torch.full((2, 3), 1 / float(F.silu(torch.ones(1))), device=device)
-    slots = torch.tensor([[0, 2, 1], [0, 1, 2]], dtype=torch.int32, device=device)
-    experts = pack_experts(gate_up, down)
-    out = triton_grouped_mlp.grouped_mlp(torch.ones(2, 1, device=device), slots, weights, experts)
-    assert out.out[0].item() == pytest.approx(1.0, rel=1e-5)
-    assert out.out[1].item() == 0.0
-
-
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_few_pairs_need_no_grouping(
     top_k: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
@@ -225,7 +207,7 @@ def test_few_pairs_need_no_grouping(
 def test_default_tiles_are_possible(weight_format: Format) -> None:
     dtypes, rows = (torch.float32, torch.bfloat16), (1, 32, 256, 1024, 2048, 8192)
     for op, dtype, num_rows in itertools.product((GATE_UP, DOWN), dtypes, rows):
-        shape = Shape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
+        shape = MlpShape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
         tiles = default_tiles(op, shape)
         # A step has one group of inputs, and an fp8 tile outputs of one block.
         assert weight_format == "none" or tiles.block_k == GROUP

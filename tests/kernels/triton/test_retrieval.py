@@ -7,52 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import reference
 from kernels.contracts import HostKeys, KeyCodes
-from kernels.triton.attention import launches
 from kernels.triton.attention.launches import paged_attention
 from tests.kernels.cases.attention import Heads, attention_case
 from tests.kernels.cases.retrieval import coded
-from tests.kernels.cases.searches import SCALE, arguments, check, placed
-from tests.kernels.triton.tiles import SMALL_TILES
-
-ENDS = {0: (1024, 100), 1: (1290, 33), 3: (1090, 2000), 5: (1100, 7)}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "trees"),
-    [
-        (torch.float32, True),
-        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
-    ],
-)
-def test_other_rows_of_a_batch_attend_as_without(
-    dtype: torch.dtype, trees: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside them a chunk of a prompt, a tree, a sequence without rows, and padding.
-
-    The prompt and one of the drafts are longer than what the split kernel takes.
-    """
-    monkeypatch.setattr(launches, "attention_tiles", lambda *_: SMALL_TILES)
-    counts = [1, 9, 12, 1, 4, 0]
-    chains = [[None, *range(count - 1)] for count in (*counts[:5], 1)]
-    case = attention_case(
-        [1300, 1400, 90, 1100, 70, 1200],
-        counts,
-        heads=Heads(6, 2, 32),
-        block_size=16,
-        dtype=dtype,
-        padding_rows=2,
-        parents=[*chains[:4], [None, 0, 0, 1], chains[5]] if trees else None,
-    )
-    case, codes = coded(case, ENDS)
-    dense = reference.paged_attention(*arguments(case), scale=SCALE)
-    found = check(case, codes, device)
-    assert not found[27:].any(), "padding"
-    assert not torch.allclose(found[:10], dense[:10], rtol=2e-2, atol=2e-2)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for rows in (slice(10, 22), slice(23, 27)):
-        torch.testing.assert_close(found[rows], dense[rows], rtol=tolerance, atol=tolerance)
+from tests.kernels.cases.searches import SCALE, arguments, placed
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""The sampling kernels against an fp64 definition in numpy, and against the CPU's sampling."""
+"""The sampling kernels against the definition in `kernels.sampling`."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import sampling
 from kernels.philox import Purpose, as_signed, uniforms
-from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, SamplingBatch, process_logits
+from kernels.runtime import NoSync
+from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, process_logits
 from kernels.triton.sampling import launches as triton_sampling
 from kernels.triton.sampling.launches import plan_sampling, processed
+from tests.kernels.cases.matrices import slow_rows
 from tests.kernels.cases.sampling import any_batch, any_logits, batch
 from tests.kernels.triton.tiles import small_splits
 
@@ -27,45 +28,6 @@ def _small_splits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None
 
 def draw_logits(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
-
-
-def distribution(scores: Tensor, batch: SamplingBatch, row: int) -> np.ndarray:
-    """Return the probabilities f64[V] of a row by definition: sort, cut, normalise."""
-    values = scores[row].double().numpy()
-    temperature, top_p = float(batch.temperature[row]), float(batch.top_p[row])
-    top_k, min_p = int(batch.top_k[row]), float(batch.min_p[row])
-    weights = np.exp((values - values.max()) / temperature)
-    kept = np.ones(len(values), dtype=bool)
-    if min_p > 0:
-        kept &= values >= np.float32(values.max() + temperature * math.log(min_p))
-    if 0 < top_k < len(values):
-        kept &= values >= np.sort(values)[-top_k]
-    if top_p < 1:
-        order = np.argsort(-values[kept], kind="stable")
-        mass = weights[kept][order].cumsum()
-        num_kept = 1 + int((mass < top_p * mass[-1]).sum())
-        kept &= values >= values[kept][order][num_kept - 1]
-    return np.where(kept, weights, 0) / weights[kept].sum()
-
-
-def by_definition(scores: Tensor, batch: SamplingBatch) -> tuple[list[int], list[float]]:
-    """Return each row's token and the distance of its uniform from a border of the CDF."""
-    draws = uniforms(
-        batch.seeds.numpy().view(np.uint64),
-        batch.choices.numpy(),
-        batch.positions.numpy(),
-        purpose=Purpose.TOKEN,
-    )
-    tokens, distances = [], []
-    for row, uniform in enumerate(draws):
-        if batch.temperature[row] < sampling.MIN_TEMPERATURE:
-            tokens.append(int(scores[row].argmax()))
-            distances.append(1.0)
-            continue
-        cdf = distribution(scores, batch, row).cumsum()
-        tokens.append(int((cdf <= cdf[-1] * uniform).sum()))
-        distances.append(float(np.abs(cdf - uniform).min()))
-    return tokens, distances
 
 
 @pytest.mark.parametrize(
@@ -91,12 +53,17 @@ def test_tokens_are_those_of_the_definition(
     logits[1], logits[2] = logits[1].round(), logits[2].bfloat16().float()
     rows = batch(4, seeds=torch.arange(4) * 977, **settings)
     result = triton_sampling.sample(logits.to(device), rows)
-    assert result.tokens.tolist() == by_definition(logits, rows)[0]
+    assert torch.equal(result.tokens.cpu(), sampling.sample(logits, rows).tokens)
     assert result.valid.all()
 
 
-@pytest.mark.parametrize("processed_too", [False, True])
-@pytest.mark.parametrize(("spread", "step"), [(2.0, 0.0), (2.0, 0.25), (8.0, 2.0)])
+@pytest.mark.parametrize(
+    ("spread", "step", "processed_too"),
+    slow_rows(
+        [(2.0, 0.0, True), (2.0, 0.25, False), (8.0, 2.0, False)],
+        beside=[(2.0, 0.0, False), (2.0, 0.25, True), (8.0, 2.0, True)],
+    ),
+)
 def test_any_batch_is_sampled_as_on_the_host(
     spread: float, step: float, processed_too: bool, device: torch.device
 ) -> None:
@@ -111,6 +78,10 @@ def test_any_batch_is_sampled_as_on_the_host(
     assert torch.equal(found.valid.cpu(), wanted.valid)
     assert torch.equal(found.is_number.cpu(), wanted.is_number)
     assert torch.equal(found.tokens.cpu()[wanted.valid], wanted.tokens[wanted.valid])
+    plan = plan_sampling(rows, 150, device)  # which alone reads the batch
+    with NoSync():
+        again = triton_sampling.draw(there[:, 20:170], plan)
+    assert torch.equal(again.tokens, found.tokens)
 
 
 def test_uniforms_are_philoxs_bit_for_bit(device: torch.device) -> None:
@@ -125,7 +96,7 @@ def test_uniforms_are_philoxs_bit_for_bit(device: torch.device) -> None:
         purpose=Purpose.TOKEN,
     )
     scores = torch.zeros(4, 2, device=device)
-    found = triton_sampling._Rows(scores, scores, plan_sampling(rows, 2, device))
+    found = triton_sampling._SampledRows(scores, scores, plan_sampling(rows, 2, device))
     found.survey(with_norm=False)
     assert found._uniforms.tolist() == draws.tolist()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.sampling import SampleResult
 from kernels.triton.attention.launches import AttentionTiles
+from kernels.triton.ops import TritonOps
 from kernels.triton.sampling import launches as triton_sampling
 
 SMALL_TILES = AttentionTiles(
@@ -34,7 +35,7 @@ def small_splits(
         monkeypatch.setattr(triton_sampling, name, size)
 
     def sample(logits: Tensor, *arguments: Any, **options: Any) -> SampleResult:
-        result = triton_sampling.sample(logits.to(device), *arguments, **options)
+        result = TritonOps().sample(logits.to(device), *arguments, **options)
         return SampleResult(*(None if each is None else each.cpu() for each in result))
 
     return sample

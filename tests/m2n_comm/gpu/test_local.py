@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_nodes.step.rally import Flight
+from attention_nodes.step.rally import RowsInFlight
 from attention_nodes.step.rally import rally as rally_layers
 from kernels.runtime import HostRuntime, NoSync, Runtime
 from kernels.triton.router.launches import local_slots as triton_slots
@@ -320,7 +320,7 @@ def play(
         for step in (1, 2):
             net.begin(make_ticket(step, m=2))
             flights = [
-                Flight(
+                RowsInFlight(
                     inputs=SimpleNamespace(micro_batch=mb, num_rows=None),  # type: ignore[arg-type]
                     residual=residuals[mb],
                     combined=torch.empty_like(residuals[mb]),

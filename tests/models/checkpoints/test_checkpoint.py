@@ -86,50 +86,12 @@ def test_wrong_requests_are_named(sharded: Path) -> None:
     assert checkpoint.tensors_read == frozenset()
 
 
-def _truncate(path: Path) -> None:
-    data = (path / _SHARDS[1]).read_bytes()
-    (path / _SHARDS[1]).write_bytes(data[:-1])
-
-
-def _empty(path: Path) -> None:
-    (path / _SHARDS[1]).write_bytes(b"")
-
-
-def _extend(path: Path) -> None:
-    data = (path / _SHARDS[1]).read_bytes()
-    (path / _SHARDS[1]).write_bytes(data + b"x")
-
-
-def _huge_header(path: Path) -> None:
-    data = (path / _SHARDS[1]).read_bytes()
-    (path / _SHARDS[1]).write_bytes(b"\xff" * 8 + data[8:])
-
-
-def _damaged_header(path: Path) -> None:
-    data = bytearray((path / _SHARDS[1]).read_bytes())
-    data[9] = 0
-    (path / _SHARDS[1]).write_bytes(bytes(data))
-
-
-def _missing(path: Path) -> None:
-    (path / _SHARDS[1]).unlink()
-
-
-def _duplicate(path: Path) -> None:
-    extra = {"a": torch.zeros(2, 3), **load_file(path / _SHARDS[1])}
-    save_file(extra, path / _SHARDS[1])
-
-
-def _unassigned_duplicate(path: Path) -> None:
-    for file in _SHARDS:
-        save_file({"extra": torch.zeros(1), **load_file(path / file)}, path / file)
-
-
 def test_the_index_decides_between_two_tensors_of_a_name(
     sharded: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = Checkpoint(sharded).read("a")
-    _duplicate(sharded)
+    twice = {"a": torch.zeros(2, 3), **load_file(sharded / _SHARDS[1])}
+    save_file(twice, sharded / _SHARDS[1])
     assert torch.equal(Checkpoint(sharded).read("a"), expected)
     assert f"{_SHARDS[1]}: tensor a is that of another shard" in caplog.text
 
@@ -149,20 +111,30 @@ def test_a_computed_tensor_of_the_index_may_be_absent(sharded: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_truncate, "bytes long, its header says"),
-        (_extend, "bytes long, its header says"),
-        (_empty, "truncated"),
-        (_huge_header, "truncated"),
-        (_damaged_header, "header is damaged"),
-        (_missing, "shard is missing"),
-        (_unassigned_duplicate, "tensor extra is also stored in model-00001"),
+        (lambda data: data[:-1], "bytes long, its header says"),
+        (lambda data: data + b"x", "bytes long, its header says"),
+        (lambda data: b"", "truncated"),
+        (lambda data: b"\xff" * 8 + data[8:], "truncated"),
+        (lambda data: data[:9] + b"\0" + data[10:], "header is damaged"),
+        (None, "shard is missing"),
     ],
 )
 def test_a_damaged_shard_is_named(
-    sharded: Path, damage: Callable[[Path], None], message: str
+    sharded: Path, damage: Callable[[bytes], bytes] | None, message: str
 ) -> None:
-    damage(sharded)
+    shard = sharded / _SHARDS[1]
+    if damage is None:
+        shard.unlink()
+    else:
+        shard.write_bytes(damage(shard.read_bytes()))
     with pytest.raises(CheckpointError, match=f"{_SHARDS[1]}: .*{message}"):
+        Checkpoint(sharded)
+
+
+def test_a_tensor_that_the_index_does_not_assign_may_be_in_one_shard_only(sharded: Path) -> None:
+    for file in _SHARDS:
+        save_file({"extra": torch.zeros(1), **load_file(sharded / file)}, sharded / file)
+    with pytest.raises(CheckpointError, match="tensor extra is also stored in model-00001"):
         Checkpoint(sharded)
 
 

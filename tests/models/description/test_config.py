@@ -7,23 +7,29 @@ import dataclasses
 import importlib
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from models.description.config import ModelConfig, load_model_config
+from models.rope import inverse_frequencies
 from tests.checkpoints import EOS_TOKEN_ID, VARIANTS, VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.models.quantised.forms import FORMS
 from topspin.errors import ConfigError
 
 
-def _rewrite(path: Path, file: str = "config.json", **changes: Any) -> None:
+def _rewrite(
+    path: Path, file: str = "config.json", *, without: Sequence[str] = (), **changes: Any
+) -> None:
+    """Leave options out of a file, and set others."""
     raw = json.loads((path / file).read_text())
-    raw.update(changes)
-    (path / file).write_text(json.dumps(raw))
+    kept = {name: value for name, value in raw.items() if name not in without}
+    (path / file).write_text(json.dumps(kept | changes))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -38,6 +44,8 @@ def test_shapes_and_layers_equal_the_model_that_transformers_builds(
     assert config.num_layers == len(model.model.layers)
     assert (config.vocab_size, config.hidden_size) == tuple(model.lm_head.weight.shape)
     assert config.head_dim == attn.head_dim
+    inv_freq = inverse_frequencies(config.rope, config.head_dim, seq_len=1).inv_freq
+    np.testing.assert_allclose(inv_freq, model.model.rotary_emb.inv_freq.numpy(), rtol=2.5e-7)
     assert config.q_size == attn.q_proj.out_features
     assert config.kv_size == attn.k_proj.out_features == attn.v_proj.out_features
     assert config.qkv_bias == (attn.q_proj.bias is not None)
@@ -188,10 +196,7 @@ def test_an_absent_option_has_transformers_default(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_without_a_dtype_it_is_the_tensors(tmp_path: Path, dtype: str) -> None:
     make_checkpoint(tmp_path, "llama")
-    raw = json.loads((tmp_path / "config.json").read_text())
-    for name in ("dtype", "torch_dtype"):
-        raw.pop(name, None)
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    _rewrite(tmp_path, without=("dtype", "torch_dtype"))
     file = tmp_path / "model.safetensors"
     kind = getattr(torch, dtype)
     save_file(
@@ -228,9 +233,8 @@ def test_what_is_ignored_is_noted(
 def test_qwen3_as_published_says_num_experts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe")
     expected = load_model_config(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    raw["num_experts"] = raw.pop("num_local_experts")
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert expected.moe is not None
+    _rewrite(tmp_path, without=["num_local_experts"], num_experts=expected.moe.num_experts)
     assert load_model_config(tmp_path) == expected
     _rewrite(tmp_path, num_local_experts=4)
     with pytest.raises(ConfigError, match="disagree"):
@@ -240,9 +244,7 @@ def test_qwen3_as_published_says_num_experts(tmp_path: Path) -> None:
 def test_a_transformers_4_config_of_qwen2_derives_its_windows(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen2_moe_sparse_step")
     expected = load_model_config(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    del raw["layer_types"]
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    _rewrite(tmp_path, without=["layer_types"])
     assert load_model_config(tmp_path) == expected
 
 

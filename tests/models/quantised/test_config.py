@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from models.description.config_fields import Fields
+from models.description.config_fields import ConfigFields
 from models.quantised.config import parse_quantisation
 from models.quantised.scheme import Quantisation
 from tests.models.quantised.forms import compressed
@@ -28,7 +28,7 @@ AUTO_ROUND = {
 
 
 def parsed(config: dict[str, Any], option: str = "quantization_config") -> Quantisation | None:
-    return parse_quantisation(Fields({option: config}, source="config.json"))
+    return parse_quantisation(ConfigFields({option: config}, source="config.json"))
 
 
 def test_names_come_before_patterns_and_classes() -> None:
@@ -56,73 +56,56 @@ def test_names_come_before_patterns_and_classes() -> None:
     assert bits("lm_head") is None
 
 
-def _group(**weights: Any) -> dict[str, Any]:
-    return {**CT, "config_groups": {"g": {"targets": ["Linear"], "weights": {**INT4, **weights}}}}
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"quant_method": "bitsandbytes"},
-        "quant_method = 'bitsandbytes': supported: auto-round, awq, compressed-tensors, fp8, gptq",
-    ),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2': supported: e4m3"),
-    (
-        {"quant_method": "fp8", "weight_block_size": [128]},
-        "weight_block_size = [128]: must be two positive integers, or null",
-    ),
-    ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype = 'fp4': supported: fp8"),
-    (
-        {"quant_method": "fp8", "modules_to_convert": ["embed"]},
-        "modules_to_convert = ['embed']: supported: projections only",
-    ),
-    ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits = 3: supported: 4, 8"),
-    (
-        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
-        "checkpoint_format = 'marlin': supported: gptq, gptq_v2",
-    ),
-    (
-        {"quant_method": "gptq", "bits": 4, "group_size": 0},
-        "group_size = 0: must be positive, or -1",
-    ),
-    (
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:a": {"bits": 2}}},
-        "dynamic['+:a']: bits = 2: supported: 4, 8",
-    ),
-    ({"quant_method": "awq", "version": "gemv"}, "version = 'gemv': supported: gemm"),
-    ({"quant_method": "awq", "bits": 8}, "bits = 8: supported: 4"),
-    ({**CT, "transform_config": {"a": 1}}, "transform_config = {'a': 1}: supported: null"),
-    (
-        {**CT, "sparsity_config": {"format": "sparse-bitmask"}},
-        "sparsity_config = {'format': 'sparse-bitmask'}: supported: format dense",
-    ),
-    (
-        {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"},
-        "packing_format = 'auto_round:auto_awq': supported: auto_round:auto_gptq",
-    ),
-    ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type = 'mx_fp': supported: int"),
-    ({**AUTO_ROUND, "extra_config": {"a": 4}}, "must be an object of objects"),
-    ({**AUTO_ROUND, "extra_config": {"a": {"bits": 3}}}, "extra_config['a']: bits = 3: supported"),
-    (
-        {**CT, "format": "nvfp4-pack-quantized"},
-        "format = 'nvfp4-pack-quantized': supported: pack-quantized, int-quantized, "
-        "float-quantized, naive-quantized",
-    ),
-    ({**CT, "config_groups": {}}, "config_groups = {}: must be an object with at least one group"),
-    (
-        _group(num_bits=6),
-        "config_groups.g.weights: num_bits = 6: supported: 4 and 8 of type int, 8 of type float",
-    ),
-    (
-        _group(strategy="tensor_group"),
-        "strategy = 'tensor_group': supported: tensor, channel, group, block",
-    ),
-    (_group(group_size=None), "group_size = None: must be positive with strategy group"),
-    (_group(dynamic=True), "dynamic = True: supported: false, for weights"),
+FP8_METHOD = {"quant_method": "fp8"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
+METHODS = "supported: auto-round, awq, compressed-tensors, fp8, gptq"
+# An option that does not go with the others of a configuration, or of the weights of a group.
+REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
+    ({}, "quant_method", "bitsandbytes", METHODS),
+    (FP8_METHOD, "fmt", "e5m2", "supported: e4m3"),
+    (FP8_METHOD, "weight_block_size", [128], "must be two positive integers, or null"),
+    (FP8_METHOD, "expert_dtype", "fp4", "supported: fp8"),
+    (FP8_METHOD, "modules_to_convert", ["embed"], "supported: projections only"),
+    (GPTQ, "bits", 3, "supported: 4, 8"),
+    (GPTQ, "checkpoint_format", "marlin", "supported: gptq, gptq_v2"),
+    (GPTQ, "group_size", 0, "must be positive, or -1"),
+    (AWQ, "version", "gemv", "supported: gemm"),
+    (AWQ, "bits", 8, "supported: 4"),
+    (CT, "transform_config", {"a": 1}, "supported: null"),
+    (CT, "sparsity_config", {"format": "sparse-bitmask"}, "supported: format dense"),
+    (AUTO_ROUND, "packing_format", "auto_round:auto_awq", "supported: auto_round:auto_gptq"),
+    (AUTO_ROUND, "data_type", "mx_fp", "supported: int"),
+    (CT, "format", "nvfp4-pack-quantized", "supported: pack-quantized, int-quantized, float-"),
+    (CT, "config_groups", {}, "must be an object with at least one group"),
+    (INT4, "num_bits", 6, "supported: 4 and 8 of type int, 8 of type float"),
+    (INT4, "strategy", "tensor_group", "supported: tensor, channel, group, block"),
+    (INT4, "group_size", None, "must be positive with strategy group"),
+    (INT4, "dynamic", True, "supported: false, for weights"),
 ]
 
 
-@pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("base", "option", "value", "reason"), REFUSED)
+def test_what_is_not_read_is_refused_by_name(
+    base: dict[str, Any], option: str, value: Any, reason: str
+) -> None:
+    config, message = {**base, option: value}, f"{option} = {value!r}: {reason}"
+    if base is INT4:
+        config = {**CT, "config_groups": {"g": {"targets": ["Linear"], "weights": config}}}
+        message = f"config_groups.g.weights: {message}"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parsed(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**GPTQ, "dynamic": {"+:a": {"bits": 2}}}, "dynamic['+:a']: bits = 2: supported: 4, 8"),
+        ({**AUTO_ROUND, "extra_config": {"a": 4}}, "must be an object of objects"),
+        ({**AUTO_ROUND, "extra_config": {"a": {"bits": 3}}}, "extra_config['a']: bits = 3: supp"),
+    ],
+)
+def test_options_of_single_modules_are_refused_too(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         parsed(config)
 
@@ -135,7 +118,9 @@ def test_the_status_of_packed_weights_is_no_matter(status: str | None) -> None:
 def test_what_is_said_of_the_cache_is_noted() -> None:
     notes: list[str] = []
     config = {**CT, "kv_cache_scheme": {"num_bits": 8}}
-    found = parse_quantisation(Fields({"quantization_config": config}, source="config.json"), notes)
+    found = parse_quantisation(
+        ConfigFields({"quantization_config": config}, source="config.json"), notes
+    )
     assert found == parsed(CT)
     assert len(notes) == 1
     assert "kv_cache_scheme" in notes[0]
@@ -144,13 +129,12 @@ def test_what_is_said_of_the_cache_is_noted() -> None:
 
 def test_autoround_that_packs_as_gptq_is_gptq() -> None:
     """Its extra_config has the options of single modules; 16 bits: not quantised."""
-    plain = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     extra = {"a.q_proj": {"bits": 8, "group_size": -1}, "lm_head": {"bits": 16, "data_type": "fp"}}
-    found, gptq = parsed({**AUTO_ROUND, "extra_config": extra}), parsed(plain)
+    found, gptq = parsed({**AUTO_ROUND, "extra_config": extra}), parsed(GPTQ)
     assert found is not None
     assert gptq is not None
     assert found.scheme_of("a.k_proj") == gptq.scheme_of("a.k_proj")
-    wider = parsed({**plain, "bits": 8, "group_size": -1})
+    wider = parsed({**GPTQ, "bits": 8, "group_size": -1})
     assert wider is not None
     assert found.scheme_of("a.q_proj") == wider.scheme_of("a.q_proj")
     assert found.scheme_of("lm_head") is None

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.checkpoints.checkpoint import Checkpoint
-from models.description.config_fields import Fields
+from models.description.config_fields import ConfigFields
 from models.quantised.config import parse_quantisation
 from models.quantised.matrices import MatrixReader, Source
 from tests.models.quantised.forms import FORMS
@@ -37,7 +37,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def reader_of(path: Path, config: dict[str, Any]) -> MatrixReader:
     (path / "config.json").write_text("{}", encoding="utf-8")
-    quantisation = parse_quantisation(Fields({"quantization_config": config}, source="config.json"))
+    quantisation = parse_quantisation(
+        ConfigFields({"quantization_config": config}, source="config.json")
+    )
     return MatrixReader(Checkpoint(path), quantisation, dtype=torch.float32)
 
 

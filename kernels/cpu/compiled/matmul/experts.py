@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contracts import ExpertOutput, ExpertWeights
+from kernels.contracts import ExpertOutput, PackedExperts
 from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.compiled.runtime import (
     Kernel,
@@ -48,7 +48,7 @@ _VECTOR: Final = 4 * simd.LANES
 """The arguments of `_experts`. DOWN_INPUTS is the width I of the matrix that contains DOWN."""
 
 
-def with_addresses(experts: ExpertWeights) -> ExpertWeights:
+def with_addresses(experts: PackedExperts) -> PackedExperts:
     """Add the addresses that `mlp_of_rows` needs, if it supports the layout of the weights."""
     weights = [*experts.gate_up, *experts.down]
     num_experts, ffn_size = experts.num_experts, experts.ffn_size
@@ -85,7 +85,7 @@ def can_run(hidden: Tensor, slots: Tensor, weights: Tensor, out: Tensor) -> bool
 
 
 def mlp_of_rows(
-    hidden: Tensor, slots: Tensor, weights: Tensor, experts: ExpertWeights, out: Tensor
+    hidden: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts, out: Tensor
 ) -> ExpertOutput:
     """Sum each row's experts to out [R, H]; see `kernels.reference.grouped_mlp`.
 

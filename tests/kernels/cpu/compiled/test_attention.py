@@ -80,14 +80,6 @@ def test_shapes(heads: Heads, cache: tuple[torch.dtype, bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window"), values_then_pairs([torch.float32, torch.bfloat16], [1, 7, 129, 600])
-)
-def test_sliding_window(window: int, dtype: torch.dtype) -> None:
-    case = attention_case(LENS, [1] * len(LENS), heads=Heads(6, 2, 64), block_size=16, dtype=dtype)
-    check(case, window)
-
-
-@pytest.mark.parametrize(
     ("cache", "block_size", "window"),
     values_then_pairs(
         [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
-from kernels.contracts import KeyCodes
 from kernels.cpu import ops as cpu
 from kernels.cpu.attention import renew
-from tests.kernels.cases.attention import AttentionCase, Heads, attention_case
+from tests.kernels.cases.attention import Heads, attention_case
 from tests.kernels.cases.retrieval import check_selection, coded
-from tests.kernels.cases.searches import SCALE, attend, check
+from tests.kernels.cases.searches import SCALE, attend, mixed_case
 
 
 def test_of_equal_summaries_the_first_are_searched() -> None:
@@ -23,46 +22,6 @@ def test_of_equal_summaries_the_first_are_searched() -> None:
     codes.summaries[:] = 1
     _, (selected,) = attend(case, codes)
     assert set((selected // 1024).flatten().tolist()) <= {0, 1, 5}
-
-
-def mixed_case(dtype: torch.dtype, *, trees: bool = False) -> tuple[AttentionCase, KeyCodes]:
-    query_lens = [1, 2, 20, 1, 4, 0]
-    parents = None
-    if trees:
-        chains = [[None, *range(count - 1)] for count in (1, 2, 20, 1, 4, 1)]
-        parents = [*chains[:4], [None, 0, 0, 1], chains[5]]
-    case = attention_case(
-        [1300, 2500, 60, 1100, 700, 1200],
-        query_lens,
-        heads=Heads(6, 2, 64),
-        block_size=16,
-        dtype=dtype,
-        padding_rows=2,
-        parents=parents,
-    )
-    return coded(case, {0: (1024, 100), 1: (2400, 333), 3: (1090, 2000), 5: (1100, 7)})
-
-
-@pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_rows_of_a_batch_attend_as_without(dtype: torch.dtype, trees: bool) -> None:
-    case, codes = mixed_case(dtype, trees=trees)
-    arguments = (case.q, case.k_cache, case.v_cache)
-    dense = cpu.paged_attention(*arguments, case.meta, scale=SCALE)
-    out = torch.full_like(case.q, float("nan"))
-    result = cpu.paged_attention(*arguments, case.meta, scale=SCALE, codes=codes, out=out)
-    assert result is out
-    assert not result[28:].any(), "padding"
-    expected, _ = attend(case, codes)
-    check(case, codes)
-    for rows in (slice(0, 3), slice(23, 24)):
-        assert torch.equal(result[rows], expected[rows])
-        assert not torch.equal(result[:3], dense[:3])
-    assert expected[3:23].isnan().all()
-    for rows in (slice(3, 23), slice(24, 28)):
-        torch.testing.assert_close(result[rows], dense[rows], rtol=1e-5, atol=1e-5)
-    again = cpu.paged_attention(*arguments, case.meta, scale=SCALE, codes=codes)
-    assert torch.equal(again, result), "the memo changed the result"
 
 
 @pytest.mark.parametrize("ops", [cpu, reference])

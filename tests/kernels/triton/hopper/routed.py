@@ -13,7 +13,7 @@ from kernels.triton.grouped_mlp.kernels import (
     quantise_groups,
     sum_choices,
 )
-from kernels.triton.grouped_mlp.launches import DOWN, GATE_UP, Shape, default_tiles
+from kernels.triton.grouped_mlp.launches import DOWN, GATE_UP, MlpShape, default_tiles
 from kernels.triton.grouped_mlp.weights import FORMATS
 from kernels.triton.router.kernels import count_block, place_block, route_block
 from kernels.triton.router.launches import ELEMENTS_PER_WARP, MAX_WARPS
@@ -50,7 +50,7 @@ def compile_mlp(weight_format: Format, dtype: torch.dtype, num_rows: int, **ones
     plain = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
     weight = {"none": plain, "fp8": tl.float8e4nv}.get(weight_format, tl.uint8)
     scale = {"none": plain, "fp8": tl.float32}.get(weight_format, tl.bfloat16)
-    shape = Shape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
+    shape = MlpShape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
     common = {
         "table_ptr": "*i64", "offsets_ptr": "*i64", "unit_scale_ptr": "*fp32",
         "units_ptr": types[weight_format], "slots_ptr": "*i32",
