@@ -29,7 +29,7 @@ _PACKED: Final = ("I32",)
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-class MatrixShape(NamedTuple):
+class StoredShape(NamedTuple):
     """A matrix's outputs and inputs, and its place in a tensor of several; None: it is alone."""
 
     num_out: int
@@ -37,7 +37,7 @@ class MatrixShape(NamedTuple):
     slice_idx: int | None = None
 
 
-def check_codes(checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape) -> None:
+def check_codes(checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape) -> None:
     """Raise CheckpointError unless the codes' tensor has the size of a matrix of `shape`."""
     bits, layout = stored.scheme.bits, stored.scheme.layout
     num_out, num_in, slice_idx = shape
@@ -56,7 +56,7 @@ def check_codes(checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape)
 def read_rows(
     checkpoint: Checkpoint,
     stored: StoredNames,
-    shape: MatrixShape,
+    shape: StoredShape,
     rows: range,
     *,
     dtype: torch.dtype,
@@ -73,7 +73,7 @@ def read_rows(
 
 
 def _plain(
-    checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape, rows: range, dtype: torch.dtype
+    checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape, rows: range, dtype: torch.dtype
 ) -> StoredMatrix:
     scheme = stored.scheme
     wanted = ("F8_E4M3",) if scheme.is_float else ("I8",)
@@ -93,7 +93,7 @@ def _plain(
 
 
 def _packed(
-    checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape, rows: range, dtype: torch.dtype
+    checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape, rows: range, dtype: torch.dtype
 ) -> StoredMatrix:
     scheme = stored.scheme
     words = checkpoint.read_raw(stored.codes, _PACKED, index=shape.slice_idx, rows=rows)
@@ -116,7 +116,7 @@ def _packed(
 
 
 def _transposed(
-    checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape, rows: range, dtype: torch.dtype
+    checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape, rows: range, dtype: torch.dtype
 ) -> StoredMatrix:
     """Read GPTQ's or AWQ's layout: outputs are columns."""
     scheme = stored.scheme
@@ -163,13 +163,13 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
 
 
-def _group(scheme: Scheme, shape: MatrixShape) -> int:
+def _group(scheme: Scheme, shape: StoredShape) -> int:
     """Return the inputs that share a scale."""
     size = scheme.group_size if scheme.block is None else scheme.block[1]
     return shape.num_in if size is None else min(size, shape.num_in)
 
 
-def _of_rows(values: Tensor, name: str, scheme: Scheme, shape: MatrixShape, rows: range) -> Tensor:
+def _of_rows(values: Tensor, name: str, scheme: Scheme, shape: StoredShape, rows: range) -> Tensor:
     """Return the values [rows, groups] of scales or zeros [], [1], [O], [O, G] or of blocks."""
     num_groups = -(-shape.num_in // _group(scheme, shape))
     if values.numel() == 1:
@@ -183,7 +183,7 @@ def _of_rows(values: Tensor, name: str, scheme: Scheme, shape: MatrixShape, rows
     return values[rows.start : rows.stop]
 
 
-def _order(checkpoint: Checkpoint, stored: StoredNames, shape: MatrixShape) -> Tensor | None:
+def _order(checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape) -> Tensor | None:
     """Return i64[I], the group of each input, or None if groups are consecutive inputs."""
     scheme = stored.scheme
     if stored.order is None or (scheme.layout == "gptq" and not scheme.any_order):

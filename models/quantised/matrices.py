@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.quantised.coded import StoredMatrix, stacked
-from models.quantised.layouts import ROW_STEP, MatrixShape, check_codes, read_rows
+from models.quantised.layouts import ROW_STEP, StoredShape, check_codes, read_rows
 from models.quantised.scheme import Quantisation, StoredNames, find_stored
 
 Matrix = Tensor | StoredMatrix
@@ -97,7 +97,7 @@ class MatrixReader:
     def _dequantise(
         self, source: Source, stored: StoredNames, out: Tensor, num_numbers: int
     ) -> Iterator[None]:
-        shape = MatrixShape(source.num_rows, out.shape[1], source.slice_idx)
+        shape = StoredShape(source.num_rows, out.shape[1], source.slice_idx)
         check_codes(self.checkpoint, stored, shape)
         for rows in _ranges(source.num_rows, shape.num_in, num_numbers):
             found = read_rows(self.checkpoint, stored, shape, rows, dtype=self._dtype)
@@ -125,7 +125,7 @@ class MatrixReader:
             return
         for source, stored in zip(sources, found, strict=True):
             assert stored is not None
-            shape = MatrixShape(source.num_rows, num_in, source.slice_idx)
+            shape = StoredShape(source.num_rows, num_in, source.slice_idx)
             check_codes(self.checkpoint, stored, shape)
             for rows in _ranges(source.num_rows, num_in, num_numbers):
                 piece = read_rows(self.checkpoint, stored, shape, rows, dtype=self._dtype)
