@@ -228,6 +228,7 @@ def test_experts_move_on_a_device_while_requests_run(
         assert engine.stats().expert_table_version >= 3
 
 
+@slow
 def test_a_draft_model_beside_attention_on_a_device(case_of: CaseOf) -> None:
     case = case_of("qwen3_moe")
     config = engine_config(

@@ -105,6 +105,7 @@ def test_a_suffix_and_a_model_feed_one_tree(case_of: CaseOf, tmp_path: Any) -> N
     assert again.num_draft_tokens - first.num_draft_tokens > gained, "the model offers too"
 
 
+@slow
 def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf) -> None:
     """Of chains and of trees."""
     case = case_of(VARIANT)

@@ -51,37 +51,23 @@ def plan_of(
 
 
 @pytest.mark.parametrize(
-    ("variant", "transport", "nodes", "micro_batches", "share"),
+    ("variant", "settings"),
     [
-        (VARIANT, "shm", (1, 2), 2, 0.5),
-        ("qwen3_moe", "local", (2, 1), 1, 0.5),
-        ("mixtral", "local", (1, 0), 1, 1.0),
-        pytest.param(VARIANT, "shm", (2, 0), 4, 1.0, marks=slow),
+        ("mixtral", {"transport": "local"}),
+        pytest.param(
+            VARIANT, {"transport": "shm", "attention_nodes": 2, "micro_batches": 4}, marks=slow
+        ),
     ],
 )
-def test_always(
-    case_of: CaseOf,
-    variant: str,
-    transport: str,
-    nodes: tuple[int, int],
-    micro_batches: int,
-    share: float,
-) -> None:
+def test_all_layers_always(case_of: CaseOf, variant: str, settings: dict[str, Any]) -> None:
+    """Some layers: test_matrix.py."""
     case = case_of(variant)
-    plan = plan_of(
-        case,
-        when="always",
-        share=share,
-        transport=transport,
-        attention_nodes=nodes[0],
-        expert_nodes=nodes[1] or 1,
-        micro_batches=micro_batches,
-    )
-    assert len(plan.experts) == nodes[1]
+    plan = plan_of(case, when="always", **settings)
+    assert not plan.experts
     with Engine(plan) as engine:
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
         table = engine.service.formation.table
-        assert len(table.local) == round(share * len(table.slots))
+        assert len(table.local) == len(table.slots)
         assert not any(any(table.slots[layer]) for layer in table.local)  # nobody else could serve
 
 

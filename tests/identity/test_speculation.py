@@ -150,7 +150,7 @@ def plain(case_of: CaseOf) -> list[list[Collected]]:
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(CHAINS, marks=pytest.mark.slow), TREES, NGRAMS],
+    [pytest.param(CHAINS, marks=slow), TREES, pytest.param(NGRAMS, marks=slow)],
     ids=["chains", "trees", "ngrams"],
 )
 def test_seeded_draws_are_those_of_plain_decoding(

@@ -165,7 +165,7 @@ def send(engine: Engine) -> list[Collected]:
     [
         # A dense layer and shared experts.
         ("qwen2_moe", (1, 3, 4), {"transport": "shm", "micro_batches": 2, "num_threads": 2}),
-        ("llama", (1, 2), {"transport": "shm", "micro_batches": 1}),
+        pytest.param("llama", (1, 2), {"transport": "shm", "micro_batches": 1}, marks=slow),
     ],
 )
 def test_recorded_steps_have_the_bits_of_an_engine_without_stages(

@@ -145,6 +145,7 @@ def test_facts_for_a_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_first_change(tmp_path: Path) -> None:
     """The page's tests pass, fail for the reason that it names, and pass, in a copy."""
     copy = tmp_path / "topspin"

@@ -102,7 +102,7 @@ def engine(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 
 def test_two_by_two_nodes_with_keys_give_transformers_tokens(engine: Engine, tiny: Tiny) -> None:
     with Load(engine.urls, tiny) as load:
-        load.wait_for(4 * NUM_STREAMS)
+        load.wait_for(2 * NUM_STREAMS)
         for name in ("scheduler", "expert 0", "expert 1", "attention 0", "attention 1"):
             assert main(["probe", str(engine.directory / name), "--ready"]) == 0
     assert load.wrong == []

@@ -19,7 +19,7 @@ from topspin.plan.file import print_plan, read_plan
 from topspin.plan.spec import EnginePlan
 
 PLANS = Path(__file__).parents[2] / "docs" / "plans"
-PROMPTS = [[5 + 31 * number, 9, 200 - 17 * number] for number in range(8)]
+PROMPTS = [[5 + 31 * number, 9, 200 - 17 * number] for number in range(4)]
 NUM_TOKENS = 8
 # Of the best log-probability: what sums in another order change, and codes rounded otherwise.
 MARGIN, QUANTISED_MARGIN = 1e-3, 0.3

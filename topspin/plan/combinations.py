@@ -68,7 +68,8 @@ def print_page() -> str:
     for name, feature in FEATURES.items():
         needs.setdefault(feature.needs, []).append(name)
     tried = needs.pop("")
-    others = [f"With {what}: {', '.join(names)}." for what, names in needs.items()]
+    others = [f"* with {what}: {', '.join(names)}" for what, names in needs.items()]
+    others = ["What needs more is tested by itself, and not in all pairs:", "", *others]
     rows = [f"| {row.this} | {row.other} | {row.why} |" for row in CONFLICTS]
     return "\n".join([_HEAD, *rows, _TAIL, ", ".join(tried) + ".", "", *others, ""])
 
@@ -81,11 +82,12 @@ Printed from `topspin/plan/combinations.py`.
 | this | with this | because; instead |
 |---|---|---|"""
 _TAIL = """
-# What is tested together
+## What is tested together
 
-Every other pair of the following features is in an engine of `tests/identity/test_matrix.py`, whose
-tokens are those of the reference. Three and more at once are tested as they happen to meet there.
-What needs more than processes on shared cores is tested by itself, and not with all others.
+Every other pair of these features that a plan can have is in an engine of
+`tests/identity/test_matrix.py`, which gives the tokens of the reference; three and more at once are
+tested as they happen to meet there. Sizes of a model, and formats that kernels lack, rule out more:
+the message says so.
 """
 
 _SPILL = "kv_cache.spill (--kv-spill-dir)"
