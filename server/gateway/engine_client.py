@@ -30,7 +30,7 @@ from topspin.errors import (
     Overloaded,
     PeerLost,
     ProtocolError,
-    StepFailed,
+    StepUnfinished,
     TopspinError,
     VersionMismatch,
 )
@@ -448,7 +448,7 @@ def _typed_error(failed: RequestFailed, grammar_field: str) -> TopspinError:
         EngineUnavailable,
         Overloaded,
         NodeLost,
-        StepFailed,
+        StepUnfinished,
         EngineError,
         ProtocolError,
     )

@@ -22,7 +22,7 @@ from topspin.errors import (
     NotFound,
     Overloaded,
     RequestError,
-    StepFailed,
+    StepUnfinished,
     TopspinError,
 )
 
@@ -46,7 +46,7 @@ ANTHROPIC_TYPES = {
 HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
 PUBLIC_MESSAGES = {
     NodeLost.code: "a node that held the request was lost",
-    StepFailed.code: "a step that carried the request failed",
+    StepUnfinished.code: "a step that carried the request failed",
     EngineError.code: "the engine could not serve the request",
 }
 

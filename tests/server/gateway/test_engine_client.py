@@ -20,7 +20,7 @@ from topspin.errors import (
     Overloaded,
     PeerLost,
     ProtocolError,
-    StepFailed,
+    StepUnfinished,
     TopspinError,
     VersionMismatch,
 )
@@ -178,7 +178,7 @@ async def test_a_refused_gateway_says_why_and_ends() -> None:
         ("engine_unavailable", 503, EngineUnavailable),
         ("rate_limit_exceeded", 429, Overloaded),
         ("node_lost", 503, NodeLost),
-        ("step_failed", 503, StepFailed),
+        ("step_failed", 503, StepUnfinished),
         ("something_new", 503, EngineError),
         ("something_new", 400, InvalidRequest),
         ("protocol_error", 500, ProtocolError),
