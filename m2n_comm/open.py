@@ -27,7 +27,7 @@ from m2n_comm.gpu.staged import StagedExpertNet, StagedNet
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.frames.memory_order import check_platform
-from m2n_comm.host.lines import Lines
+from m2n_comm.host.lines import PairLines
 from m2n_comm.host.shm import ShmForming
 from m2n_comm.host.stage_link import StageLink
 from m2n_comm.host.tcp import TcpForming
@@ -186,7 +186,7 @@ class ExpertListener:
         waits: Waits,
         undo: contextlib.ExitStack,
         runtime: Runtime | None = None,
-    ) -> tuple[Mapping[int, Meeting], Lines | IpcPairs]:
+    ) -> tuple[Mapping[int, Meeting], PairLines | IpcPairs]:
         """Form the pairs with these attention nodes, which `undo` closes.
 
         One that disconnects meanwhile may return.
@@ -334,7 +334,7 @@ def _connect(
     link: LinkEmulation | None,
     network: NodeNetwork,
     runtime: Runtime | None = None,
-) -> Lines | IpcPairs:
+) -> PairLines | IpcPairs:
     """Form the pairs with these expert nodes, which `undo` closes: send all hellos, then read.
 
     With keys the first hello is sent when all expert nodes have proved theirs. Each pair is proved
@@ -388,7 +388,7 @@ def _forming(
     runtime: Runtime | None,
     *,
     one_host: bool,
-) -> Forming[Lines | IpcPairs]:
+) -> Forming[PairLines | IpcPairs]:
     """Return the Forming of a transport. Raises ConfigError for cuda_ipc without a device."""
     if transport == "cuda_ipc":
         if runtime is None:

@@ -83,7 +83,7 @@ class NetRules:
             raise ProtocolError(f"step {ticket.step}: row buckets {ticket.row_buckets}")
 
 
-class Flight(Protocol):
+class OpenDispatch(Protocol):
     """A dispatch that is not combined yet."""
 
     @property
@@ -94,7 +94,7 @@ class Flight(Protocol):
         """Return the size of its hidden rows."""
 
 
-FlightT = TypeVar("FlightT", bound=Flight)
+FlightT = TypeVar("FlightT", bound=OpenDispatch)
 Route = TypeVar("Route")
 
 

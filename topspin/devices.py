@@ -49,7 +49,7 @@ class Devices(NamedTuple):
     experts: tuple[str, ...]
 
 
-class Nodes(NamedTuple):
+class NodePlaces(NamedTuple):
     """How many nodes of each role there are, and where they compute."""
 
     num_attention: int
@@ -80,7 +80,7 @@ def parse_device(option: str, device: str) -> str:
     raise ConfigError(f"{option} {device}: must be cpu, cuda or cuda:N")
 
 
-def assign_devices(nodes: Nodes, *, transport: str) -> Devices:
+def assign_devices(nodes: NodePlaces, *, transport: str) -> Devices:
     """Return each node's device: "cpu" or "cuda:N".
 
     "cuda:N" is that GPU for all nodes of the role. "cuda" gives every process a separate GPU: the
@@ -112,7 +112,7 @@ def _of_role(device: str, num_nodes: int, free: Iterator[str]) -> tuple[str, ...
     return tuple(islice(free, num_nodes)) if device == CUDA else (device,) * num_nodes
 
 
-def auto_transport(nodes: Nodes) -> Literal["local", "cuda_ipc", "shm"]:
+def auto_transport(nodes: NodePlaces) -> Literal["local", "cuda_ipc", "shm"]:
     """Return the transport of `--transport auto`.
 
     "local" (one process) if everything is on one device; "cuda_ipc" (no CPU work per layer) if
@@ -131,7 +131,7 @@ def auto_transport(nodes: Nodes) -> Literal["local", "cuda_ipc", "shm"]:
     return "shm"
 
 
-def auto_micro_batches(nodes: Nodes, transport: str, gpu_streams: int) -> int | None:
+def auto_micro_batches(nodes: NodePlaces, transport: str, gpu_streams: int) -> int | None:
     """Return the value of `--micro-batches auto`; None: the scheduler decides by measurement.
 
     It measures both roles' times by the host's clock, which sees neither if kernels hand rows over.

@@ -10,7 +10,7 @@
     |   +-- EngineUnavailable         503: not ready, or draining
     |   +-- Overloaded                429: there is no room for one more request
     |   +-- NodeLost                  503: a node or the scheduler died
-    |   +-- StepFailed                503: a step did not finish within its deadline
+    |   +-- StepUnfinished            503: a step did not finish within its deadline
     +-- ProtocolError                 a peer broke the contract of the protocol
     |   +-- VersionMismatch           a peer of another version, or another checkpoint
     +-- TransportError                the data plane
@@ -95,7 +95,7 @@ class NodeLost(EngineError):
     code = "node_lost"
 
 
-class StepFailed(EngineError):
+class StepUnfinished(EngineError):
     """The step that carried the request did not finish."""
 
     code = "step_failed"

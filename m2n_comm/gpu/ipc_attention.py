@@ -73,7 +73,7 @@ def slot_variants(table: ExpertTable, nodes: tuple[int, ...]) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _IpcDispatch:
     """A dispatch that is not combined yet, with the tensors of its later parts."""
 
     layer: int
@@ -105,7 +105,7 @@ class IpcAttentionNet:
         self.shape = shape
         self.trace: Stamps | None = None
         self._pairs = pairs
-        self._rules: AttentionRules[_Flight, tuple[int, Tensor]] = AttentionRules(
+        self._rules: AttentionRules[_IpcDispatch, tuple[int, Tensor]] = AttentionRules(
             me.index,
             shape,
             num_experts=num_experts,
@@ -129,7 +129,7 @@ class IpcAttentionNet:
             for each in range(shape.num_micro_batches)
         ]
         self._parts: tuple[int, ...] = (1,) * shape.num_micro_batches
-        self._epoch = 0
+        self.epoch = 0
         self._recorded_local = frozenset(table.local)
         self._version, slots = self._rules.set_table(table)
         self._slot_of = slots.to(pairs.runtime.device)
@@ -143,11 +143,6 @@ class IpcAttentionNet:
     def local(self) -> frozenset[int]:
         """Return the MoE layers that attention nodes compute in this step."""
         return self._rules.local
-
-    @property
-    def epoch(self) -> int:
-        """Return a number that changes whenever recordings become invalid."""
-        return self._epoch
 
     @property
     def registered_bytes(self) -> int:
@@ -181,10 +176,10 @@ class IpcAttentionNet:
             self._slot_of.copy_(slots)
         else:
             self._slot_of = slots.to(self._slot_of.device)
-            self._epoch += 1
+            self.epoch += 1
         if self.local != self._recorded_local:
             self._recorded_local = self.local
-            self._epoch += 1
+            self.epoch += 1
         self._version = version
 
     def dispatch(
@@ -211,12 +206,12 @@ class IpcAttentionNet:
                     f"dispatch: {len(hidden)} rows, micro-batch {micro_batch} of step "
                     f"{self._rules.step} has {parts} windows of {self.shape.window_rows}"
                 )
-        flight = _Flight(layer, hidden, experts, weights.float(), num_rows, parts)
+        flight = _IpcDispatch(layer, hidden, experts, weights.float(), num_rows, parts)
         self._rules.flights[micro_batch] = flight
         self._send(flight, micro_batch, 0)
         self._life.look_if_done()
 
-    def _send(self, flight: _Flight, micro_batch: int, part: int) -> None:
+    def _send(self, flight: _IpcDispatch, micro_batch: int, part: int) -> None:
         low = part * self.shape.window_rows
         high = low + self.shape.window_rows
         self._ports[micro_batch].dispatch(

@@ -57,7 +57,7 @@ class IpcExpertNet:
             compute=shape.compute or shape.payload,
         )
         self._parts: tuple[int, ...] = (1,)
-        self._epoch = 0
+        self.epoch = 0
 
     @property
     def is_graph_safe(self) -> bool:
@@ -68,11 +68,6 @@ class IpcExpertNet:
     def local(self) -> frozenset[int]:
         """Return the MoE layers that attention nodes compute in this step."""
         return self._rules.local
-
-    @property
-    def epoch(self) -> int:
-        """Return a number that changes whenever recordings become invalid."""
-        return self._epoch
 
     @property
     def busy_s(self) -> float:
@@ -99,7 +94,7 @@ class IpcExpertNet:
         if version != self._version:
             self._limits.copy_(torch.tensor(self._rules.num_slots))
             self._version = version
-            self._epoch += 1  # a recording uses the weights of one version
+            self.epoch += 1  # a recording uses the weights of one version
         self._parts = parts_of(ticket, self.shape.window_rows)
         self._pairs.begin(
             step_words(

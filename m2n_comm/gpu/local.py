@@ -81,7 +81,7 @@ class _Route(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Flight:
+class _DeviceDispatch:
     """A dispatch that is not combined yet. `read` keeps the experts' inputs allocated.
 
     `partials` are empty if combine() computes them.
@@ -132,25 +132,20 @@ class DeviceNet:
         self._traces = traces or (None,) * len(self._serves)
         self._slots = slots or slots_on(runtime.device)
         self._stream = runtime.new_stream() if num_streams == 2 else None
-        self._rules: AttentionRules[_Flight, _Route] = AttentionRules(
+        self._rules: AttentionRules[_DeviceDispatch, _Route] = AttentionRules(
             index,
             shape,
             num_experts=len(self._serves),
             make_route=self._make_route,
             dtypes=(shape.payload, torch.int64, torch.float32),
         )
-        self._epoch = 0
+        self.epoch = 0
         self._route = self._rules.set_table(table)
 
     @property
     def local(self) -> frozenset[int]:
         """Return the MoE layers that attention nodes compute in this step."""
         return self._rules.local
-
-    @property
-    def epoch(self) -> int:
-        """Return a number that changes whenever recordings become invalid."""
-        return self._epoch
 
     def set_table(self, table: ExpertTable) -> None:
         """Keep `table` for the steps whose tickets name its version; see m2n_comm.net.
@@ -170,7 +165,7 @@ class DeviceNet:
         route = self._rules.begin(ticket)
         if route is not self._route:
             # Recordings read the slots, and the weights, of the previous version.
-            self._epoch += 1
+            self.epoch += 1
             self._route = route
         for trace in self._traces:
             if trace is not None:
@@ -205,7 +200,9 @@ class DeviceNet:
                 with self._runtime.on(self._stream):
                     partials = self._serve(micro_batch, layer, *read)
                 done = self._stream.record()
-            self._rules.flights[micro_batch] = _Flight(layer, hidden.shape, read, partials, done)
+            self._rules.flights[micro_batch] = _DeviceDispatch(
+                layer, hidden.shape, read, partials, done
+            )
 
     def _serve(
         self,

@@ -11,7 +11,6 @@ and must not reuse shared memory for other tensors. Every call is checked.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import struct
@@ -20,9 +19,9 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from m2n_comm.sealed_memory import make_sealed, map_sealed
 from topspin.errors import ConfigError, FrameError, PeerLost
 
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HOST_HANDLE: Final = struct.Struct("<ii")
 _HANDLE_BYTES: Final = 64
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
@@ -91,10 +90,8 @@ class HostMemory:
 
     def allocate(self, num_bytes: int) -> Allocation:
         """Return zeroed memory, sealed against resizing."""
-        fd = os.memfd_create("topspin-m2n", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = make_sealed(num_bytes)
         try:
-            os.ftruncate(fd, num_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             tensor = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
         except BaseException:
             os.close(fd)
@@ -116,16 +113,7 @@ class HostMemory:
         except OSError as error:
             raise PeerLost(f"memory of process {pid}: {error.strerror}") from error
         try:
-            size = os.fstat(fd).st_size
-            if size != num_bytes:
-                raise FrameError(f"memory of a peer: {size} bytes, expected {num_bytes}")
-            try:
-                seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            except OSError:
-                seals = 0
-            if seals & _SEALS != _SEALS:
-                raise FrameError("memory of a peer: it is not sealed against resizing")
-            memory = mmap.mmap(fd, num_bytes)
+            memory = map_sealed(fd, num_bytes)
         finally:
             os.close(fd)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -17,7 +17,7 @@ are all made on one stream: a wait for its last copy is a wait for all.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,13 +30,15 @@ from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Stamps
 
+Net = TypeVar("Net", AttentionNet, ExpertNet)
+
 
 def pinned(runtime: Runtime, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return a pinned host tensor [rows, width], for asynchronous copies."""
     return runtime.host_buffer(rows * width * dtype.itemsize).view(dtype).view(rows, width)
 
 
-class _Rows:
+class _StagedRows:
     """The pinned buffers of one micro-batch.
 
     hidden [R, H], experts i64[R, K], weights f32[R, K] leave the device; answer f32[R, H]
@@ -58,40 +60,18 @@ class _Rows:
         return sum(each.nbytes for each in (self.hidden, self.experts, self.weights, self.answer))
 
 
-class _Unsent(NamedTuple):
-    """A dispatch whose frame is not sent; its copies are done when `copied` has completed."""
+class _Staged(Generic[Net]):
+    """What both sides have of the net inside, which stamps the frames and knows the tables."""
 
-    micro_batch: int
-    layer: int
-    rows: int
-    copied: Event
+    inner: Net
 
-
-class StagedNet:
-    """AttentionNet for tensors on `runtime`'s device, over `inner`, which takes host tensors.
-
-    `max_rows` is the maximum of all micro-batches' rows in a step together.
-    Invariant: `_unsent` is the dispatch not yet passed to `inner`, if there is one.
-    """
-
-    is_graph_safe: Final = False
-
-    def __init__(
-        self, inner: AttentionNet, runtime: Runtime, *, shape: NetShape, max_rows: int
-    ) -> None:
+    def __init__(self, inner: Net, shape: NetShape) -> None:
         self.inner = inner
         self.shape = shape
-        self._runtime = runtime
-        # Micro-batch i exists if there are at least i + 1, all of about the same size.
-        self._rows = [
-            _Rows(runtime, shape, -(-max_rows // (micro_batch + 1)))
-            for micro_batch in range(shape.num_micro_batches)
-        ]
-        self._unsent: _Unsent | None = None
 
     @property
     def trace(self) -> Stamps | None:
-        """The ring of the inner net, which stamps the frames."""
+        """The ring of the inner net."""
         return self.inner.trace
 
     @trace.setter
@@ -103,6 +83,41 @@ class StagedNet:
         """Return the inner net's local layers."""
         return self.inner.local
 
+    def set_table(self, table: ExpertTable) -> None:
+        """See m2n_comm.net."""
+        self.inner.set_table(table)
+
+
+class _Unsent(NamedTuple):
+    """A dispatch whose frame is not sent; its copies are done when `copied` has completed."""
+
+    micro_batch: int
+    layer: int
+    rows: int
+    copied: Event
+
+
+class StagedNet(_Staged[AttentionNet]):
+    """AttentionNet for tensors on `runtime`'s device, over `inner`, which takes host tensors.
+
+    `max_rows` is the maximum of all micro-batches' rows in a step together.
+    Invariant: `_unsent` is the dispatch not yet passed to `inner`, if there is one.
+    """
+
+    is_graph_safe: Final = False
+
+    def __init__(
+        self, inner: AttentionNet, runtime: Runtime, *, shape: NetShape, max_rows: int
+    ) -> None:
+        super().__init__(inner, shape)
+        self._runtime = runtime
+        # Micro-batch i exists if there are at least i + 1, all of about the same size.
+        self._rows = [
+            _StagedRows(runtime, shape, -(-max_rows // (micro_batch + 1)))
+            for micro_batch in range(shape.num_micro_batches)
+        ]
+        self._unsent: _Unsent | None = None
+
     @property
     def epoch(self) -> int:
         """Return the inner net's epoch."""
@@ -112,10 +127,6 @@ class StagedNet:
     def pinned_bytes(self) -> int:
         """Return the bytes of host memory that are pinned now."""
         return sum(rows.nbytes for rows in self._rows)
-
-    def set_table(self, table: ExpertTable) -> None:
-        """See m2n_comm.net."""
-        self.inner.set_table(table)
 
     def begin(self, ticket: StepTicket) -> None:
         """See m2n_comm.net."""
@@ -185,14 +196,14 @@ class StagedNet:
             staged.weights[:rows],
         )
 
-    def _room(self, micro_batch: int, rows: int) -> _Rows:
+    def _room(self, micro_batch: int, rows: int) -> _StagedRows:
         """Return a micro-batch's buffers, of at least `rows` rows.
 
         torch's allocator keeps replaced ones until no copy needs them.
         """
         staged = self._rows[micro_batch]
         if rows > staged.capacity:
-            staged = _Rows(self._runtime, self.shape, max(rows, 2 * staged.capacity))
+            staged = _StagedRows(self._runtime, self.shape, max(rows, 2 * staged.capacity))
             self._rows[micro_batch] = staged
         return staged
 
@@ -250,7 +261,7 @@ class ExpertStaging:
         return answer
 
 
-class StagedExpertNet:
+class StagedExpertNet(_Staged[ExpertNet]):
     """ExpertNet for experts on `runtime`'s device, over `inner`, which uses host memory.
 
     Invariant: `_open` is the inner net's batch without a reply and its copy on the device, if
@@ -263,37 +274,18 @@ class StagedExpertNet:
     def __init__(
         self, inner: ExpertNet, runtime: Runtime, *, shape: NetShape, num_attention: int
     ) -> None:
-        self.inner = inner
-        self.shape = shape
+        super().__init__(inner, shape)
         self.staging = ExpertStaging(runtime, shape, num_attention=num_attention)
         self._open: tuple[ExpertBatch, ExpertBatch] | None = None
-
-    @property
-    def trace(self) -> Stamps | None:
-        """The ring of the inner net."""
-        return self.inner.trace
-
-    @trace.setter
-    def trace(self, trace: Stamps | None) -> None:
-        self.inner.trace = trace
 
     @property
     def busy_s(self) -> float:
         """The inner net's."""
         return self.inner.busy_s
 
-    @property
-    def local(self) -> frozenset[int]:
-        """Return the inner net's local layers."""
-        return self.inner.local
-
     def begin(self, ticket: StepTicket) -> None:
         """See m2n_comm.net."""
         self.inner.begin(ticket)
-
-    def set_table(self, table: ExpertTable) -> None:
-        """See m2n_comm.net."""
-        self.inner.set_table(table)
 
     def gather(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
         """Yield batches whose tensors are on the device; see m2n_comm.net."""

@@ -3,7 +3,7 @@
 Owns the order of frames, and the credits. hops.py writes frames, and checks and adds answers, also
 in recorded steps; Python does what it leaves undone: it waits for long, names what is wrong, and
 packs rows that travel compressed. rules.AttentionRules has the rules that all nets share. Knows no
-socket and no memory mapping: windows come from lines.Lines. Runs in the one busy thread of an
+socket and no memory mapping: windows come from lines.PairLines. Runs in the one busy thread of an
 attention node.
 
 Credits: a (pair, micro-batch) has one window each way. dispatch() sends part 0 to every
@@ -45,7 +45,7 @@ from m2n_comm.host.frames.wire import (
     payload_code,
     read_header,
 )
-from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
+from m2n_comm.host.lines import InPlaceLines, PairLines, bytes_of
 from m2n_comm.host.times import AttentionTimes
 from m2n_comm.layout import RouteMap, check_known, route_map
 from m2n_comm.net import NetTimes
@@ -59,7 +59,7 @@ from topspin.messages import StepTicket
 from topspin.trace import Kind, Stamps
 
 
-class _Flight(NamedTuple):
+class _SentDispatch(NamedTuple):
     """A dispatch with answers not yet consumed: hidden [T, H], experts and chosen [T, K].
 
     `chosen` are the columns of the layer's routing table. `order` is that of kernels.deterministic,
@@ -86,7 +86,7 @@ class AttentionSide:
         *,
         expert_incarnations: Sequence[int | None],
         table: ExpertTable,
-        lines: Lines,
+        lines: PairLines,
         link: LinkEmulation | None = None,
         wait: WaitPolicy = "block",
     ) -> None:
@@ -101,7 +101,7 @@ class AttentionSide:
             expert: each for expert, each in enumerate(expert_incarnations) if each is not None
         }
         self._everyone = tuple(self._experts)
-        self._rules: AttentionRules[_Flight, RouteMap] = AttentionRules(
+        self._rules: AttentionRules[_SentDispatch, RouteMap] = AttentionRules(
             me.index if me.participant is None else me.participant,
             shape,
             num_experts=self._num_experts,
@@ -117,7 +117,7 @@ class AttentionSide:
         self._step_words = array("Q", (0, 0))
         self._step_at = self._step_words.buffer_info()[0]
         self._route: RouteMap | None = None
-        self._epoch = 0
+        self.epoch = 0
         self._times = AttentionTimes(self._num_experts)
         packed_rows = shape.window_rows if shape.compressed else 0
         self._scratch = torch.empty((packed_rows, shape.hidden_size))
@@ -127,7 +127,7 @@ class AttentionSide:
         self.use(lines)
         self.set_table(table)
 
-    def use(self, lines: Lines) -> None:
+    def use(self, lines: PairLines) -> None:
         """Send and receive over `lines` from now on."""
         self.lines = lines
         self._in_place = lines if isinstance(lines, InPlaceLines) else None
@@ -178,11 +178,6 @@ class AttentionSide:
         )
 
     @property
-    def epoch(self) -> int:
-        """Return a number that changes when another expert table comes into use."""
-        return self._epoch
-
-    @property
     def registered_bytes(self) -> int:
         """Return the bytes held from start to close: all windows and the buffers."""
         return self.lines.registered_bytes + self._scratch.nbytes + self._choices.nbytes
@@ -202,7 +197,7 @@ class AttentionSide:
         route = self._rules.begin(ticket)
         if route is not self._route:
             self._route = route
-            self._epoch += 1
+            self.epoch += 1
         words = self._step_words
         words[hops.STEP // 8], words[hops.VERSION // 8] = ticket.step, ticket.table_version
         self._times.begin()
@@ -237,7 +232,9 @@ class AttentionSide:
                 check_known(route, layer, experts)
                 chosen = choice.choose(experts.view(-1))
             order = order_of(experts, weights) if self.shape.per_expert_answers else None
-            flight = _Flight(layer, hidden.shape, route, hidden, experts, chosen, weights, order)
+            flight = _SentDispatch(
+                layer, hidden.shape, route, hidden, experts, chosen, weights, order
+            )
             self._rules.flights[micro_batch] = flight
             if len(hidden) > self.shape.window_rows:
                 refuse_recording(f"a dispatch of {len(hidden)} rows takes more than one frame")
@@ -247,7 +244,7 @@ class AttentionSide:
             raise
 
     def _send_parts(
-        self, flight: _Flight, micro_batch: int, part: int, experts: tuple[int, ...]
+        self, flight: _SentDispatch, micro_batch: int, part: int, experts: tuple[int, ...]
     ) -> None:
         """Send each of `experts` a part of its rows, in one frame."""
         columns = flight.route.slot_of[flight.layer]
@@ -268,7 +265,7 @@ class AttentionSide:
             finish = partial(self._finish_send, flight, expert, micro_batch)
             launch_alone(hops.send_rows, arguments, finish)
 
-    def _finish_send(self, flight: _Flight, expert: int, micro_batch: int) -> None:
+    def _finish_send(self, flight: _SentDispatch, expert: int, micro_batch: int) -> None:
         """Publish the frame that hops.send_rows has written; or it has written none."""
         with self._rules:
             record = self._records[expert, micro_batch]
@@ -340,7 +337,7 @@ class AttentionSide:
         self._records = {}
         self.lines.close()
 
-    def _receive(self, flight: _Flight, micro_batch: int, total: Tensor) -> None:
+    def _receive(self, flight: _SentDispatch, micro_batch: int, total: Tensor) -> None:
         """Add the answers to all parts to `total`: those of one frame for each node by one call."""
         if flight.size[0] > self.shape.window_rows:
             self._receive_parts(flight, micro_batch, total)
@@ -352,7 +349,7 @@ class AttentionSide:
             self._await(flight.layer, micro_batch, everyone[position:])
         launch_alone(hops.add_rows, arguments, refuse)
 
-    def _receive_parts(self, flight: _Flight, micro_batch: int, total: Tensor) -> None:
+    def _receive_parts(self, flight: _SentDispatch, micro_batch: int, total: Tensor) -> None:
         """Add the answers to all parts to `total`; send a node's next part after each one's."""
         pending, part = self._everyone, 0
         fills = len(pending) == 1

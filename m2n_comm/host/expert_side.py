@@ -50,7 +50,7 @@ from m2n_comm.host.frames.wire import (
     read_header,
 )
 from m2n_comm.host.join import Buffers, Join, Taken
-from m2n_comm.host.lines import InPlaceLines, Lines, bytes_of
+from m2n_comm.host.lines import InPlaceLines, PairLines, bytes_of
 from m2n_comm.net import ExpertBatch, Senders
 from m2n_comm.pairing.hello import Identity
 from m2n_comm.rules import ExpertRules
@@ -84,7 +84,7 @@ class ExpertSide:
         me: Identity,
         *,
         attention_incarnations: Sequence[int | None],
-        lines: Lines,
+        lines: PairLines,
         table: ExpertTable,
         links: Sequence[LinkEmulation | None] = (),
         wait: WaitPolicy = "block",
@@ -125,7 +125,7 @@ class ExpertSide:
         self.use(lines)
         self.set_table(table)
 
-    def use(self, lines: Lines) -> None:
+    def use(self, lines: PairLines) -> None:
         """Send and receive over `lines` from now on."""
         self.lines = lines
         self._in_place = lines if isinstance(lines, InPlaceLines) else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from m2n_comm.host.frames.native import copy_request
 from m2n_comm.host.frames.records import Record
-from m2n_comm.host.frames.windows import Window
+from m2n_comm.host.frames.windows import FrameWindow
 from m2n_comm.net import NetShape
 from m2n_comm.payload import unpack_rows
 
@@ -22,7 +22,7 @@ class Taken(NamedTuple):
     """A request that was checked; `is_placed`: its hidden rows are in the buffer already."""
 
     record: Record
-    window: Window
+    window: FrameWindow
     num_rows: int
     is_placed: bool
 
@@ -91,7 +91,7 @@ class Join:
             low += num_rows
         return self.buffers.first(low)
 
-    def _widen(self, window: Window, low: int, num_rows: int) -> None:
+    def _widen(self, window: FrameWindow, low: int, num_rows: int) -> None:
         """Copy hidden rows out of a window, in the compute dtype."""
         rows, out = window.first(num_rows), self.buffers.hidden[low : low + num_rows]
         if window.scales is not None:

@@ -17,8 +17,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from m2n_comm.host.frames.records import Port
-from m2n_comm.host.frames.windows import PairLayout, PairWindows, Window
+from m2n_comm.host.frames.records import FramePort
+from m2n_comm.host.frames.windows import FrameWindow, PairLayout, PairWindows
 from m2n_comm.pairing.hello import NodeRole, other_role
 from m2n_comm.waits import Hop
 from topspin.errors import StaleFrame
@@ -27,17 +27,17 @@ from topspin.messages import StepTicket
 _MAX_POLLERS = 64
 
 
-class Lines(Protocol):
+class PairLines(Protocol):
     """All pairs of one node. A (peer, micro-batch) has at most one frame in flight each way."""
 
     @property
     def registered_bytes(self) -> int:
         """Return the bytes of all windows of this node."""
 
-    def outbox(self, peer: int, micro_batch: int) -> Window:
+    def outbox(self, peer: int, micro_batch: int) -> FrameWindow:
         """Return the window whose content send() publishes."""
 
-    def inbox(self, peer: int, micro_batch: int) -> Window:
+    def inbox(self, peer: int, micro_batch: int) -> FrameWindow:
         """Return the window that receive() waits for."""
 
     def begin(self, ticket: StepTicket) -> None:
@@ -60,7 +60,7 @@ class Lines(Protocol):
     def arrived(self, peer: int, micro_batch: int) -> bool:
         """Return whether receive() would return without waiting."""
 
-    def port(self, peer: int, micro_batch: int) -> Port | None:
+    def port(self, peer: int, micro_batch: int) -> FramePort | None:
         """Return how compiled code sends and receives; None: it should not be in a recording."""
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Lines(Protocol):
 
 
 @runtime_checkable
-class InPlaceLines(Lines, Protocol):
+class InPlaceLines(PairLines, Protocol):
     """Lines that can also send rows from where they are."""
 
     def send_from(self, hop: Hop, rows: int, sequence: int, hidden: Sequence[memoryview]) -> None:
@@ -103,20 +103,20 @@ class NodeLines:
         num_micro_batches = layout.shape.num_micro_batches
         self.consumed = {peer: array("Q", bytes(8 * num_micro_batches)) for peer in pairs}
 
-    def outbox(self, peer: int, micro_batch: int) -> Window:
+    def outbox(self, peer: int, micro_batch: int) -> FrameWindow:
         """Return the window that the peer reads."""
         return self._outbox[peer][micro_batch]
 
-    def inbox(self, peer: int, micro_batch: int) -> Window:
+    def inbox(self, peer: int, micro_batch: int) -> FrameWindow:
         """Return the window that the peer's frames arrive in."""
         return self._inbox[peer][micro_batch]
 
     def begin(self, ticket: StepTicket) -> None:
         """Do nothing: most transports know no steps."""
 
-    def port(self, peer: int, micro_batch: int) -> Port | None:
+    def port(self, peer: int, micro_batch: int) -> FramePort | None:
         """Return an empty port: most transports need Python for every frame."""
-        return Port()
+        return FramePort()
 
     def drop_windows(self) -> None:
         """Drop all views; the last one may unmap the memory."""

@@ -17,7 +17,7 @@ from m2n_comm.emulate import LinkEmulation
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.frames.memory_order import consume, publish
-from m2n_comm.host.frames.records import Port
+from m2n_comm.host.frames.records import FramePort
 from m2n_comm.host.frames.windows import PairLayout, PairWindows, private_memory
 from m2n_comm.host.lines import NodeLines
 from m2n_comm.net import NetShape, Serve
@@ -212,7 +212,7 @@ class LocalLines(NodeLines):
         if not attends:  # both ends share the windows of a pair; the attention end counts them
             self.registered_bytes = 0
 
-    def port(self, peer: int, micro_batch: int) -> Port | None:
+    def port(self, peer: int, micro_batch: int) -> FramePort | None:
         """Return None: threads take turns here, and a recording's threads would not."""
         return None
 

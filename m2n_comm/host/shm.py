@@ -14,7 +14,6 @@ sometimes the sockets: for a node with a separate core, which is always awake. C
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import mmap
 import os
@@ -25,15 +24,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from m2n_comm.host.frames.memory_order import check_platform, consume, fall_asleep, publish_fenced
-from m2n_comm.host.frames.records import Port
+from m2n_comm.host.frames.records import FramePort
 from m2n_comm.host.frames.windows import PairLayout, PairWindows
 from m2n_comm.host.lines import NodeLines, Watches
 from m2n_comm.pairing.handshake import Meeting
 from m2n_comm.pairing.hello import Identity, NodeRole, PairHello
+from m2n_comm.sealed_memory import make_sealed, map_sealed
 from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
-from topspin.errors import FrameError, PeerLost
+from topspin.errors import PeerLost
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _LOOKS_PER_POLL = 2000
 
@@ -58,10 +57,8 @@ class ShmPair(NamedTuple):
 def create_handles(layout: PairLayout) -> PairHandles:
     """Return new, zeroed memory of the pair's size, sealed against resizing, and its bells."""
     with contextlib.ExitStack() as undo:
-        memory = os.memfd_create("topspin-m2n", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        memory = make_sealed(layout.total_bytes)
         undo.callback(os.close, memory)
-        os.ftruncate(memory, layout.total_bytes)
-        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         expert_bell = os.eventfd(0, flags)
         undo.callback(os.close, expert_bell)
@@ -72,12 +69,8 @@ def create_handles(layout: PairLayout) -> PairHandles:
 
 def map_handles(layout: PairLayout, memory: int) -> PairWindows:
     """Map a pair's memory, every page present. Raises FrameError if a peer could resize it."""
-    size = os.fstat(memory).st_size
-    if size != layout.total_bytes:
-        raise FrameError(f"shared windows: {size} bytes, expected {layout.total_bytes}")
-    if fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise FrameError("shared windows: the memory is not sealed against resizing")
-    return layout.map(mmap.mmap(memory, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    return layout.map(map_sealed(memory, layout.total_bytes, flags=flags))
 
 
 class ShmForming:
@@ -164,7 +157,7 @@ class ShmLines(NodeLines):
             os.eventfd_write(self._peer_bells[hop.peer], 1)
 
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
-        """Wait for the next frame of hop.peer; see Lines.receive."""
+        """Wait for the next frame of hop.peer; see PairLines.receive."""
         if not self.arrived(hop.peer, hop.micro_batch):
             if self._spins:
                 self._spin_for(hop, awaited)
@@ -180,11 +173,11 @@ class ShmLines(NodeLines):
         flag = self._inbox[peer][micro_batch].flag
         return consume(flag) != self.consumed[peer][micro_batch]
 
-    def port(self, peer: int, micro_batch: int) -> Port | None:
+    def port(self, peer: int, micro_batch: int) -> FramePort | None:
         """Return the words of both windows and the peer's bell."""
         outbox, inbox = self._outbox[peer][micro_batch], self._inbox[peer][micro_batch]
         consumed = self.consumed[peer]
-        return Port(
+        return FramePort(
             out_flag=outbox.flag_at,
             out_is_awake=outbox.reader_is_awake_at,
             bell=self._peer_bells[peer],

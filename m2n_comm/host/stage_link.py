@@ -25,7 +25,7 @@ from m2n_comm.host.frames.wire import (
     read_header,
     write_header,
 )
-from m2n_comm.host.lines import Lines, NodeLines
+from m2n_comm.host.lines import NodeLines, PairLines
 from m2n_comm.net import NO_TIMES, NetTimes
 from m2n_comm.pairing.hello import Identity
 from m2n_comm.rules import NetRules
@@ -47,7 +47,7 @@ class StageLink:
         *,
         peer: int,
         incarnation: int,
-        lines: Lines,
+        lines: PairLines,
         link: LinkEmulation | None,
         wait: WaitPolicy,
     ) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.cpu.compiled.runtime import make_callable
 from kernels.frame_header import FrameHeader
-from m2n_comm.host.frames.records import Port
+from m2n_comm.host.frames.records import FramePort
 from m2n_comm.host.frames.tcp_frames import (
     CODED,
     ENDED,
@@ -41,7 +41,7 @@ from m2n_comm.host.frames.tcp_frames import (
     accept_frame,
     read_line,
 )
-from m2n_comm.host.frames.windows import PairLayout, Window, private_memory
+from m2n_comm.host.frames.windows import FrameWindow, PairLayout, private_memory
 from m2n_comm.host.frames.wire import (
     SEAL_AT,
     check_seal,
@@ -104,7 +104,7 @@ class _Line:
     def __init__(
         self,
         pair: TcpPair,
-        inbox: tuple[Window, ...],
+        inbox: tuple[FrameWindow, ...],
         *,
         row_bytes: int,
         rows: int,
@@ -258,7 +258,7 @@ class TcpLines(NodeLines):
                 raise lost(self.peer_role, hop.peer, hop) from error
 
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
-        """Wait for the next frame of hop.peer; see Lines.receive."""
+        """Wait for the next frame of hop.peer; see PairLines.receive."""
         line = self._lines[hop.peer]
         while not self.arrived(hop.peer, hop.micro_batch):
             line.read()
@@ -276,11 +276,11 @@ class TcpLines(NodeLines):
         """Return whether a whole frame lies in the inbox, or where its rows were to go."""
         return self._inbox[peer][micro_batch].flag[0] != self.consumed[peer][micro_batch]
 
-    def port(self, peer: int, micro_batch: int) -> Port | None:
+    def port(self, peer: int, micro_batch: int) -> FramePort | None:
         """Return the words of the inbox and of the connection."""
         inbox, words = self._inbox[peer][micro_batch], self._lines[peer].words
         consumed = self.consumed[peer]
-        return Port(
+        return FramePort(
             in_flag=inbox.flag_at,
             in_is_awake=inbox.reader_is_awake_at,
             consumed=consumed.buffer_info()[0] + consumed.itemsize * micro_batch,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from m2n_comm.host.frames.windows import PairLayout, PairWindows, Window, private_memory
+from m2n_comm.host.frames.windows import FrameWindow, PairLayout, PairWindows, private_memory
 from topspin.errors import ConfigError, FrameError, PeerLost
 
 _MEMORY = "DRAM"
@@ -166,7 +166,7 @@ class NixlPeer:
             _keep_forever(self._memory)
         return clean
 
-    def _prepare(self, agent: Agent, window: Window, keys: PairKeys) -> list[Handle]:
+    def _prepare(self, agent: Agent, window: FrameWindow, keys: PairKeys) -> list[Handle]:
         writes = []
         for rows in self.buckets:
             pieces = _pieces(window, rows)
@@ -240,7 +240,7 @@ def row_buckets(window_rows: int) -> tuple[int, ...]:
     return tuple(sorted(buckets))
 
 
-def _pieces(window: Window, rows: int) -> list[tuple[int, int]]:
+def _pieces(window: FrameWindow, rows: int) -> list[tuple[int, int]]:
     """Return (address, bytes) of header and `rows` rows, joined where at most a line apart."""
     pieces: list[tuple[int, int]] = []
     for view in [window.header, *window.payload(rows)]:

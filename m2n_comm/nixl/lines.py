@@ -47,7 +47,7 @@ class NixlPair(NamedTuple):
     bell: bool
 
 
-class Note(NamedTuple):
+class WriteNote(NamedTuple):
     """One notification: a frame of `peer` is in its window."""
 
     peer: int
@@ -56,7 +56,7 @@ class Note(NamedTuple):
 
 
 class NixlLines(NodeLines):
-    """All pairs of one node; implements lines.Lines. Invariants, by (peer, micro-batch):
+    """All pairs of one node; implements lines.PairLines. Invariants, by (peer, micro-batch):
 
     `_published` is the newest sequence notified, `_posted` holds the writes that were incomplete at
     the last poll.
@@ -112,7 +112,7 @@ class NixlLines(NodeLines):
         self._settle(hop, end_s=hop.deadline_s if stays else time.monotonic() + _STAY_S)
 
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
-        """Wait for the next frame of hop.peer; see Lines.receive."""
+        """Wait for the next frame of hop.peer; see PairLines.receive."""
         if not self._look(hop.peer, hop):
             self._wait(hop, awaited)
         self.advance(hop, self._published[hop.peer][hop.micro_batch])
@@ -126,7 +126,7 @@ class NixlLines(NodeLines):
             return self._look(peer, Hop(peer, micro_batch, 0, 0.0))
         return False
 
-    def file(self, notes: list[Note]) -> None:
+    def file(self, notes: list[WriteNote]) -> None:
         """Record the frames that have arrived. Raises FrameError for an unknown window."""
         for note in notes:
             published = self._published[note.peer]
@@ -235,7 +235,9 @@ class NixlLines(NodeLines):
                 raise lost(self.peer_role, peer, hop)
 
 
-def notes_of(notified: dict[str, list[bytes]], peer_named: dict[str | None, int]) -> list[Note]:
+def notes_of(
+    notified: dict[str, list[bytes]], peer_named: dict[str | None, int]
+) -> list[WriteNote]:
     """Return the notes of known peers; those of others (earlier incarnations) are ignored."""
     notes = []
     for name, messages in notified.items():
@@ -245,7 +247,7 @@ def notes_of(notified: dict[str, list[bytes]], peer_named: dict[str | None, int]
         for message in messages:
             if len(message) != NOTE.size:
                 raise FrameError(f"nixl: a notification of {name} has {len(message)} bytes")
-            notes.append(Note(peer, *NOTE.unpack(message)))
+            notes.append(WriteNote(peer, *NOTE.unpack(message)))
     return notes
 
 

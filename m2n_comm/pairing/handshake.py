@@ -148,40 +148,25 @@ class Reader:
         return int(body_bytes)
 
 
-class _Introduction:
-    """An attention node's proof of its key to one expert node, and the expert node's."""
+def _advance_proof(reader: Reader, agreement: Agreement) -> Session | None:
+    """Read what is there; return the session once both ends have proved their keys.
 
-    def __init__(self, name: str, sock: socket.socket, agreement: Agreement) -> None:
-        self._name = name
-        self._agreement = agreement
-        self._reader = Reader(sock)
-
-    def advance(self) -> Session | None:
-        """Read what is there; return the session once both have proved their keys.
-
-        Raises UntrustedPeer, FrameError, PeerLost.
-        """
-        reader = self._reader
-        try:
-            message = reader.advance()
-            if message is None:
-                return None
-            if isinstance(message, PairRefusal):
-                raise _refusal(message)
-            if reader.session is None and isinstance(message, KeyOffer):
-                reader.session = self._agreement.agree(message)
-            elif reader.session is not None and isinstance(message, KeyProof):
-                send_message(reader.sock, KeyProof(), session=reader.session)
-                return reader.session
-            else:
-                raise UntrustedPeer("it offers no key, and this node has keys")
-        except BlockingIOError:
-            return None
-        except TransportError as error:
-            raise type(error)(f"{self._name}: {error}") from error
-        except OSError as error:
-            raise PeerLost(f"{self._name}: {error.strerror} in the handshake") from error
+    Raises UntrustedPeer, FrameError, PeerLost, OSError.
+    """
+    try:
+        message = reader.advance()
+    except BlockingIOError:
         return None
+    if isinstance(message, PairRefusal):
+        raise _refusal(message)
+    if reader.session is None and isinstance(message, KeyOffer):
+        reader.session = agreement.agree(message)
+    elif reader.session is not None and isinstance(message, KeyProof):
+        send_message(reader.sock, KeyProof(), session=reader.session)
+        return reader.session
+    elif message is not None:
+        raise UntrustedPeer("it offers no key, and this node has keys")
+    return None
 
 
 def introduce(
@@ -192,32 +177,39 @@ def introduce(
     Returns a session for each. Raises UntrustedPeer naming the address of one that does not,
     DeadlineExceeded, PeerLost, the errors of `check`.
     """
-    agreements = {expert: trust.begin("attention") for expert in socks}
-    waiting: dict[int, tuple[int, _Introduction]] = {}
+    waiting: dict[int, tuple[int, Reader, Agreement]] = {}
+    found: dict[int, Session] = {}
     poller = select.poll()
-    for expert, sock in socks.items():
-        name = f"expert {expert} at {address_of(sock)}"
+
+    def advance(expert: int, reader: Reader, agreement: Agreement, *, begins: bool = False) -> None:
+        """Take the next step of an expert node's proof, whose errors name it."""
+        name = f"expert {expert} at {address_of(reader.sock)}"
         try:
-            send_message(sock, agreements[expert].offer)
+            if begins:
+                send_message(reader.sock, agreement.offer)
+            elif (session := _advance_proof(reader, agreement)) is not None:
+                found[expert] = session
+        except TransportError as error:
+            raise type(error)(f"{name}: {error}") from error
         except OSError as error:
-            raise PeerLost(f"{name}: {error.strerror}") from error
+            raise PeerLost(f"{name}: {error.strerror} in the handshake") from error
+
+    for expert, sock in socks.items():
+        waiting[sock.fileno()] = one = (expert, Reader(sock), trust.begin("attention"))
+        advance(*one, begins=True)
         sock.setblocking(False)
         poller.register(sock, select.POLLIN)
-        waiting[sock.fileno()] = (expert, _Introduction(name, sock, agreements[expert]))
-    found: dict[int, Session] = {}
     while waiting:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            missing = sorted(expert for expert, _ in waiting.values())
+            missing = sorted(expert for expert, *_ in waiting.values())
             raise DeadlineExceeded(f"experts {missing} did not answer the handshake")
         events = poller.poll(min(left_s, CHECK_INTERVAL_S) * 1000 + 1)
         if not events:
             check()
         for fd, _ in events:
-            expert, introduction = waiting[fd]
-            session = introduction.advance()
-            if session is not None:
-                found[expert] = session
+            advance(*waiting[fd])
+            if waiting[fd][0] in found:
                 poller.unregister(fd)
                 del waiting[fd]
     for sock in socks.values():
@@ -276,13 +268,13 @@ def ask(
         if not isinstance(message, PairHello):
             raise FrameError(f"expert {want.expert}: its first message is no hello")
         check_hello(message, want)
-    except TimeoutError as error:
+    except BaseException as error:
         reader.close_fds()
-        raise DeadlineExceeded(f"expert {want.expert} did not answer the handshake") from error
-    except OSError as error:
-        reader.close_fds()
-        raise PeerLost(f"expert {want.expert}: {error.strerror} in the handshake") from error
-    except BaseException:
-        reader.close_fds()
+        if isinstance(error, TimeoutError):
+            text = f"expert {want.expert} did not answer the handshake"
+            raise DeadlineExceeded(text) from error
+        if isinstance(error, OSError):
+            text = f"expert {want.expert}: {error.strerror} in the handshake"
+            raise PeerLost(text) from error
         raise
     return Meeting(sock, message, tuple(reader.fds), session)

@@ -29,7 +29,7 @@ from topspin.errors import (
     Overloaded,
     PeerLost,
     ProtocolError,
-    StepFailed,
+    StepUnfinished,
     TopspinError,
     VersionMismatch,
 )
@@ -434,7 +434,14 @@ class EngineClient:
 def _typed_error(failed: RequestFailed, grammar_field: str) -> TopspinError:
     """Return the error that a RequestFailed stands for, in terms of the client's fields."""
     if failed.status != 400:
-        for kind in (NotFound, EngineUnavailable, Overloaded, NodeLost, StepFailed, ProtocolError):
+        for kind in (
+            NotFound,
+            EngineUnavailable,
+            Overloaded,
+            NodeLost,
+            StepUnfinished,
+            ProtocolError,
+        ):
             if (kind.code, kind.status) == (failed.code, failed.status):
                 return kind(failed.message)
         return EngineError(failed.message)

@@ -23,7 +23,7 @@ from topspin.errors import (
     NotFound,
     Overloaded,
     RequestError,
-    StepFailed,
+    StepUnfinished,
     TopspinError,
 )
 
@@ -47,7 +47,7 @@ HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed
 # Messages for clients; the errors' own texts may name processes, hosts and exceptions.
 PUBLIC_MESSAGES = {
     NodeLost.code: "a node that held the request was lost",
-    StepFailed.code: "a step that carried the request failed",
+    StepUnfinished.code: "a step that carried the request failed",
     EngineError.code: "the engine could not serve the request",
 }
 

@@ -399,7 +399,7 @@ class Service:
             case StepFailed() as failed:
                 self._name_cause(member, failed.code)
                 reason = f"step {failed.step} failed on {member}: {failed.message} ({failed.code})"
-                self._faults.step_failed(failed.generation, errors.StepFailed(reason))
+                self._faults.step_failed(failed.generation, errors.StepUnfinished(reason))
             case Goodbye() as goodbye:
                 self._name_cause(member, goodbye.code)
                 reason = f"{member} left: {goodbye.message} ({goodbye.code})"
@@ -483,7 +483,7 @@ class Service:
         self._log.error("the engine has failed: %s", error)
         # Requests get their own error before their gateway is told that the engine has failed.
         if self._policy is not None:
-            cause = error if isinstance(error, EngineError) else errors.StepFailed(str(error))
+            cause = error if isinstance(error, EngineError) else errors.StepUnfinished(str(error))
             self._gateways.deliver(self._policy.fail_all(cause))
         self._gateways.set_state("failed", str(error))
         self._events.extend(self._channel.poll(0))

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.frames.records import Port
-from m2n_comm.host.frames.windows import Window
+from m2n_comm.host.frames.records import FramePort
+from m2n_comm.host.frames.windows import FrameWindow
 from m2n_comm.host.frames.wire import read_header, write_header
-from m2n_comm.host.lines import Lines
+from m2n_comm.host.lines import PairLines
 from m2n_comm.waits import Hop
 from topspin.messages import StepTicket
 
@@ -86,7 +86,7 @@ class FaultInjector:
 class FaultyLines:
     """Lines whose send() applies the injector's script; other calls are passed on."""
 
-    def __init__(self, inner: Lines, injector: FaultInjector) -> None:
+    def __init__(self, inner: PairLines, injector: FaultInjector) -> None:
         self._inner = inner
         self._injector = injector
         self._held: list[tuple[Hop, int, int]] = []
@@ -96,11 +96,11 @@ class FaultyLines:
         """Return the inner lines' bytes."""
         return self._inner.registered_bytes
 
-    def outbox(self, peer: int, micro_batch: int) -> Window:
+    def outbox(self, peer: int, micro_batch: int) -> FrameWindow:
         """Return the inner window."""
         return self._inner.outbox(peer, micro_batch)
 
-    def inbox(self, peer: int, micro_batch: int) -> Window:
+    def inbox(self, peer: int, micro_batch: int) -> FrameWindow:
         """Return the inner window."""
         return self._inner.inbox(peer, micro_batch)
 
@@ -145,9 +145,9 @@ class FaultyLines:
         """Ask the inner lines."""
         return self._inner.arrived(peer, micro_batch)
 
-    def port(self, peer: int, micro_batch: int) -> Port:
+    def port(self, peer: int, micro_batch: int) -> FramePort:
         """Return an empty port: every frame must pass send()."""
-        return Port()
+        return FramePort()
 
     def close(self) -> None:
         """Close the inner lines; a frame held back is never sent."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from topspin.devices import (
-    Nodes,
+    NodePlaces,
     Place,
     assign_devices,
     auto_micro_batches,
@@ -19,9 +19,11 @@ from topspin.devices import (
 from topspin.errors import ConfigError
 
 
-def nodes(attention: str, experts: str, *, num_attention: int = 1, num_experts: int = 1) -> Nodes:
+def nodes(
+    attention: str, experts: str, *, num_attention: int = 1, num_experts: int = 1
+) -> NodePlaces:
     """Return nodes on these devices; "interpreted" is the CPU with Triton's kernels."""
-    return Nodes(num_attention, num_experts, place(attention), place(experts))
+    return NodePlaces(num_attention, num_experts, place(attention), place(experts))
 
 
 def place(device: str) -> Place:
@@ -30,7 +32,7 @@ def place(device: str) -> Place:
     return Place(device, "cpu" if device == "cpu" else "triton")
 
 
-def join(asked: Nodes, transport: str) -> None:
+def join(asked: NodePlaces, transport: str) -> None:
     """Check whether `transport` joins the devices that the nodes get."""
     devices = assign_devices(asked, transport=transport)
     check_transport(

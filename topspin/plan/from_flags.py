@@ -13,8 +13,8 @@ from topspin.cores import DEFAULT_LAYOUT, LayoutChoice, split_cores
 from topspin.devices import (
     CPU,
     KernelName,
+    NodePlaces,
     NodeRole,
-    Nodes,
     Place,
     assign_devices,
     auto_micro_batches,
@@ -131,7 +131,7 @@ def resolve(
     return plan
 
 
-def _nodes(short: Shorthand, model: ModelFacts, *, deterministic: bool) -> Nodes:
+def _nodes(short: Shorthand, model: ModelFacts, *, deterministic: bool) -> NodePlaces:
     """Return how many nodes of each role there are and where they compute.
 
     A dense model has no expert nodes. Raises ConfigError for more than have something to do.
@@ -156,7 +156,7 @@ def _nodes(short: Shorthand, model: ModelFacts, *, deterministic: bool) -> Nodes
         )
     if deterministic and kernels is None:
         kernels = "deterministic"
-    return Nodes(
+    return NodePlaces(
         short.attention_nodes,
         num_experts,
         _place(attention, kernels),
@@ -168,7 +168,7 @@ def _place(device: str, kernels: KernelName | None) -> Place:
     return Place(device, kernels or ("cpu" if device == CPU else "triton"))
 
 
-def _precision(short: Shorthand, model: ModelFacts, nodes: Nodes) -> Rules:
+def _precision(short: Shorthand, model: ModelFacts, nodes: NodePlaces) -> Rules:
     """Return the rules asked for, by default the checkpoint's own: each role by its kernels."""
     if short.quantization is not None:
         return rules_of(short.quantization)
@@ -183,7 +183,7 @@ def _precision(short: Shorthand, model: ModelFacts, nodes: Nodes) -> Rules:
 
 def _equal_nodes(
     asked: Mapping[str, Any],
-    nodes: Nodes,
+    nodes: NodePlaces,
     short: Shorthand,
     model: ModelFacts,
     cores: Sequence[int],
@@ -215,7 +215,7 @@ def _equal_nodes(
     return [*attention, *experts]
 
 
-def _num_copies(short: Shorthand, nodes: Nodes, model: ModelFacts) -> int:
+def _num_copies(short: Shorthand, nodes: NodePlaces, model: ModelFacts) -> int:
     """Return the slots for second copies, which must fit those that expert nodes can have."""
     most = model.num_experts * (nodes.num_experts - 1) if nodes.num_experts else 0
     if short.redundant_experts > most:
@@ -226,7 +226,7 @@ def _num_copies(short: Shorthand, nodes: Nodes, model: ModelFacts) -> int:
     return short.redundant_experts
 
 
-def _drafts(asked: Mapping[str, Any], nodes: Nodes, count: int) -> list[DraftNode]:
+def _drafts(asked: Mapping[str, Any], nodes: NodePlaces, count: int) -> list[DraftNode]:
     """Return equal draft nodes on the CPU, each with room for the texts of all that ask it."""
     if not count:
         return []

@@ -68,7 +68,7 @@ class ProgressWord:
         self.set(self._state)
 
 
-class Progress(NamedTuple):
+class ProgressReading(NamedTuple):
     """A word that was read: the process, when it began, its state, how long ago it got on."""
 
     pid: int
@@ -77,7 +77,7 @@ class Progress(NamedTuple):
     age_s: float
 
 
-def read_progress(path: Path) -> Progress:
+def read_progress(path: Path) -> ProgressReading:
     """Return the word in a file. Raises ConfigError if there is none."""
     try:
         with open(path, "rb") as file:
@@ -88,10 +88,10 @@ def read_progress(path: Path) -> Progress:
         pid = began = state = at_ns = 0
     if not 0 < pid <= _MAX_PID or state >= len(_STATES):
         raise ConfigError(f"progress file {path}: it is not one")
-    return Progress(pid, began, _STATES[state], (time.monotonic_ns() - at_ns) / 1e9)
+    return ProgressReading(pid, began, _STATES[state], (time.monotonic_ns() - at_ns) / 1e9)
 
 
-def trouble(found: Progress, *, ready: bool, within_s: float) -> str | None:
+def trouble(found: ProgressReading, *, ready: bool, within_s: float) -> str | None:
     """Return why a process is not alive (or, if asked, not ready); None: it is.
 
     A process that works must have got on `within_s`; before it is ready that has no limit, since

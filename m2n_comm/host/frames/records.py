@@ -15,7 +15,7 @@ import torch
 from kernels.frame_header import NUM_WORDS, word
 from m2n_comm.emulate import LinkShaper
 from m2n_comm.host.frames.tcp_frames import IS_PLACED
-from m2n_comm.host.frames.windows import PairLayout, Window
+from m2n_comm.host.frames.windows import FrameWindow, PairLayout
 from m2n_comm.host.frames.wire import REQUEST, payload_code
 from m2n_comm.net import NetShape
 
@@ -69,7 +69,7 @@ ROWS, NUM_PARTS, EXPERT = map(word, ("rows", "num_parts", "expert"))
 MAX_RUNS = 128
 
 
-class Port(NamedTuple):
+class FramePort(NamedTuple):
     """One micro-batch's windows of a pair, for compiled code: addresses of 64-bit words.
 
     The flags of outbox and inbox, whether their readers are awake, and the sequence consumed last;
@@ -107,10 +107,10 @@ class Record:
         header: tuple[int, int, int],
         incarnations: tuple[int, int],
         *,
-        outbox: Window,
-        inbox: Window,
+        outbox: FrameWindow,
+        inbox: FrameWindow,
         count: array[int],
-        port: Port | None = None,
+        port: FramePort | None = None,
         shaper: LinkShaper | None = None,
         sends_all: bool = False,
         in_place: bool = False,

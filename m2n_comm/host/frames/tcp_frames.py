@@ -30,7 +30,7 @@ from kernels.cpu.simd.system import (
 )
 from kernels.frame_header import NUM_WORDS, word
 from m2n_comm.host.frames.codes import CODE, add_to_code, begin_code, finish_code, make
-from m2n_comm.host.frames.windows import Window
+from m2n_comm.host.frames.windows import FrameWindow
 from m2n_comm.host.frames.wire import HEADER_BYTES, MAX_PARTS, SEAL_AT
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class LineWords:
     def __init__(
         self,
         sock: socket.socket,
-        inbox: Sequence[Window],
+        inbox: Sequence[FrameWindow],
         *,
         window_rows: int,
         row_bytes: int,

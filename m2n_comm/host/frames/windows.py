@@ -104,7 +104,7 @@ class PairLayout:
             offset += self.answer_bytes
         return PairWindows(tuple(requests), tuple(answers))
 
-    def _window(self, memory: mmap.mmap, offset: int, *, routing: bool) -> Window:
+    def _window(self, memory: mmap.mmap, offset: int, *, routing: bool) -> FrameWindow:
         rows = self.shape.window_rows if routing else self.shape.answer_rows
         columns = self._request_columns if routing else self._answer_columns
         view = memoryview(memory)
@@ -115,10 +115,10 @@ class PairLayout:
         for column in columns:
             size = rows * column.row_bytes
             tensors[column.name] = _tensor(memory, start, (rows, column.width), column.dtype)
-            fields.append(Field(view[start : start + size], column.row_bytes, base + start))
+            fields.append(WindowField(view[start : start + size], column.row_bytes, base + start))
             start += _aligned(size)
         header = view[offset + _LINE_BYTES : offset + _LINE_BYTES + HEADER_BYTES]
-        return Window(
+        return FrameWindow(
             flag=word_at(view, offset),
             reader_is_awake=word_at(view, offset + WORD_BYTES),
             header=header,
@@ -133,7 +133,7 @@ class PairLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class WindowField:
     """The bytes of one payload field of a window, at `address`, `row_bytes` each row."""
 
     data: memoryview
@@ -154,7 +154,7 @@ class WindowRows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FrameWindow:
     """Views over one window. slots [W, K] int32 and weights [W, K] fp32 on requests only.
 
     hidden [W, H] in the dtype that is sent, with scales [W, 1] fp32 if it is compressed; `fields`
@@ -170,7 +170,7 @@ class Window:
     slots: torch.Tensor | None
     weights: torch.Tensor | None
     hidden: torch.Tensor
-    fields: tuple[Field, ...]
+    fields: tuple[WindowField, ...]
     scales: torch.Tensor | None = None
     _views: dict[int, WindowRows] = field(default_factory=dict)
     _payloads: dict[int, list[memoryview]] = field(default_factory=dict)
@@ -215,8 +215,8 @@ class Window:
 class PairWindows:
     """The windows of one pair, indexed by micro-batch."""
 
-    requests: tuple[Window, ...]
-    answers: tuple[Window, ...]
+    requests: tuple[FrameWindow, ...]
+    answers: tuple[FrameWindow, ...]
 
 
 def private_memory(layout: PairLayout) -> mmap.mmap:

@@ -193,9 +193,6 @@ def test_a_table_that_does_not_fit_is_refused() -> None:
     net = make_net(2)
     with pytest.raises(ProtocolError, match="2 layers over 3 nodes, expected 2 over 2"):
         net.set_table(make_table(net.shape, 3))
-    short = ExpertTable(version=2, num_experts=2, slots=(((0,), (0,)),) * 2)
-    with pytest.raises(ProtocolError, match="missing"):
-        net.set_table(short)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +212,6 @@ def test_what_does_not_fit_a_step_is_refused() -> None:
     net = make_net()
     shape = net.shape
     rows = random_rows(shape, 3, seed=1)
-    with pytest.raises(ProtocolError, match="takes no part"):
-        net.begin(make_ticket(1, participants=(1,)))
-    with pytest.raises(ProtocolError, match="5 micro-batches, windows for 4"):
-        net.begin(make_ticket(1, m=5))
     net.begin(make_ticket(1))
     net.dispatch(0, 0, *rows)
     with pytest.raises(ProtocolError, match="micro-batch 0 of step 1 is still in the air"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.frame_header import FrameHeader
-from m2n_comm.host.frames.windows import PairLayout, Window
+from m2n_comm.host.frames.windows import FrameWindow, PairLayout
 from m2n_comm.host.frames.wire import HEADER_BYTES, REQUEST, read_header, seal, write_header
 from m2n_comm.host.tcp import TcpLines, TcpPair
 from m2n_comm.net import NetShape
@@ -51,7 +51,9 @@ def hop(peer: int = 0, micro_batch: int = 0, *, timeout_s: float = 10.0) -> Hop:
     return Hop(peer, micro_batch, 5, time.monotonic() + timeout_s)
 
 
-def fill(lines: TcpLines, shape: NetShape, rows: int, *, mb: int = 0, sequence: int = 1) -> Window:
+def fill(
+    lines: TcpLines, shape: NetShape, rows: int, *, mb: int = 0, sequence: int = 1
+) -> FrameWindow:
     """Write a frame of `rows` rows into the outbox."""
     window = lines.outbox(0, mb)
     generator = torch.Generator().manual_seed(mb + sequence)

@@ -20,6 +20,7 @@ from topspin.errors import (
     Overloaded,
     PeerLost,
     ProtocolError,
+    StepUnfinished,
     TopspinError,
     VersionMismatch,
 )
@@ -166,6 +167,7 @@ async def test_a_refused_gateway_says_why_and_ends() -> None:
     [
         ("not_found", 404, NotFound),
         ("node_lost", 503, NodeLost),
+        ("step_failed", 503, StepUnfinished),
         ("something_new", 503, EngineError),
         ("something_new", 400, InvalidRequest),
     ],

@@ -18,7 +18,7 @@ from tests.mutations import damaged
 from topspin.errors import ConfigError
 from topspin.processes.progress_word import (
     FILE_VARIABLE,
-    Progress,
+    ProgressReading,
     ProgressWord,
     _began,
     read_progress,
@@ -39,7 +39,7 @@ from topspin.processes.progress_word import (
 def test_what_makes_a_process_alive_and_ready(
     state: str, age_s: float, alive: bool, ready: bool
 ) -> None:
-    found = Progress(os.getpid(), _began(os.getpid()), state, age_s)  # type: ignore[arg-type]
+    found = ProgressReading(os.getpid(), _began(os.getpid()), state, age_s)  # type: ignore[arg-type]
     assert (trouble(found, ready=False, within_s=10.0) is None) == alive
     assert (trouble(found, ready=True, within_s=10.0) is None) == ready
 

@@ -19,7 +19,7 @@ from tests.server.scheduler.nodes.failover_world import (
     SINGLE,
     World,
 )
-from topspin.errors import NodeLost, ProtocolError, StepFailed
+from topspin.errors import NodeLost, ProtocolError, StepUnfinished
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Stop, Welcome
 
 ENGINES: list[dict[str, Any]] = [
@@ -91,7 +91,7 @@ def disturb(world: World, rng: random.Random) -> bool:
     elif rng.random() < 0.3:
         is_late = rng.random() < 0.5
         generation = world.formation.generation - is_late
-        world.failover.step_failed(generation, StepFailed("a frame was lost"))
+        world.failover.step_failed(generation, StepUnfinished("a frame was lost"))
         return is_late
     elif rng.random() < 0.4 and not node.leaves:
         world.leave(member)
@@ -171,11 +171,11 @@ def test_what_cannot_be_done_without_is_waited_for_until_the_deadline(
 
 def test_a_failed_forming_is_tried_again_after_a_pause() -> None:
     world = World()
-    world.failover.step_failed(1, StepFailed("a frame was lost"))
+    world.failover.step_failed(1, StepUnfinished("a frame was lost"))
     for member in world.roster.places:
         world.react(member)
     assert sent(world, Reform) == world.roster.places
-    world.failover.step_failed(2, StepFailed("could not connect"))
+    world.failover.step_failed(2, StepUnfinished("could not connect"))
     world.react_all()
     assert len(sent(world, Reform)) == 4
     world.engine.now += 0.3
