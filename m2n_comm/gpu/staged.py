@@ -30,7 +30,7 @@ from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Stamps
 
-Net = TypeVar("Net", AttentionNet, ExpertNet)
+Net = TypeVar("Net", bound=AttentionNet | ExpertNet)
 
 
 def pinned(runtime: Runtime, rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -61,7 +61,7 @@ class _StagedRows:
 
 
 class _Staged(Generic[Net]):
-    """What both sides have of the net inside, which stamps the frames and knows the tables."""
+    """A net over `inner`, which stamps the frames and knows the tables."""
 
     inner: Net
 
