@@ -62,3 +62,11 @@ def test_stop_strings_lengths_and_logprobs_are_those_of_plain_decoding(
         together = answers(server, tiny.prompts, max_tokens=24, return_token_ids=True)
         assert [each["token_ids"] for each in together] == tiny.tokens
         assert accepted(server) > before + 40
+
+
+def test_a_draft_model_in_the_attention_nodes_process(tiny: Tiny, tmp_path: Path) -> None:
+    flags = ("--dtype", "float32", "--speculative-config", TREES % tiny.path)
+    with Server(tiny.path, tmp_path, *flags) as server:
+        found = answers(server, tiny.prompts, max_tokens=24, return_token_ids=True)
+        assert [each["token_ids"] for each in found] == tiny.tokens
+        assert accepted(server) > 40
