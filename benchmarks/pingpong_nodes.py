@@ -7,6 +7,7 @@ Knows no grid and no statistics (benchmarks.transport.pingpong).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -26,7 +27,6 @@ from m2n_comm.waits import Waits
 from models.checkpoints.weights import (
     AttentionWeights,
     ExpertLayerWeights,
-    ExpertWeights,
     LayerWeights,
 )
 from models.description.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
@@ -167,16 +167,16 @@ def make_runner(shape: Shape) -> ModelRunner:
 
 def make_experts(shape: Shape) -> Experts:
     """Return an expert node that holds all experts, with random weights."""
-    layers = [
+    layers: Iterator[ExpertLayerWeights] = (
         ExpertLayerWeights(
             gate_up=random_weight(shape.num_experts, 2 * shape.expert_size, shape.hidden_size),
             down=random_weight(shape.num_experts, shape.hidden_size, shape.expert_size),
         )
         for _ in range(shape.num_layers)
-    ]
+    )
     experts = Experts(
         model_config(shape),
-        ExpertWeights(layers=layers),
+        layers,
         select_ops("cpu", DTYPE),
         held=[list(range(shape.num_experts))] * shape.num_layers,
     )

@@ -1,4 +1,4 @@
-"""What a target asks of a draft node: whose answers count, and how long it waits for them."""
+"""Questions to a draft node: whose answers count, and how long a target waits for them."""
 
 from __future__ import annotations
 
