@@ -10,6 +10,7 @@ Implements spec_decode.forest.CachedModel; knows no tree's probabilities and no 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -231,12 +232,15 @@ class DraftModel:
 
     def _logits(self, rows: Slices) -> Tensor:
         """Return the logits f32[R, V] of the wanted rows, valid until the next pass."""
-        return self._steps.run(self._steps.place([rows], lambda: self._inputs(rows)), self._compute)
+        placed = self._steps.place([rows], lambda: self._inputs(rows))
+        return self._steps.run(placed, self._compute)
 
     def _compute(self, inputs: StepInputs, logits: Tensor) -> None:
         """Run all layers and write the logits f32[R, V] of the wanted rows."""
-        if self._slowdown is not None:
-            self._slowdown.begin()
+        with self._slowdown or nullcontext():
+            self._run_layers(inputs, logits)
+
+    def _run_layers(self, inputs: StepInputs, logits: Tensor) -> None:
         decoder, (part,) = self._decoder, inputs.parts
         residual = decoder.embed(inputs.tokens)
         delta: Tensor | None = None
@@ -250,8 +254,6 @@ class DraftModel:
         residual += delta
         if len(logits):
             decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
-        if self._slowdown is not None:
-            self._slowdown.end()
 
     def _routed(self, layer: Layer, moe_idx: int, normed: Tensor) -> Tensor:
         """Return the sum [T, H] of the routed experts of normed [T, H]."""

@@ -8,7 +8,8 @@ a GPU this only enqueues work, so a graph can hold it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from kernels.experts.layers import LayerExperts
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import ExpertBatch, NetShape, Senders
 from models.checkpoints.expert_reader import ExpertReader
-from models.checkpoints.weights import ExpertStream, ExpertWeights, take
+from models.checkpoints.weights import ExpertLayerWeights, ExpertStream
 from models.description.config import ModelConfig
 from topspin.plan.precision import UNQUANTISED, Format, Rules
 from topspin.plan.spec import NodeConfig
@@ -41,7 +42,7 @@ class Experts:
     def __init__(
         self,
         config: ModelConfig,
-        weights: ExpertWeights | Iterator[ExpertStream],
+        weights: Iterable[ExpertStream | ExpertLayerWeights],
         ops: Ops,
         *,
         held: Sequence[Sequence[int]],
@@ -73,7 +74,7 @@ class Experts:
             LayerExperts(idx, num_experts, top_k, precision) for idx in config.moe_layers
         ]
         layers: list[PackedExperts | None] = []
-        for read in take(weights.layers) if isinstance(weights, ExpertWeights) else weights:
+        for read in weights:
             layer = len(layers)
             mine = held[layer]
             pack = self._layers[layer].pack
@@ -118,20 +119,17 @@ class Experts:
         version = self._versions.use(batch.table_version)
         layer = version.layers[batch.layer]
         assert layer is not None, "no row comes for a layer without experts here"
-        if self.slowdown is not None:
-            self.slowdown.begin()
-        result = expert_layers.compute(
-            self._ops,
-            batch.hidden,
-            batch.slots,
-            batch.weights,
-            layer,
-            per_expert=self._per_expert_answers,
-        )
-        if self._counts:
-            self._ops.add_counts(version.counts[batch.layer], result.counts)
-        if self.slowdown is not None:
-            self.slowdown.end()
+        with self.slowdown or nullcontext():
+            result = expert_layers.compute(
+                self._ops,
+                batch.hidden,
+                batch.slots,
+                batch.weights,
+                layer,
+                per_expert=self._per_expert_answers,
+            )
+            if self._counts:
+                self._ops.add_counts(version.counts[batch.layer], result.counts)
         return result.out
 
     def warm_up(self, num_rows: Sequence[int] = (1,)) -> None:

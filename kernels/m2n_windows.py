@@ -119,25 +119,6 @@ class WindowShape:
         """Return the answer window that begins at `address`."""
         return AnswerWindow(*_places(address, self._answer_sizes))
 
-    def request_views(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return slots, weights, hidden, scales and header over u8 `memory` of a request."""
-        shapes = (
-            ((self.rows, self.top_k), torch.int32),
-            ((self.rows, self.top_k), torch.float32),
-            ((self.rows, self.hidden_size), self.wire),
-            ((self.rows,), torch.float32),
-            ((HEADER_WORDS,), torch.int64),
-        )
-        return _views(memory, self._request_sizes, shapes)
-
-    def answer_views(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return hidden and header over u8 `memory` of an answer."""
-        shapes = (
-            ((self.rows, self.hidden_size), self.answer),
-            ((HEADER_WORDS,), torch.int64),
-        )
-        return _views(memory, self._answer_sizes, shapes)
-
 
 def _places(address: int, sizes: tuple[int, ...]) -> list[int]:
     places = []
@@ -145,16 +126,6 @@ def _places(address: int, sizes: tuple[int, ...]) -> list[int]:
         places.append(address)
         address += _aligned(size)
     return places
-
-
-def _views(
-    memory: Tensor, sizes: tuple[int, ...], shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-) -> tuple[Tensor, ...]:
-    starts = _places(0, sizes)
-    return tuple(
-        memory[start : start + size].view(dtype).view(shape)
-        for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=True)
-    )
 
 
 class Control:

@@ -193,9 +193,9 @@ class Forest:
         tokens = 1.0 + sum(math.exp(weight) for _, weight in best)
         if not own.tree.is_expanded(ROOT):
             return Prospects(tokens, self._best_share)
-        leaves = [weight for node, weight in best[:-1] if not own.tree.is_expanded(node)]
-        if len(best) < at_most:
-            leaves += [weight for node, weight in best[-1:] if not own.tree.is_expanded(node)]
+        # What follows the last node of a whole draft is no better than that one.
+        inner = best if len(best) < at_most else best[:-1]
+        leaves = [weight for node, weight in inner if not own.tree.is_expanded(node)]
         reached = leaves[: self._growth.width]
         return Prospects(tokens, self._best_share * sum(map(math.exp, reached)))
 

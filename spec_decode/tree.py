@@ -112,12 +112,7 @@ class TokenTree:
         No other choice of as many nodes that has the parent of each has a greater sum of
         probabilities: no child is more likely than its parent.
         """
-        chosen: list[int] = []
-        for node, _ in self._by_weight():
-            if len(chosen) >= count:
-                break
-            chosen.append(node)
-        return chosen
+        return [node for node, _ in self.weights(count)]
 
     def weights(self, count: int) -> list[tuple[int, float]]:
         """Return the `count` nodes of greatest weight and their weights, best first."""
@@ -127,13 +122,8 @@ class TokenTree:
         """Return the `count` nodes of greatest weight that are not expanded, perhaps ROOT."""
         if not self._top.is_expanded:
             return [ROOT][:count]
-        chosen: list[int] = []
-        for node, _ in self._by_weight():
-            if len(chosen) >= count:
-                break
-            if not self._nodes[node].is_expanded:
-                chosen.append(node)
-        return chosen
+        candidates = (n for n, _ in self._by_weight() if not self._nodes[n].is_expanded)
+        return list(islice(candidates, count))
 
     def send(self, count: int) -> tuple[Draft, list[int]]:
         """Put the `count` best nodes in flight; return them as a draft, and their ids.

@@ -28,43 +28,31 @@ class SlowLayers(NodeLayers):
     def attention_half(
         self, layer: Layer, residual: Tensor, delta: Tensor | None, inputs: MicroBatchInputs
     ) -> Tensor:
-        self._slowdown.begin()
-        normed = super().attention_half(layer, residual, delta, inputs)
-        self._slowdown.end()
-        return normed
+        with self._slowdown:
+            return super().attention_half(layer, residual, delta, inputs)
 
     def route(self, layer: Layer, normed: Tensor) -> Routing:
-        self._slowdown.begin()
-        routing = super().route(layer, normed)
-        self._slowdown.end()
-        return routing
+        with self._slowdown:
+            return super().route(layer, normed)
 
     def routed_experts(self, *arguments: Any, **settings: Any) -> Tensor:
-        self._slowdown.begin()
-        routed = super().routed_experts(*arguments, **settings)
-        self._slowdown.end()
-        return routed
+        with self._slowdown:
+            return super().routed_experts(*arguments, **settings)
 
     def local_mlp(self, layer: Layer, normed: Tensor) -> Tensor | None:
         if layer.mlp is None:
             return None
-        self._slowdown.begin()
-        local = super().local_mlp(layer, normed)
-        self._slowdown.end()
-        return local
+        with self._slowdown:
+            return super().local_mlp(layer, normed)
 
 
 class SlowDecoder(SlowLayers, Decoder):
     """The same for a model's two ends too."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        self._slowdown.begin()
-        residual = super().embed(tokens)
-        self._slowdown.end()
-        return residual
+        with self._slowdown:
+            return super().embed(tokens)
 
     def logits(self, residual: Tensor, out: Tensor | None = None) -> Tensor:
-        self._slowdown.begin()
-        logits = super().logits(residual, out)
-        self._slowdown.end()
-        return logits
+        with self._slowdown:
+            return super().logits(residual, out)

@@ -59,7 +59,7 @@ class ExpertReader:
         """Return an expert of MoE layer `layer`; yields after each piece.
 
         With `keep_codes` its matrices stay coded if the checkpoint has codes. Raises
-        CheckpointError as models.checkpoints.weights.load_expert_weights.
+        CheckpointError as models.checkpoints.weights.stream_expert_weights.
         """
         sources = self._sources(layer, expert)
         (_, hidden), (_, width) = sources.gate_up_shape, sources.down_shape

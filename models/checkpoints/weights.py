@@ -11,7 +11,7 @@ q = heads * head_dim, kv = kv_heads * head_dim.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -91,13 +91,6 @@ class ExpertLayerWeights:
     down: Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertWeights:
-    """An expert node's share; layers[i] belongs to decoder layer config.moe_layers[i]."""
-
-    layers: list[ExpertLayerWeights]
-
-
 class ExpertStream(NamedTuple):
     """The experts of one MoE layer in slot order, each matrix read when it is taken.
 
@@ -118,21 +111,6 @@ def take(items: list[Item] | Iterator[Item]) -> Iterator[Item]:
         yield items.pop(0)
 
 
-def load_attention_weights(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-) -> AttentionWeights:
-    """Read everything but the routed experts, converted to `dtype`, contiguous.
-
-    Raises CheckpointError naming a tensor that is missing or has another shape.
-    """
-    weights = stream_attention_weights(checkpoint, config, dtype=dtype, device=device)
-    return replace(weights, layers=list(weights.layers))
-
-
 def stream_attention_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -142,9 +120,11 @@ def stream_attention_weights(
     precision: Rules = (),
     layers: range | None = None,
 ) -> AttentionWeights:
-    """Read as load_attention_weights, but each layer only when it is taken (None: all of them).
+    """Read everything but the routed experts, converted to `dtype`, contiguous.
 
-    Projections to which `precision` gives a format stay coded, where the checkpoint has codes.
+    Each of `layers` (None: all) is read only when it is taken. Projections to which `precision`
+    gives a format stay coded, where the checkpoint has codes. Raises CheckpointError naming a
+    tensor that is missing or has another shape, those of a layer when it is taken.
     """
     reader = _Reader(checkpoint, config, dtype=dtype, device=device, precision=precision)
     embed = reader.read(_embed_name(reader), config.vocab_size, config.hidden_size)
@@ -177,37 +157,6 @@ def _stream_layers(reader: _Reader, layers: range) -> Iterator[LayerWeights]:
     reader.checkpoint.close()
 
 
-def load_expert_weights(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    experts: Sequence[Sequence[int]],
-    device: torch.device | str = "cpu",
-) -> ExpertWeights:
-    """Read the routed experts that a node holds, converted to `dtype`, contiguous.
-
-    experts[i] lists, in slot order, the logical expert ids of MoE layer
-    config.moe_layers[i]; it may be empty and may repeat an id. Reads nothing else.
-    Raises ConfigError for ids out of range, CheckpointError as load_attention_weights.
-    """
-    _check_experts(config, experts)
-    reader = MatrixReader(checkpoint, config.quantisation, dtype=dtype, device=device)
-    layers = []
-    for layer_idx, expert_ids in zip(config.moe_layers, experts, strict=True):
-        sources = ExpertSources(reader, config, layer_idx)
-        layer = ExpertLayerWeights(
-            gate_up=reader.empty(len(expert_ids), *sources.gate_up_shape),
-            down=reader.empty(len(expert_ids), *sources.down_shape),
-        )
-        for slot, expert_id in enumerate(expert_ids):
-            reader.read_into(sources.gate_up(expert_id), layer.gate_up[slot])
-            reader.read_into(sources.down(expert_id), layer.down[slot])
-        layers.append(layer)
-    checkpoint.close()
-    return ExpertWeights(layers=layers)
-
-
 def stream_expert_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -217,9 +166,12 @@ def stream_expert_weights(
     device: torch.device | str = "cpu",
     precision: Rules = (),
 ) -> Iterator[ExpertStream]:
-    """Read as load_expert_weights, but each matrix only when it is taken.
+    """Read the routed experts that a node holds, each matrix only when it is taken.
 
-    Experts to which `precision` gives a format stay coded, where the checkpoint has codes.
+    experts[i] lists, in slot order, the logical expert ids of MoE layer config.moe_layers[i]; it
+    may be empty and may repeat an id. Reads nothing else. Raises ConfigError for ids out of range,
+    CheckpointError as stream_attention_weights. Matrices are converted to `dtype`, contiguous;
+    those of experts to which `precision` gives a format stay coded, where the checkpoint has codes.
     """
     _check_experts(config, experts)
     reader = _Reader(checkpoint, config, dtype=dtype, device=device, precision=precision)

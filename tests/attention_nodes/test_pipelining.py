@@ -20,13 +20,13 @@ from attention_nodes.step.model_runner import ModelRunner
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime, Runtime
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.weights import load_attention_weights
 from models.description.config import load_model_config
 from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.attention_nodes.plans import BLOCK_SIZE, Planner, ahead, one_by_one, tokens_of
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
 from tests.structs import changed
+from tests.weights import load_attention_weights
 from topspin.messages import StepResult
 from topspin.plan.spec import NodeConfig
 

@@ -24,12 +24,12 @@ from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
 from m2n_comm.net import ExpertBatch, NetShape
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.expert_reader import ExpertReader
-from models.checkpoints.weights import load_expert_weights
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes import nodes
 from tests.expert_nodes.nodes import node_config, table_of, taken
 from tests.structs import changed
+from tests.weights import load_expert_weights
 from topspin.messages import TablePrepared, unpack_ints
 from topspin.plan.precision import Format
 from topspin.plan.settings import Transport

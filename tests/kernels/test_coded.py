@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels.contracts import ExpertMatrices
-from kernels.cpu.quantised import QuantisedOps, QuantisedWeight, dequantise
+from kernels.cpu.quantised import QuantisedOps, QuantisedWeight
 from kernels.cpu.simd.integers import GROUP as CPU_GROUP
 from kernels.triton.grouped_mlp.weights import GROUP as GPU_GROUP
 from kernels.triton.grouped_mlp.weights import GpuWeight, pack_weight, unpack_weight
 from kernels.triton.ops import TritonOps
 from models.quantised.coded import StoredMatrix, stacked
+from tests.kernels.cases.quantised import dequantise
 from tests.kernels.generators import finish
 from topspin.plan.precision import CODE_GROUPS, Format
 

@@ -14,13 +14,14 @@ from torch import Tensor
 from kernels import deterministic, reference
 from kernels.contracts import ExpertMatrices, LinearWeight, PackedExperts
 from kernels.cpu import ops as cpu
-from kernels.cpu.quantised import QuantisedOps, QuantisedWeight, dequantise
+from kernels.cpu.quantised import QuantisedOps, QuantisedWeight
 from kernels.dispatch import Ops
 from kernels.experts.mixed import MixedExperts
 from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
 from kernels.triton.ops import TritonOps
 from tests.kernels.cases.matrices import slow_rows, values_then_pairs
+from tests.kernels.cases.quantised import dequantise
 from tests.kernels.cpu.test_matmul import unpacked
 from tests.kernels.generators import finish
 from topspin.plan.precision import Format

@@ -16,17 +16,17 @@ from torch import Tensor
 from models.checkpoints.weights import (
     AttentionWeights,
     ExpertLayerWeights,
-    ExpertWeights,
     LayerWeights,
 )
 from models.description.config import ModelConfig
 from models.rope import inverse_frequencies
+from tests.weights import NodeExperts
 
 
 def plain_logits(
     config: ModelConfig,
     attention: AttentionWeights,
-    experts: ExpertWeights,
+    experts: NodeExperts,
     tokens: Sequence[int],
 ) -> Tensor:
     """Return logits [tokens, V] of one sequence; `experts` must hold all, in id order."""

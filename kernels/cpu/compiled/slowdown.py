@@ -31,20 +31,21 @@ WORDS, EXTRA = offsets(2)
 
 
 class Slowdown:
-    """One device's; `factor` >= 1 is how many times as long its work takes. Of one thread."""
+    """One device's, entered for each piece of its work. Of one thread."""
 
     def __init__(self, factor: float) -> None:
+        """`factor` >= 1 is how many times as long work takes."""
         assert factor >= 1
         self._words = array("q", (0, 0))
         self._arguments = self._words.buffer_info()[0], round((factor - 1) * _UNIT)
         for kernel in (_begin, _end):
             kernel.address  # noqa: B018, compiled before a step needs it
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """Begin a piece of work."""
         launch_alone(_begin, self._arguments, _nothing)
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the piece of work: sleep for as long as a slower device would go on."""
         launch_alone(_end, self._arguments, _nothing)
 

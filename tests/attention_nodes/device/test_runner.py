@@ -19,7 +19,6 @@ from kernels.runtime import HostRuntime, Replay
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.weights import load_expert_weights
 from models.description.config import load_model_config
 from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.attention_nodes.plans import (
@@ -33,6 +32,7 @@ from tests.attention_nodes.plans import (
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
 from tests.structs import changed
+from tests.weights import load_expert_weights
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.plan.spec import NodeConfig
 

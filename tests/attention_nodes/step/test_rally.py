@@ -26,10 +26,10 @@ from expert_nodes.experts import Experts
 from kernels.dispatch import select_ops
 from m2n_comm.net import ExpertBatch
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.weights import load_attention_weights, load_expert_weights
 from models.description.config import load_model_config
 from tests.attention_nodes.plans import micro_batch, new_sequence
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
+from tests.weights import load_attention_weights, load_expert_weights
 from topspin.messages import pack_ints
 
 BLOCK_SIZE = 4
@@ -88,7 +88,7 @@ class Model:
             experts = load_expert_weights(
                 Checkpoint(path), self.config, dtype=torch.float32, experts=everyone
             )
-            self.net = DirectNet(Experts(self.config, experts, ops, held=everyone))
+            self.net = DirectNet(Experts(self.config, experts.layers, ops, held=everyone))
         self._next_block = 0
         self.num_beats = 0
 

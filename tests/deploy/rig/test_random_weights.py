@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.kernels.byte_floor import decode_floor
 from deploy.rig.random_weights import RandomWeights
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.weights import load_attention_weights, load_expert_weights
 from models.description.config import ModelConfig, load_model_config
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
+from tests.weights import load_attention_weights, load_expert_weights
 
 
 def make_weights(model: ModelConfig, seed: int = 0) -> RandomWeights:

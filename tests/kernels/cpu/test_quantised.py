@@ -14,16 +14,11 @@ from torch import Tensor
 from kernels import deterministic, reference
 from kernels.contracts import PackedExperts
 from kernels.cpu import ops as cpu
-from kernels.cpu.quantised import (
-    BITS,
-    QuantisedOps,
-    QuantisedWeight,
-    dequantise,
-    quantise,
-)
+from kernels.cpu.quantised import BITS, QuantisedOps, QuantisedWeight, quantise
 from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import select_ops
 from tests.kernels.cases.matrices import values_then_pairs
+from tests.kernels.cases.quantised import dequantise
 from topspin.errors import ConfigError
 from topspin.plan.precision import Format
 

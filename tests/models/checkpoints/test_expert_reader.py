@@ -10,11 +10,11 @@ import torch
 from models.checkpoints import expert_reader
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.expert_reader import ExpertReader
-from models.checkpoints.weights import load_expert_weights
 from models.description.config import load_model_config
 from tests.checkpoints import MOE_VARIANTS, make_checkpoint, oracle_model
 from tests.kernels.generators import finish
 from tests.pairwise import cover_pairs
+from tests.weights import load_expert_weights
 
 
 @pytest.mark.parametrize(

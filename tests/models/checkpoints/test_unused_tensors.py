@@ -13,10 +13,10 @@ import torch
 from attention_nodes.loading import load_runner
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.unused_tensors import describe_unused, unused_tensors
-from models.checkpoints.weights import load_attention_weights
 from models.description.config import load_model_config
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
 from tests.engine import engine_config
+from tests.weights import load_attention_weights
 
 
 def unused_of(path: Path) -> list[str]:

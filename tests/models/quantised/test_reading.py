@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.expert_reader import ExpertReader
 from models.checkpoints.unused_tensors import unused_tensors
-from models.checkpoints.weights import load_attention_weights, load_expert_weights
 from models.description.config import load_model_config
 from models.quantised.precision import checkpoint_rules
 from tests.checkpoints import oracle_model
 from tests.kernels.generators import finish
 from tests.models.plain_model import plain_logits
 from tests.models.quantised.forms import FAMILIES, FORMS, make_quantised
+from tests.weights import load_attention_weights, load_expert_weights
 
 FAST = (
     ("qwen3_moe", "ct-int4-groups"),

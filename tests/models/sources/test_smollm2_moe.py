@@ -23,7 +23,6 @@ from gguf import GGMLQuantizationType
 from tokenizers import pre_tokenizers
 
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.weights import load_attention_weights, load_expert_weights
 from models.description.config import load_model_config
 from models.sources import smollm2_moe
 from models.sources.hub import resolve_model
@@ -32,6 +31,7 @@ from models.sources.smollm2_moe import NUM_EXPERTS, NUM_SHARDS, pull
 from models.text.tokenizer import Tokenizer
 from tests.checkpoints import oracle_model
 from tests.models.plain_model import plain_logits
+from tests.weights import load_attention_weights, load_expert_weights
 from topspin.errors import ConfigError
 
 _LAYERS, _HIDDEN, _FFN, _HEADS, _KV_HEADS = 2, 64, 256, 4, 2

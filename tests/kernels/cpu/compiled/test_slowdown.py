@@ -39,9 +39,8 @@ def test_short_and_long_pieces_take_as_long_in_sum(piece_ns: int) -> None:
     launch(_work, (1,), num_threads=1)
     wall_ns, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
     for _ in range(count):
-        slowdown.begin()
-        launch(_work, (piece_ns,), num_threads=1)
-        slowdown.end()
+        with slowdown:
+            launch(_work, (piece_ns,), num_threads=1)
     check(count * piece_ns, time.monotonic_ns() - wall_ns, time.thread_time_ns() - cpu_ns)
 
 
@@ -50,9 +49,8 @@ def test_a_recorded_slowdown_is_part_of_the_program() -> None:
 
     def body() -> None:
         for _ in range(4):
-            slowdown.begin()
-            launch(_work, (2_000_000,), num_threads=1)
-            slowdown.end()
+            with slowdown:
+                launch(_work, (2_000_000,), num_threads=1)
 
     runtime = CpuRuntime()
     replay = runtime.capture(body)

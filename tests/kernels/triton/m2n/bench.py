@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +35,20 @@ def runtime_of(device: torch.device) -> Runtime:
 def control_of(device: torch.device, num_peers: int) -> Control:
     host = runtime_of(device).host_buffer(host_words(num_peers) * 8).view(torch.int64)
     return Control(host, device)
+
+
+def _views(
+    memory: Tensor,
+    places: Sequence[int],
+    parts: Sequence[tuple[tuple[int, ...], torch.dtype]],
+) -> tuple[Tensor, ...]:
+    """Return tensors of u8 `memory` that begin at addresses."""
+    found = []
+    for place, (shape, dtype) in zip(places, parts, strict=True):
+        begin = place - memory.data_ptr()
+        part = memory[begin : begin + math.prod(shape) * dtype.itemsize]
+        found.append(part.view(dtype).view(shape))
+    return tuple(found)
 
 
 @dataclass
@@ -85,11 +101,23 @@ class Bench:
 
     def request(self, attention: int, expert: int, mb: int = 0) -> tuple[Tensor, ...]:
         """Return slots, weights, hidden, scales and header."""
-        return self.shape.request_views(self._requests[attention, expert, mb])
+        shape = self.shape
+        parts = (
+            ((shape.rows, shape.top_k), torch.int32),
+            ((shape.rows, shape.top_k), torch.float32),
+            ((shape.rows, shape.hidden_size), shape.wire),
+            ((shape.rows,), torch.float32),
+            ((HEADER_WORDS,), torch.int64),
+        )
+        memory = self._requests[attention, expert, mb]
+        return _views(memory, shape.request_at(memory.data_ptr()), parts)
 
     def answer(self, attention: int, expert: int, mb: int = 0) -> tuple[Tensor, ...]:
         """Return hidden and header."""
-        return self.shape.answer_views(self._answers[attention, expert, mb])
+        rows = (self.shape.rows, self.shape.hidden_size)
+        memory = self._answers[attention, expert, mb]
+        places = self.shape.answer_at(memory.data_ptr())
+        return _views(memory, places, ((rows, self.shape.answer), ((HEADER_WORDS,), torch.int64)))
 
     def request_window(self, *pair: int) -> RequestWindow:
         return self.shape.request_at(self._requests[pair].data_ptr())

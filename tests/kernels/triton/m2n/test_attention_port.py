@@ -250,12 +250,6 @@ def check_fault(bench: Bench, port: AttentionPort, held: Tensor, fault: Fault, *
     assert control.fault is fault
 
 
-def test_a_late_node_is_named_and_its_rows_are_no_numbers(device: torch.device) -> None:
-    bench, port, held = dispatched(device)
-    bench.answer(0, 1)[1][FLAG] = 0
-    check_fault(bench, port, held, Fault.LATE, FLAG, 0, 1)
-
-
 def test_a_late_node_that_got_no_rows_is_awaited_too(device: torch.device) -> None:
     bench, port, held = dispatched(device, num_rows=0)
     bench.answer(0, 1)[1][FLAG] = 0
@@ -265,31 +259,28 @@ def test_a_late_node_that_got_no_rows_is_awaited_too(device: torch.device) -> No
 
 
 @pytest.mark.parametrize(
-    ("word", "value", "wanted"),
+    ("fault", "word", "value", "wanted"),
     [
-        (ROWS, 77, None),
-        (STEP, 1, 2),
-        (VERSION, 77, 1),
-        (LAYER, 3, 4),
-        (PART, 77, 0),
-        (INCARNATION, EXPERT, EXPERT + 1),
+        (Fault.HEADER, ROWS, 77, None),
+        (Fault.HEADER, STEP, 1, 2),
+        (Fault.HEADER, VERSION, 77, 1),
+        (Fault.HEADER, LAYER, 3, 4),
+        (Fault.HEADER, PART, 77, 0),
+        (Fault.HEADER, INCARNATION, EXPERT, EXPERT + 1),
+        (Fault.LATE, FLAG, 0, 1),
+        (Fault.STALE, FLAG, 2, 1),  # ahead of its request
     ],
 )
 def test_an_answer_with_a_wrong_header_is_a_fault(
-    word: int, value: int, wanted: int | None, device: torch.device
+    fault: Fault, word: int, value: int, wanted: int | None, device: torch.device
 ) -> None:
+    """The node is named, and its rows are no numbers."""
     bench, port, held = dispatched(device)
     header = bench.answer(0, 1)[1]
     if wanted is None:
         wanted = int(header[word])
     header[word] = value
-    check_fault(bench, port, held, Fault.HEADER, word, value, wanted)
-
-
-def test_an_answer_ahead_of_its_request_is_stale(device: torch.device) -> None:
-    bench, port, held = dispatched(device)
-    bench.answer(0, 1)[1][FLAG] = 2
-    check_fault(bench, port, held, Fault.STALE, FLAG, 2, 1)
+    check_fault(bench, port, held, fault, word, value, wanted)
 
 
 def test_a_node_that_is_gone_ends_the_wait_but_not_what_it_sent_before(

@@ -27,7 +27,14 @@ from kernels.m2n_windows import (
     step_words,
 )
 from kernels.triton.m2n.expert_port import ExpertPort
-from tests.kernels.triton.m2n.bench import ATTENTION, EXPERT, SHORT_NS, Bench, runtime_of
+from tests.kernels.triton.m2n.bench import (
+    ATTENTION,
+    EXPERT,
+    PATIENCE_NS,
+    SHORT_NS,
+    Bench,
+    runtime_of,
+)
 
 WINDOW_ROWS, TOP_K, HIDDEN, LIMITS, BUCKET = 5, 2, 24, (3, 4), 3
 
@@ -146,59 +153,43 @@ def check_fault(bench: Bench, port: ExpertPort, fault: Fault, *words: int, layer
 
 
 @pytest.mark.parametrize(
-    ("word", "value", "wanted"),
+    ("fault", "word", "value", "wanted"),
     [
-        (STEP, 2, 1),
-        (VERSION, 2, 1),
-        (LAYER, 0, 1),
-        (PARTS, 2, 1),
-        (INCARNATION, 7, signed(ATTENTION + 1)),
+        (Fault.HEADER, STEP, 2, 1),
+        (Fault.HEADER, VERSION, 2, 1),
+        (Fault.HEADER, LAYER, 0, 1),
+        (Fault.HEADER, PARTS, 2, 1),
+        (Fault.HEADER, INCARNATION, 7, signed(ATTENTION + 1)),
+        (Fault.TOO_MANY_ROWS, ROWS, BUCKET + 1, BUCKET),
+        (Fault.TOO_MANY_ROWS, ROWS, -1, BUCKET),
+        (Fault.LATE, FLAG, 0, 1),
+        (Fault.STALE, FLAG, 2, 1),
     ],
 )
 def test_a_request_with_a_wrong_header_is_a_fault(
-    word: int, value: int, wanted: int, device: torch.device
+    fault: Fault, word: int, value: int, wanted: int, device: torch.device
 ) -> None:
-    bench = make_bench(device)
-    bench.begin(1)
-    for attention in (0, 1):
-        fill(bench, attention, 2)
+    bench = asked(device, patience_ns=SHORT_NS if fault is Fault.LATE else PATIENCE_NS)
     bench.request(1, 0, 1)[4][word] = value
-    check_fault(bench, bench.expert_port(limits=LIMITS), Fault.HEADER, word, value, wanted)
+    check_fault(bench, bench.expert_port(limits=LIMITS), fault, word, value, wanted)
 
 
-@pytest.mark.parametrize("num_rows", [BUCKET + 1, -1])
-def test_more_rows_than_the_step_has_are_a_fault(num_rows: int, device: torch.device) -> None:
+def asked(device: torch.device, *, patience_ns: int = PATIENCE_NS) -> Bench:
+    """Return a bench on which both attention nodes have sent two rows."""
     bench = make_bench(device)
-    bench.begin(1)
+    bench.begin(1, patience_ns=patience_ns)
     for attention in (0, 1):
         fill(bench, attention, 2)
-    bench.request(1, 0, 1)[4][ROWS] = num_rows
-    port = bench.expert_port(limits=LIMITS)
-    check_fault(bench, port, Fault.TOO_MANY_ROWS, ROWS, num_rows, BUCKET)
+    return bench
 
 
 @pytest.mark.parametrize("slot", [-2, LIMITS[1]])
 def test_a_slot_that_is_not_there_is_a_fault_and_never_used(
     slot: int, device: torch.device
 ) -> None:
-    bench = make_bench(device)
-    bench.begin(1)
-    for attention in (0, 1):
-        fill(bench, attention, 2)
+    bench = asked(device)
     bench.request(1, 0, 1)[0][1, 1] = slot
     check_fault(bench, bench.expert_port(limits=LIMITS), Fault.SLOT, 1, slot, LIMITS[1])
-
-
-@pytest.mark.parametrize(("sequence", "fault"), [(0, Fault.LATE), (2, Fault.STALE)])
-def test_a_request_that_is_late_or_ahead_is_a_fault(
-    sequence: int, fault: Fault, device: torch.device
-) -> None:
-    bench = make_bench(device)
-    bench.begin(1, patience_ns=SHORT_NS)
-    for attention in (0, 1):
-        fill(bench, attention, 2)
-    bench.request(1, 0, 1)[4][FLAG] = sequence
-    check_fault(bench, bench.expert_port(limits=LIMITS), fault, FLAG, sequence, 1)
 
 
 def test_a_peer_that_is_gone_ends_the_wait(device: torch.device) -> None:
