@@ -36,7 +36,7 @@ class Watched:
     errors: list[dict[str, Any]] = field(default_factory=list)
     num_done: int = 0
     status: int = 0
-    ended_s: float = 0.0
+    ended_s: float = field(default=0.0, compare=False)
 
 
 class Streams:
