@@ -13,7 +13,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.gateway.operations.health import ProgressWatch
-from server.gateway.operations.metrics import _COUNTERS, _GAUGES
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, USER, answer_to
 from tests.server.gateway.fakes import (
     EOS_ID,
@@ -194,16 +193,43 @@ def two_tokens(request: AddRequest) -> Iterator[RequestOutput]:
 
 async def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
     fake = FakeEngine(two_tokens)
-    fields = [field for _, _, field in (*_GAUGES, *_COUNTERS)]
-    values = {field: number / 4 for number, field in enumerate(fields, start=5)}
-    kv = {field[3:]: value for field, value in values.items() if field.startswith("kv.")}
     fake.stats = msgspec.structs.replace(
         fake.stats,
-        **{field: value for field, value in values.items() if "." not in field},
-        kv=KvCounts(**kv, recall_sum=5.25, num_recalls=6),
+        num_running=3,
+        num_waiting=2,
+        kv_cache_usage=0.25,
+        num_preemptions=4,
+        num_grammars_compiled=13,
+        num_grammars_found=14,
+        prefix_cache_queries=50,
+        prefix_cache_hits=20,
+        num_steps=11,
+        num_drafts=8,
+        num_draft_tokens=40,
         num_accepted_tokens=(7, 3),
+        num_root_hits=12,
+        num_root_misses=5,
+        num_draft_passes=30,
+        num_overlapped_passes=21,
+        draft_pass_seconds=0.75,
+        kv=KvCounts(
+            num_selected_rows=60,
+            num_coded_segments=2,
+            num_saved_blocks=5,
+            num_loaded_blocks=4,
+            num_hot_keys=70,
+            num_read_keys=30,
+            recall_sum=5.25,
+            num_recalls=6,
+        ),
+        kv_frames_usage=0.75,
+        max_queued_requests=16,
         nodes=(NodeCount(role="expert", optional=True, planned=2, present=1),),
         expert_tokens=((5, 6), (7, 8)),
+        expert_activations=17,
+        expert_batches=5,
+        expert_table_version=3,
+        expert_migrations=9,
         expert_balance=1.125,
         expert_balance_before=1.5,
     )
@@ -216,19 +242,49 @@ async def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
         found = samples(response.text)
         each = samples((await client.get("/metrics?per_expert=1")).text)
-    assert each["topspin_expert_tokens_total", "expert=1,layer=0"] == 6
+        assert (await client.get("/metrics?per_expert=yes")).status_code == 400
+    assert {key: each[key] for key in each if "expert_tokens" in key[0]} == {
+        ("topspin_expert_tokens_total", f"expert={expert},layer={layer}"): tokens
+        for layer, expert, tokens in ((0, 0, 5), (0, 1, 6), (1, 0, 7), (1, 1, 8))
+    }
     expected = {
-        **{(f"topspin_{name}", ""): values[field] for name, _, field in _GAUGES},
-        **{(f"topspin_{name}_total", ""): values[field] for name, _, field in _COUNTERS},
-        ("topspin_kv_retrieval_recall_sum", ""): 5.25,
-        ("topspin_kv_retrieval_recall_count", ""): 6,
         ("topspin_engine_up", ""): 1,
+        ("topspin_num_requests_running", ""): 3,
+        ("topspin_num_requests_waiting", ""): 2,
+        ("topspin_max_queued_requests", ""): 16,
         ("topspin_nodes", "optional=true,role=expert"): 1,
         ("topspin_nodes_planned", "optional=true,role=expert"): 2,
+        ("topspin_kv_cache_usage_perc", ""): 0.25,
+        ("topspin_kv_spill_memory_usage_perc", ""): 0.75,
+        ("topspin_num_preemptions_total", ""): 4,
+        ("topspin_grammars_compiled_total", ""): 13,
+        ("topspin_grammars_found_total", ""): 14,
+        ("topspin_prefix_cache_queries_total", ""): 50,
+        ("topspin_prefix_cache_hits_total", ""): 20,
+        ("topspin_engine_steps_total", ""): 11,
+        ("topspin_spec_decode_num_drafts_total", ""): 8,
+        ("topspin_spec_decode_num_draft_tokens_total", ""): 40,
         ("topspin_spec_decode_num_accepted_tokens_total", ""): 10,
         ("topspin_spec_decode_num_accepted_tokens_per_pos_total", "position=0"): 7,
         ("topspin_spec_decode_num_accepted_tokens_per_pos_total", "position=1"): 3,
+        ("topspin_spec_decode_root_hits_total", ""): 12,
+        ("topspin_spec_decode_root_misses_total", ""): 5,
+        ("topspin_spec_decode_draft_passes_total", ""): 30,
+        ("topspin_spec_decode_overlapped_draft_passes_total", ""): 21,
+        ("topspin_spec_decode_draft_pass_seconds_total", ""): 0.75,
+        ("topspin_kv_retrieval_selected_rows_total", ""): 60,
+        ("topspin_kv_retrieval_coded_segments_total", ""): 2,
+        ("topspin_kv_spill_saved_blocks_total", ""): 5,
+        ("topspin_kv_spill_loaded_blocks_total", ""): 4,
+        ("topspin_kv_spill_hot_keys_total", ""): 70,
+        ("topspin_kv_spill_read_keys_total", ""): 30,
+        ("topspin_kv_retrieval_recall_sum", ""): 5.25,
+        ("topspin_kv_retrieval_recall_count", ""): 6,
         ("topspin_expert_tokens_total", ""): 26,
+        ("topspin_expert_activations_total", ""): 17,
+        ("topspin_expert_batches_total", ""): 5,
+        ("topspin_expert_table_version", ""): 3,
+        ("topspin_expert_migrations_total", ""): 9,
         ("topspin_expert_balance", "table=current"): 1.125,
         ("topspin_expert_balance", "table=previous"): 1.5,
         ("topspin_prompt_tokens_total", ""): 4,
