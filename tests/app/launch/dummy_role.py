@@ -10,8 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from types import FrameType
 from typing import NoReturn
 
 from topspin.plan.spec import load_serve_config
@@ -22,28 +20,25 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def on_terminate(action: Callable[[], None]) -> None:
-    def handle(number: int, frame: FrameType | None) -> None:
-        action()
+def hold_back_sigterm() -> None:
+    """From now on SIGTERM waits for wait_for_sigterm().
 
-    signal.signal(signal.SIGTERM, handle)
+    A handler and signal.pause() would lose a signal that comes just before the pause.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def pause() -> NoReturn:
-    while True:
-        signal.pause()
+def wait_for_sigterm() -> None:
+    signal.sigwait({signal.SIGTERM})
 
 
 def wait() -> NoReturn:
     """Report the pid, and SIGTERM when it comes; end with status 0."""
-
-    def leave() -> None:
-        say("terminated")
-        sys.exit(0)
-
-    on_terminate(leave)
+    hold_back_sigterm()
     say(f"pid {os.getpid()}")
-    pause()
+    wait_for_sigterm()
+    say("terminated")
+    sys.exit(0)
 
 
 def crash() -> None:
@@ -74,6 +69,7 @@ def speak_and_freeze(fd: str, marker: str) -> None:
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
+        hold_back_sigterm()
         os.kill(os.getppid(), signal.SIGINT)
         wait()
     os.write(int(fd), b"0\n")
@@ -82,23 +78,19 @@ def speak_and_freeze(fd: str, marker: str) -> None:
 
 def stubborn() -> None:
     """Ignore SIGTERM."""
-    on_terminate(lambda: say("ignored"))
+    hold_back_sigterm()
     say("up")
-    pause()
+    while True:
+        wait_for_sigterm()
+        say("ignored")
 
 
 def signal_parent(*numbers: str) -> None:
     """Send the supervisor the first signal now and the next at SIGTERM; then end at SIGTERM."""
-    left = [int(number) for number in numbers]
-
-    def send_next() -> None:
-        if not left:
-            sys.exit(0)
-        os.kill(os.getppid(), left.pop(0))
-
-    on_terminate(send_next)
-    send_next()
-    pause()
+    hold_back_sigterm()
+    for number in numbers:
+        os.kill(os.getppid(), int(number))
+        wait_for_sigterm()
 
 
 def leave_a_grandchild() -> None:
@@ -110,10 +102,10 @@ def leave_a_grandchild() -> None:
 
 def outlive(fifo: str) -> None:
     """After SIGTERM, continue until no process holds `fifo` open for writing."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    hold_back_sigterm()
     reader = os.open(fifo, os.O_RDONLY)
     say("up")
-    signal.sigwait({signal.SIGTERM})
+    wait_for_sigterm()
     os.read(reader, 1)
     say("saw the others end")
 
@@ -166,7 +158,7 @@ def gateway(config_path: str, control: str, port_fd: str, num_refusals: str = "1
 
     server = http.server.HTTPServer((config.gateway.host, config.gateway.port), Health)
     say(f"model {config.plan.model.path} control {control}")
-    on_terminate(lambda: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     os.write(int(port_fd), f"{server.server_port}\n".encode())
     os.close(int(port_fd))
     server.serve_forever()
