@@ -28,7 +28,7 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan.from_flags import resolve
-from topspin.plan.model_facts import ModelFacts
+from topspin.plan.rules.model_facts import ModelFacts
 
 NUM_RUNNING = (1, 16, 256, 4096)
 NUM_MICRO_BATCHES = (1, 2)

@@ -1,8 +1,8 @@
 """Faults on demand in nets that nodes open themselves.
 
 Owns the patch of the two functions by which nodes open their nets. Used in the process of the tests
-(threads for nodes) and in tests.system.chaos_node (real nodes). tests.m2n_comm.faults defines the
-effect of a fault on a frame.
+(threads for nodes) and in tests.system.rig.chaos_node (real nodes). tests.m2n_comm.faults defines
+the effect of a fault on a frame.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The words of the code: heads of modules are noun phrases, a class's name stands in one file."""
+"""The words of the code, and its shape: heads are noun phrases, a class's name stands in one file."""
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -12,6 +12,8 @@ PRODUCT = (
     *("expert_nodes", "draft_nodes", "server", "deploy"),
 )
 FOLDERS = (*PRODUCT, "benchmarks", "tests")
+# A folder with more has rooms.
+MOST_MODULES = 15
 QUESTIONS = {"How", "What", "When", "Where", "Whether", "Which", "Who", "Whose", "Why"}
 
 
@@ -34,3 +36,14 @@ def test_a_class_name_stands_in_one_file() -> None:
                     files[node.name].add(str(file.relative_to(ROOT)))
     assert len(files) > 500
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
+
+
+def test_a_folder_holds_few_modules() -> None:
+    counts = Counter(
+        str(file.parent.relative_to(ROOT))
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.py")
+        if file.name != "__init__.py"
+    )
+    assert len(counts) > 50
+    assert {folder: count for folder, count in counts.items() if count > MOST_MODULES} == {}

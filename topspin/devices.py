@@ -2,7 +2,7 @@
 
 Pure: knows names and numbers of nodes, opens nothing and looks at no machine (each node checks for
 its GPU, by kernels.runtime). Called by topspin.plan.from_flags and by
-topspin.plan.checks.
+topspin.plan.rules.checks.
 """
 
 from __future__ import annotations

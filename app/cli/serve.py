@@ -29,9 +29,9 @@ from topspin.cores import LayoutChoice
 from topspin.devices import TRITON
 from topspin.errors import ConfigError
 from topspin.logs import FORMAT_VARIABLE
-from topspin.plan.checks import check_model
 from topspin.plan.file import print_plan, read_plan
 from topspin.plan.from_flags import resolve
+from topspin.plan.rules.checks import check_model
 from topspin.plan.setting import AUTO
 from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import EnginePlan, NodeSpec, ServeConfig

@@ -45,7 +45,7 @@ from deploy.placement.workload import Lengths, Workload
 from models.description.config import ModelConfig, load_model_config
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 from topspin.expert_table import shares_by_speed
-from topspin.plan.checks import check_plan
+from topspin.plan.rules.checks import check_plan
 from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import EnginePlan
 

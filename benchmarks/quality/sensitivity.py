@@ -31,9 +31,8 @@ from benchmarks.experiment import Experiment, Result, TextTable, say, table
 from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import ModelShape
 from deploy.quantisation import text
-from deploy.quantisation.forward import embedded, last_hidden, layer_output
+from deploy.quantisation.forward import LayerInputs, embedded, last_hidden, layer_output
 from deploy.quantisation.grids import METHODS, Rounding
-from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import open_model
 from deploy.quantisation.mixing import mean_bits, mixed
 from deploy.quantisation.progress import stages

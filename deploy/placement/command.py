@@ -27,7 +27,7 @@ from models.description.facts import facts_of
 from models.sources.hub import resolve_model
 from topspin.errors import ConfigError
 from topspin.plan.file import print_plan
-from topspin.plan.model_facts import ModelFacts
+from topspin.plan.rules.model_facts import ModelFacts
 from topspin.units import parse_size
 
 

@@ -25,11 +25,11 @@ from deploy.placement.search.rating import Rater, Rating
 from deploy.placement.search.steady import EngineShape as EngineShape
 from deploy.placement.search.steady import chunks_of, high_running
 from deploy.placement.search.steps import EngineSetup, EngineSteps, StepEstimate
-from topspin.plan.checks import check_model, check_plan
 from topspin.plan.expected import Expected, ExpectedStep
 from topspin.plan.kv_cache import KvCacheSpec
 from topspin.plan.local_experts import LocalExperts
-from topspin.plan.model_facts import ModelFacts
+from topspin.plan.rules.checks import check_model, check_plan
+from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.settings import GPU_WINDOW_ROWS, WINDOW_ROWS, Dtype, SchedulingPolicy
 from topspin.plan.spec import (
     AttentionNode,

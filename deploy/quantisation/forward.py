@@ -1,8 +1,8 @@
 """The forward pass of one layer over whole sequences, and of the head, in plain torch and fp32.
 
 Owns what a checkpoint computes, as transformers does, and showing each matrix's input rows to an
-observer on the way. Knows no format and no cache. Called by deploy.quantisation's calibration,
-sensitivity and quality.
+observer on the way; LayerInputs is one, which keeps what compensated rounding needs. Knows no
+format and no cache. Called by deploy.quantisation's calibration, sensitivity and quality.
 
 Letters: S sequences of T tokens, R = S * T rows, H hidden, E experts, F an expert's width, V
 vocabulary.
@@ -193,3 +193,19 @@ def last_hidden(
 def _tensor(matrix: object) -> Tensor:
     assert isinstance(matrix, Tensor)
     return matrix
+
+
+class LayerInputs:
+    """The inputs of one layer's matrices by source and expert, summed over the rows."""
+
+    def __init__(self) -> None:
+        self._hessians: dict[tuple[str, int | None], Tensor] = {}
+
+    def __call__(self, source: str, rows: Tensor, expert: int | None = None) -> None:
+        """Take the rows x [R, I] of an input."""
+        self._hessians[source, expert] = rows.T @ rows
+
+    def hessian(self, source: str, expert: int | None = None) -> Tensor:
+        """Return the sum over rows of x x^T [I, I]; of all experts' common input by any expert."""
+        found = self._hessians.get((source, expert))
+        return self._hessians[source, None] if found is None else found

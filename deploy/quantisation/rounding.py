@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from deploy.quantisation.compensated import compensated, inverse_factor
+from deploy.quantisation.forward import LayerInputs
 from deploy.quantisation.grids import Coded, Rounding, check_size, rounded
-from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import EXPERT_GATE_UP, DecoderLayer, Matrix, matrices
 from models.description.config import ModelConfig
 from topspin.plan.precision import UNQUANTISED, Format, Rules, format_of

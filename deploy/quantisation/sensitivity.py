@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deploy.quantisation.forward import embedded, layer_output
+from deploy.quantisation.forward import LayerInputs, embedded, layer_output
 from deploy.quantisation.grids import Rounding, rounded
-from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import DecoderLayer, Model, matrices, open_model
 from deploy.quantisation.quality import Judged, ModelOutputs, judge
 from deploy.quantisation.rounding import quantised

@@ -19,9 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deploy.quantisation.forward import embedded, layer_output
+from deploy.quantisation.forward import LayerInputs, embedded, layer_output
 from deploy.quantisation.grids import Rounding, check_size, rounded
-from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import Matrix, block_name, matrices, open_model
 from deploy.quantisation.rounding import quantised
 from deploy.quantisation.scheme import module_tensors, quantisation_config

@@ -22,8 +22,8 @@ import msgspec
 from models.sources.hub import DEFAULT_MODEL
 from topspin import __version__
 from topspin.errors import ConfigError
-from topspin.plan.checks import check_plan
 from topspin.plan.network import LOCALHOST, NetworkSpec
+from topspin.plan.rules.checks import check_plan
 from topspin.plan.spec import AttentionNode, DraftNode, EnginePlan, ExpertNode, NodeSpec, StageNode
 from topspin.plan.speculation import SELF_INT4
 

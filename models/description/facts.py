@@ -10,7 +10,7 @@ from pathlib import Path
 from models.description.config import ModelConfig
 from models.quantised.precision import checkpoint_rules
 from models.rope import is_length_dependent
-from topspin.plan.model_facts import ModelFacts
+from topspin.plan.rules.model_facts import ModelFacts
 
 
 def facts_of(model: ModelConfig, path: Path | None = None) -> ModelFacts:

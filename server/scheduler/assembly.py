@@ -16,8 +16,8 @@ from server.scheduler.nodes.recovery import table_without
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.watermark import Watermark
 from server.scheduler.planning.attention_replica import DraftTokens
-from server.scheduler.planning.journal import JournalNote
 from server.scheduler.planning.policy import Policy
+from server.scheduler.planning.telemetry import JournalNote
 from spec_decode.controller import Controller
 from topspin.expert_table import ExpertTable, contiguous_table
 from topspin.plan.spec import EnginePlan
@@ -56,7 +56,7 @@ def make_formation(plan: EnginePlan, facts: EngineFacts) -> Formation:
     if absent:
         full = formation.full_table
         table = table_without(full, absent, current=full)
-        assert table is not None, "topspin.plan.checks.check_model() first"
+        assert table is not None, "topspin.plan.rules.checks.check_model() first"
         formation.use_part(table)
     return formation
 

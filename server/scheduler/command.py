@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from server.scheduler.engine_facts import read_facts
-from server.scheduler.planning.journal import JournalNote
+from server.scheduler.planning.telemetry import JournalNote
 from server.scheduler.service import Service
 from topspin.errors import ConfigError
 from topspin.logs import REQUESTS, about, start_logging

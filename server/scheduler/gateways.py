@@ -16,9 +16,9 @@ import msgspec
 from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
-from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.outbox import Outbox, failure
 from server.scheduler.planning.policy import Policy
+from server.scheduler.planning.telemetry import Counters
 from server.scheduler.traces import Tracer
 from topspin.errors import EngineUnavailable
 from topspin.messages import (

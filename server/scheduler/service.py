@@ -30,12 +30,11 @@ from server.scheduler.nodes.drafts import DraftSide
 from server.scheduler.nodes.failover import POLL_S as RECOVERY_POLL_S
 from server.scheduler.nodes.failover import Failover
 from server.scheduler.nodes.faults import FailStop, Faults
-from server.scheduler.nodes.replicas import Replicas
-from server.scheduler.nodes.roster import Member, Roster
+from server.scheduler.nodes.roster import Member, Replicas, Roster
 from server.scheduler.nodes.side import NodeSide
-from server.scheduler.planning.journal import JournalNote, no_note
 from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
+from server.scheduler.planning.telemetry import JournalNote, no_note
 from server.scheduler.traces import Tracer
 from topspin import __version__, errors
 from topspin.errors import (

@@ -14,7 +14,7 @@ import pytest
 
 from models.sources.smollm2_moe import pull
 from tests.clients.environments import NotBuilt, environment
-from tests.system.server import Server
+from tests.system.rig.server import Server
 
 HERE = Path(__file__).parent
 # Making an environment is part of its first test.

@@ -1,7 +1,7 @@
 """A few engines in which every allowed pair of features meets.
 
 Owns the choice of rows: greedy, and the same in every run. The features are those of
-topspin.plan.features that processes on shared cores can have, models, and second copies of
+topspin.plan.rules.features that processes on shared cores can have, models, and second copies of
 experts. Knows no checkpoint: a row is the names that a plan is given (tests.topspin.plan.given).
 """
 
@@ -19,9 +19,9 @@ from tests.topspin import plans
 from tests.topspin.plan.given import given, two_expert_nodes
 from tests.topspin.plans import plan
 from topspin.errors import ConfigError
-from topspin.plan.checks import check_model, check_plan
-from topspin.plan.features import FEATURES
-from topspin.plan.model_facts import ModelFacts
+from topspin.plan.rules.checks import check_model, check_plan
+from topspin.plan.rules.features import FEATURES
+from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.spec import EnginePlan
 
 COPIES = "copies of experts"

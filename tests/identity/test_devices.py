@@ -23,14 +23,14 @@ from kernels.contracts import SEGMENT_KEYS
 from models.description.config import load_model_config
 from tests.checkpoints import MOE_VARIANTS, make_checkpoint
 from tests.engine import Engine, engine_config
+from tests.identity.cache.test_retrieval import BUDGET, Oracle, generate
+from tests.identity.cache.test_retrieval import config_of as retrieval_config
+from tests.identity.cache.test_retrieval import prompts_of as retrieval_prompts
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
-from tests.identity.test_draft_model import TREES, speculation_of
-from tests.identity.test_draft_nodes import generate_until
-from tests.identity.test_expert_tables import config_of, only_copies, random_tables
-from tests.identity.test_retrieval import BUDGET, Oracle, generate
-from tests.identity.test_retrieval import config_of as retrieval_config
-from tests.identity.test_retrieval import prompts_of as retrieval_prompts
-from tests.identity.test_speculation import accepted
+from tests.identity.speculation.test_draft_model import TREES, speculation_of
+from tests.identity.speculation.test_draft_nodes import generate_until
+from tests.identity.speculation.test_speculation import accepted
+from tests.identity.weights.test_expert_tables import config_of, only_copies, random_tables
 from tests.pairwise import cover_pairs
 from tests.structs import changed, with_nodes
 from topspin.plan.retrieval import SpillSpec, policy_of

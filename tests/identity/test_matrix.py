@@ -25,8 +25,8 @@ from tests.engine import Engine, engine_config
 from tests.identity import matrix
 from tests.identity.conftest import NUM_TOKENS, PROMPT_LENS, Case, CaseOf
 from tests.identity.matrix import Row, covering_rows, is_rounded, made_of, some_of
-from topspin.plan.combinations import conflicts_in
-from topspin.plan.features import FEATURES
+from topspin.plan.rules.combinations import conflicts_in
+from topspin.plan.rules.features import FEATURES
 from topspin.plan.spec import EnginePlan
 
 ROWS = covering_rows()

@@ -18,7 +18,7 @@ from server.gateway.engine_client import EngineClient
 from server.gateway.service import build_app
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
-from tests.identity.test_spill import config_of
+from tests.identity.cache.test_spill import config_of
 from topspin import __version__
 from topspin.messages import Hello, Stats
 from topspin.plan.settings import GatewaySection

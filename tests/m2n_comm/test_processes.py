@@ -33,7 +33,7 @@ from tests.m2n_comm.expert_process import (
 from tests.m2n_comm.gpu.ipc_fleet import DEVICE
 from tests.m2n_comm.harness import NIXL, NUM_EXPERTS, FakeExperts, Rows, make_table, random_rows
 from tests.m2n_comm.pairing.meetings import of
-from tests.system.hosts import Host
+from tests.system.rig.hosts import Host
 from topspin.errors import PeerLost, TransportError
 from topspin.messages import ExpertPeer
 from topspin.processes.node_network import ON_ONE_HOST

@@ -12,10 +12,10 @@ import torch
 from msgspec.structs import replace
 
 from tests.engine import engine_config
-from tests.system import chaos
-from tests.system.chaos import Streams, check_identical, wait_until_whole
 from tests.system.conftest import Tiny
-from tests.system.server import Server, plan_flags
+from tests.system.rig import chaos
+from tests.system.rig.chaos import Streams, check_identical, wait_until_whole
+from tests.system.rig.server import Server, plan_flags
 from tests.system.test_serve import complete
 from tests.system.test_speculation import accepted
 from topspin.plan.speculation import Speculation

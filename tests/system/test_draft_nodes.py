@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.chaos import Streams, check_identical
 from tests.system.conftest import NUM_TOKENS, Tiny
-from tests.system.server import Server
+from tests.system.rig.chaos import Streams, check_identical
+from tests.system.rig.server import Server
 from tests.system.test_speculation import FLAGS, TREES, accepted, answers
 
 TIMEOUT_S = 60.0

@@ -9,11 +9,11 @@ import jsonschema
 import pytest
 
 from models.text.tokenizer import Tokenizer
-from tests.system import chaos
-from tests.system.chaos import Streams, wait_until, wait_until_whole
 from tests.system.conftest import Tiny
-from tests.system.server import Server
-from tests.system.test_chaos import SLOW
+from tests.system.recovery.test_chaos import SLOW
+from tests.system.rig import chaos
+from tests.system.rig.chaos import Streams, wait_until, wait_until_whole
+from tests.system.rig.server import Server
 
 SCHEMA = {
     "type": "array",

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.system.chaos import Streams
 from tests.system.conftest import Tiny
-from tests.system.hostile_grammars import OUTPUTS, Outputs, suite_schemas
-from tests.system.server import Server
+from tests.system.rig.chaos import Streams
+from tests.system.rig.hostile_grammars import OUTPUTS, Outputs, suite_schemas
+from tests.system.rig.server import Server
 
 FUZZ_S = float(os.environ.get("TOPSPIN_FUZZ_S", "20"))
 NUM_CLIENTS = 4

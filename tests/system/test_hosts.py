@@ -14,8 +14,8 @@ from app.cli.main import main
 from app.cli.serve import plan_of
 from tests.structs import changed
 from tests.system.conftest import Tiny
-from tests.system.hosts import Host, Service
-from tests.system.streams import NUM_STREAMS, Load
+from tests.system.rig.hosts import Host, Service
+from tests.system.rig.streams import NUM_STREAMS, Load
 from topspin.plan.file import print_plan
 from topspin.plan.network import NetworkSpec
 from topspin.plan.settings import BalancePolicy, FailoverPolicy

@@ -17,8 +17,8 @@ from app.cli.main import main
 from app.cli.serve import plan_of
 from tests.structs import changed
 from tests.system.conftest import Tiny
-from tests.system.pods import Cluster, Object, Pod, objects_in, secret_folder
-from tests.system.streams import NUM_STREAMS, Load
+from tests.system.rig.pods import Cluster, Object, Pod, objects_in, secret_folder
+from tests.system.rig.streams import NUM_STREAMS, Load
 from topspin.plan.file import print_plan
 from topspin.plan.spec import DraftNode, EnginePlan, StageNode
 from topspin.plan.speculation import Speculation

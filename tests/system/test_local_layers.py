@@ -16,7 +16,7 @@ from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
 from tests.identity.conftest import MIN_MARGIN, Case
 from tests.structs import changed, with_nodes
-from tests.system.server import Server
+from tests.system.rig.server import Server
 from tests.system.test_serve import complete
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.spec import EnginePlan

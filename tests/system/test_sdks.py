@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.checkpoints import make_checkpoint
-from tests.system.server import Server
+from tests.system.rig.server import Server
 
 TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
 {% for message in messages %}

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from tests.system.conftest import NUM_TOKENS, Tiny
-from tests.system.scores import check_echo, check_prompt_logprobs
-from tests.system.server import Server, cpu_seconds
+from tests.system.rig.scores import check_echo, check_prompt_logprobs
+from tests.system.rig.server import Server, cpu_seconds
 
 LAYOUTS = [
     # Over shared memory: test_one_server_as_its_users_meet_it; every run also sees the tokens

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.system.conftest import Tiny
-from tests.system.server import Server
+from tests.system.rig.server import Server
 
 FLAGS = ("--dtype", "float32", "--expert-nodes", "2")
 FORCED = '{"method": "suffix", "num_speculative_tokens": 6, "adaptive": false}'

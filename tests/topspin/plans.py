@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from topspin.plan.from_flags import resolve
-from topspin.plan.model_facts import ModelFacts
+from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.spec import EnginePlan
 
 FACTS = ModelFacts(

@@ -14,7 +14,7 @@ import msgspec
 import yaml
 
 from topspin.errors import ConfigError
-from topspin.plan.checks import check_plan
+from topspin.plan.rules.checks import check_plan
 from topspin.plan.spec import EnginePlan
 from topspin.plan.strict_yaml import PlainDumper, StrictLoader
 
@@ -25,7 +25,7 @@ def read_plan(path: str) -> EnginePlan:
     """Return the plan in the YAML file at `path`.
 
     Raises ConfigError naming the file and the field for a plan that is no plan, or that no
-    engine could run (topspin.plan.checks).
+    engine could run (topspin.plan.rules.checks).
     """
     try:
         tree = yaml.load(Path(path).read_text(), Loader=StrictLoader)

@@ -23,12 +23,12 @@ from topspin.devices import (
 )
 from topspin.errors import ConfigError
 from topspin.expert_table import even_shares
-from topspin.plan.checks import check_model, check_plan, check_precision
 from topspin.plan.flags import Shorthand, part, settled
 from topspin.plan.kv_cache import KvCacheSpec
-from topspin.plan.model_facts import ModelFacts
 from topspin.plan.precision import ROLE_PARTS, Rules, rules_of
 from topspin.plan.retrieval import policy_of
+from topspin.plan.rules.checks import check_model, check_plan, check_precision
+from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.setting import AUTO
 from topspin.plan.settings import (
     CPU_BATCH,

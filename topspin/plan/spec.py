@@ -1,8 +1,8 @@
 """The engine plan: one file that describes an engine whole, its nodes, links and policies.
 
 Owns the plan's structure and each node's part of it. Flags become a plan in
-topspin.plan.from_flags, topspin.plan.file reads and prints one, topspin.plan.checks refuses those
-that no engine could run. Launch, scheduler and nodes know no other description of the engine.
+topspin.plan.from_flags, topspin.plan.file reads and prints one, topspin.plan.rules.checks refuses
+those that no engine could run. Launch, scheduler and nodes know no other description of the engine.
 
 Limits and policies are in the plan (`micro_batches: null` is "measured while serving"); facts of
 a run are not: block counts, the current number of micro-batches, expert tables, sockets.
@@ -310,7 +310,8 @@ class NodeConfig(Section, frozen=True, kw_only=True):
 
 
 class EnginePlan(Section, frozen=True, kw_only=True):
-    """One engine; topspin.plan.checks must hold before it is started. `speculation` null: off.
+    """One engine; topspin.plan.rules.checks must hold before it is started. `speculation` null:
+    off.
 
     `network` null: one host. `expected`: the planner's figures, for comparison only.
     """

@@ -20,8 +20,7 @@ from enum import Enum
 import msgspec
 
 from server.scheduler.nodes.formation import Formation
-from server.scheduler.nodes.replicas import Replicas
-from server.scheduler.nodes.roster import Member
+from server.scheduler.nodes.roster import Member, Replicas
 from topspin.expert_table import ExpertTable
 
 

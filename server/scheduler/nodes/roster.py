@@ -1,6 +1,7 @@
 """The members of the engine: the nodes in their places, and any number of gateways.
 
-Owns the list of members from Hello to Ready, and refusals. Pure: peers are opaque ids, messages
+Owns the list of members from Hello to Ready, refusals, and the grouping of attention nodes with
+their stages (Replicas). Pure: peers are opaque ids, messages
 are arguments and return values. Called by service.py, nodes.py, gateways.py and failover.py.
 """
 
@@ -250,3 +251,29 @@ class Roster:
     def expert_addresses(self) -> list[str]:
         """Return the addresses at which expert nodes accept attention nodes."""
         return [n.hello.data_address for m, n in self._nodes.items() if m.role == "expert"]
+
+
+class Replicas:
+    """The attention replicas of one engine: an attention node, and its stages if it has some.
+
+    A replica serves only with all of its nodes, so the loss of one is the loss of all. `stages` are
+    the attention nodes of the stages, by index.
+    """
+
+    def __init__(self, stages: Sequence[int] = ()) -> None:
+        self._of = {Member("stage", index): of for index, of in enumerate(stages)}
+
+    def stages(self, attention: int) -> list[Member]:
+        """Return the stages of an attention node, in the order of their layers."""
+        return [stage for stage, of in self._of.items() if of == attention]
+
+    def index(self, member: Member) -> int | None:
+        """Return the attention node of a node of its replica; None for other nodes."""
+        return member.index if member.role == "attention" else self._of.get(member)
+
+    def together(self, member: Member) -> list[Member]:
+        """Return all nodes that serve only together with `member`, and itself."""
+        index = self.index(member)
+        if index is None:
+            return [member]
+        return [Member("attention", index), *self.stages(index)]

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from server.scheduler.nodes.drafts import DraftSide
-from server.scheduler.nodes.replicas import Replicas
-from server.scheduler.nodes.roster import Member, Roster
+from server.scheduler.nodes.roster import Member, Replicas, Roster
 from server.scheduler.planning.plans import StepMessages
 from server.scheduler.traces import Ask, Tracer
 from topspin.errors import ProtocolError

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from server.scheduler.micro_batching.cost_fit import CostFits
 from server.scheduler.planning.attention_replica import AttentionReplica, NodeBatch
 from server.scheduler.planning.compilations import Compilations
-from server.scheduler.planning.counters import Counters
-from server.scheduler.planning.journal import Journal
 from server.scheduler.planning.load_balancing import ReplicaCandidate, choose_replica
-from server.scheduler.planning.sequence import Request
-from server.scheduler.planning.waiting import WaitingQueue
+from server.scheduler.planning.sequence import Request, WaitingQueue
+from server.scheduler.planning.telemetry import Counters, Journal
 from topspin.plan.spec import EnginePlan
 
 

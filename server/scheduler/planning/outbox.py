@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.in_flight import NodePart
 from server.scheduler.planning.sequence import Request, Sequence
+from server.scheduler.planning.telemetry import Counters
 from topspin.errors import RequestError, TopspinError
 from topspin.messages import (
     FinishReason,

@@ -28,7 +28,6 @@ from server.scheduler.planning.attention_replica import (
     DraftTokens,
 )
 from server.scheduler.planning.compilations import Compilations
-from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.in_flight import (
     NodePart,
@@ -38,7 +37,6 @@ from server.scheduler.planning.in_flight import (
     fed,
 )
 from server.scheduler.planning.intake import Intake
-from server.scheduler.planning.journal import Journal, JournalNote, no_note
 from server.scheduler.planning.load_balancing import token_budgets
 from server.scheduler.planning.outbox import (
     Arrivals,
@@ -51,6 +49,7 @@ from server.scheduler.planning.outbox import (
 from server.scheduler.planning.plans import StepBuilder, StepMessages
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
+from server.scheduler.planning.telemetry import Counters, Journal, JournalNote, no_note
 from spec_decode.controller import Controller
 from topspin.errors import (
     EngineError,

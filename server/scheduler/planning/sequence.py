@@ -1,12 +1,14 @@
-"""A request, from add() to its end, and a sequence: one admission of it to a node.
+"""A request, from add() to its end, a sequence (one admission of it to a node), and their queue.
 
-Owns their state and the rule by which a sampled token ends a request. Knows no queue, no
-pool and no step. A preempted request comes back as a new Sequence of the same Request.
-Called by attention_replica.py and policy.py.
+Owns their state, the rule by which a sampled token ends a request, and the order of those that
+wait: by priority, then by arrival. A preempted request comes back as a new Sequence of the same
+Request, at its old place in the queue. Knows no limits, no pool and no step. Called by
+attention_replica.py, admission.py and policy.py.
 """
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from dataclasses import dataclass, field
 
@@ -143,3 +145,39 @@ class Sequence:
         self.num_sent = needed
         self.sent_capacity = needed * self.block_size
         return unsent
+
+
+MIN_COMPACTED = 64
+
+
+class WaitingQueue:
+    """Requests without a node, in a heap by rank.
+
+    Ended ones are dropped at the front, and all of them before the heap would double.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._compact_at = MIN_COMPACTED
+
+    def push(self, request: Request) -> None:
+        """Insert `request` by its rank."""
+        if len(self._heap) >= self._compact_at:
+            self._heap = [entry for entry in self._heap if not entry[1].ended]
+            heapq.heapify(self._heap)
+            self._compact_at = max(MIN_COMPACTED, 2 * len(self._heap))
+        heapq.heappush(self._heap, (request.rank, request))
+
+    def first(self) -> Request | None:
+        """Return the first request that has not ended, and leave it in the queue."""
+        while self._heap and self._heap[0][1].ended:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> Request:
+        """Remove and return the request of first()."""
+        return heapq.heappop(self._heap)[1]
+
+    def count(self) -> int:
+        """Return how many requests wait, in time linear in the queue."""
+        return sum(not request.ended for _, request in self._heap)

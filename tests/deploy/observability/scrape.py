@@ -12,7 +12,7 @@ import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.gateway.operations.metrics import EngineCollector
-from server.scheduler.planning.counters import Counters
+from server.scheduler.planning.telemetry import Counters
 from tests.server.gateway.calls import PLAIN
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, output
 from topspin.messages import NodeCount, Stats, StepTimings

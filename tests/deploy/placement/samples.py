@@ -12,7 +12,7 @@ from deploy.placement.search.search import Inputs
 from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import LayerKind, ModelShape
 from deploy.placement.workload import Lengths, Targets, Workload
-from topspin.plan.model_facts import ModelFacts
+from topspin.plan.rules.model_facts import ModelFacts
 
 GIB = 2**30
 LINKS = (

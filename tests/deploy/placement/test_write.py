@@ -19,9 +19,9 @@ from deploy.placement.search.search import Inputs, search
 from deploy.placement.search.steps import EngineSteps
 from deploy.placement.write import local_experts_of, plan_of
 from tests.deploy.placement import samples
-from topspin.plan.checks import check_model
 from topspin.plan.file import print_plan, read_plan
 from topspin.plan.local_experts import LocalExperts
+from topspin.plan.rules.checks import check_model
 from topspin.plan.spec import AttentionNode, EnginePlan, StageNode
 
 

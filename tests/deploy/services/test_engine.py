@@ -19,11 +19,11 @@ from models.description.config import load_model_config
 from tests.deploy.kubernetes.renders import IMAGE, plan_named, render
 from tests.structs import changed
 from topspin.errors import ConfigError
-from topspin.plan.checks import check_plan
 from topspin.plan.file import print_plan, read_plan
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.network import NetworkSpec
 from topspin.plan.retrieval import SpillSpec
+from topspin.plan.rules.checks import check_plan
 from topspin.plan.spec import EnginePlan
 
 MODEL = Path(__file__).parents[1] / "placement" / "models" / "smollm2-moe"

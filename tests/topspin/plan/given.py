@@ -1,4 +1,4 @@
-"""Plans that are given a feature or a condition of topspin.plan.features, by its name."""
+"""Plans that are given a feature or a condition of topspin.plan.rules.features, by its name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from tests.structs import changed
 from topspin.plan.kv_cache import KvLayerRule
 from topspin.plan.local_experts import LocalExperts
-from topspin.plan.model_facts import ModelFacts
 from topspin.plan.network import NetworkSpec
 from topspin.plan.precision import rules_of
 from topspin.plan.retrieval import SpillSpec, policy_of
+from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.spec import DraftNode, EnginePlan, StageNode
 from topspin.plan.speculation import Speculation
 

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from tests.structs import with_nodes
 from tests.topspin.plans import DENSE, FACTS, plan
 from topspin.errors import ConfigError
-from topspin.plan.checks import check_model
 from topspin.plan.file import print_plan, read_plan
 from topspin.plan.network import NetworkSpec
 from topspin.plan.precision import PrecisionRule
+from topspin.plan.rules.checks import check_model
 from topspin.plan.spec import EnginePlan
 from topspin.plan.speculation import Speculation
 

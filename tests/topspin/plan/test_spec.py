@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from tests.topspin.plan.nodes import ATTENTION, DRAFT, EXPERT, LINK, LOCAL, SELF, made_of
 from tests.topspin.plans import DENSE, plan
 from topspin.errors import ConfigError
-from topspin.plan.checks import check_plan
 from topspin.plan.kv_cache import KvCacheSpec
 from topspin.plan.precision import rules_of
+from topspin.plan.rules.checks import check_plan
 from topspin.plan.settings import (
     ExecutionPolicy,
     FailoverPolicy,

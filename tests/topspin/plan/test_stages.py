@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.topspin.plan.nodes import ATTENTION, EXPERT, HEAD, cut, made_of, stage
 from tests.topspin.plans import FACTS
 from topspin.errors import ConfigError
-from topspin.plan.checks import check_model, check_plan
+from topspin.plan.rules.checks import check_model, check_plan
 from topspin.plan.settings import SchedulingPolicy
 from topspin.plan.stages import Stage, senders
 

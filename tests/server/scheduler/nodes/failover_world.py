@@ -15,8 +15,7 @@ from server.scheduler.gateways import StateName
 from server.scheduler.nodes.drafts import DraftSide
 from server.scheduler.nodes.failover import Failover
 from server.scheduler.nodes.recovery import table_without
-from server.scheduler.nodes.replicas import Replicas
-from server.scheduler.nodes.roster import Member, Roster
+from server.scheduler.nodes.roster import Member, Replicas, Roster
 from server.scheduler.nodes.side import NodeSide
 from server.scheduler.planning.outbox import Outbox
 from server.scheduler.traces import Tracer

@@ -1,0 +1,1 @@
+"""Retrieval, spill and fp8 keys through whole engines."""

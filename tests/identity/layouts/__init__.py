@@ -1,0 +1,1 @@
+"""Stages, unequal, optional and slow nodes, and local layers through whole engines."""

@@ -1,0 +1,1 @@
+"""Drafts and grammars through whole engines."""

@@ -1,0 +1,1 @@
+"""Quantised weights and expert tables through whole engines."""

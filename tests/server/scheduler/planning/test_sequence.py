@@ -1,0 +1,58 @@
+"""The order of the waiting queue."""
+
+from __future__ import annotations
+
+from server.scheduler.planning.sequence import MIN_COMPACTED, Request, WaitingQueue
+from tests.server.scheduler.engine import make_request
+from tests.server.scheduler.planning.test_intake import INTAKE
+
+
+def request(arrival: int) -> Request:
+    """Return the request that arrived as number `arrival`."""
+    return INTAKE.request(make_request("r", [1]), peer=b"gateway", arrival=arrival)
+
+
+def test_a_request_that_comes_back_has_its_old_place() -> None:
+    queue = WaitingQueue()
+    first, second, third = request(0), request(1), request(2)
+    queue.push(first)
+    queue.push(second)
+    assert queue.first() is first
+    assert queue.pop() is first
+    queue.push(third)
+    queue.push(first)
+    assert [queue.pop() for _ in range(3)] == [first, second, third]
+
+
+def test_a_lower_priority_comes_first_whenever_it_arrived() -> None:
+    queue = WaitingQueue()
+    requests = [request(arrival) for arrival in range(4)]
+    for each, priority in zip(requests, (0, 5, -1, 0), strict=True):
+        each.priority = priority
+        queue.push(each)
+    assert [queue.pop().arrival for _ in requests] == [2, 0, 3, 1]
+
+
+def test_ended_requests_behind_others_are_not_kept() -> None:
+    queue = WaitingQueue()
+    queue.push(request(0))
+    for arrival in range(1, 10 * MIN_COMPACTED):
+        late = request(arrival)
+        late.priority = 9
+        queue.push(late)
+        late.ended = True
+    assert len(queue._heap) <= MIN_COMPACTED + 1
+    assert queue.count() == 1
+
+
+def test_ended_requests_are_passed_over() -> None:
+    queue = WaitingQueue()
+    first, second = request(0), request(1)
+    queue.push(first)
+    queue.push(second)
+    first.ended = True
+    assert queue.count() == 1
+    assert queue.first() is second
+    second.ended = True
+    assert queue.first() is None
+    assert queue.count() == 0

@@ -1,0 +1,1 @@
+"""The commands and plans of README and docs, run as they stand there."""

@@ -1,0 +1,1 @@
+"""Real processes that die, freeze, are cut off, join late or leave."""

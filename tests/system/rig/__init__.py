@@ -1,0 +1,1 @@
+"""The means of the tests of real processes: servers, streams, hosts, pods, disturbances."""

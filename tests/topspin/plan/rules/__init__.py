@@ -1,0 +1,1 @@
+"""Tests of a plan's rules."""
