@@ -1,4 +1,4 @@
-"""The words of the code, and its shape: heads are noun phrases, a class's name stands in one file."""
+"""Words and shape of the code: heads are noun phrases, folders small, class names in one file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`topspin probe`: is the role of this host that writes a progress file alive, is it ready?
 
-Owns the flags and the exit status; the file is topspin.processes.progress_word's. For exec probes
+Owns the flags and the exit status; the file is topspin.processes.progress's. For exec probes
 of Kubernetes and for supervisors; a gateway has /health as well.
 """
 
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from topspin.errors import ConfigError
-from topspin.processes.progress_word import read_progress, trouble
+from topspin.processes.progress import read_progress, trouble
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ from app.launch.role import (
     scheduler_command,
 )
 from topspin.plan.settings import GatewaySection
-from topspin.processes.progress_word import FILE_VARIABLE
+from topspin.processes.progress import FILE_VARIABLE
 
 NODE_ROLES = ("attention", "expert", "stage", "draft")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from attention_nodes.device.buckets import bucket_of, row_buckets
 from attention_nodes.device.inputs import DeviceInputs, PlacedInputs
 from attention_nodes.device.staging import Inbound
-from attention_nodes.sampling.scores import score
+from attention_nodes.sampling.sampler import score
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.executor import Ran, Receipt, run_layers
 from attention_nodes.step.rally import Companions

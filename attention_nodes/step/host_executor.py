@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.sampling.scores import score
+from attention_nodes.sampling.sampler import score
 from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.executor import Ran, Receipt, run_layers
 from attention_nodes.step.rally import Companions, nothing_to_do

@@ -13,8 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention_nodes.long_contexts.contexts import NOTHING_LOST, FollowedStep
-from attention_nodes.sampling.sampler import NO_VERDICT, AskedRows, Drawn, SampleVerdict
-from attention_nodes.sampling.scores import NO_SCORES, Scores
+from attention_nodes.sampling.sampler import (
+    NO_SCORES,
+    NO_VERDICT,
+    AskedRows,
+    Drawn,
+    SampleVerdict,
+    Scores,
+)
 from attention_nodes.step.executor import Receipt
 from attention_nodes.step.sequences import IntArray, Reserved, SequenceTable
 from attention_nodes.step.step_inputs import Scored

@@ -23,8 +23,7 @@ import torch
 from attention_nodes.device.executor import DeviceExecutor
 from attention_nodes.grammars.processes import Grammars
 from attention_nodes.long_contexts.contexts import PreparedSlices, contexts_of
-from attention_nodes.sampling.sampler import AskedRows, Sampled, Sampler
-from attention_nodes.sampling.scores import report
+from attention_nodes.sampling.sampler import AskedRows, Sampled, Sampler, report
 from attention_nodes.stages.relay import Relay
 from attention_nodes.step.absent_experts import NoNet
 from attention_nodes.step.decoder import Decoder
@@ -52,8 +51,8 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan.spec import NodeConfig
+from topspin.processes.inbox import ring_of
 from topspin.processes.progress import Beat, no_beat
-from topspin.processes.trace_node import ring_of
 from topspin.trace import Kind, NoStamps, Stamps
 
 _log = logging.getLogger("attention")

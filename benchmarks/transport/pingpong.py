@@ -27,8 +27,7 @@ from app.cli.trace.report import lanes_of
 from benchmarks import report
 from benchmarks.experiment import Experiment, Result, TextTable, number, rounds_in_turn, table
 from benchmarks.pingpong_nodes import MAX_M, WARM_UP_STEPS, Node, Shape
-from server.scheduler.micro_batching.cost import linked_cost_model
-from server.scheduler.micro_batching.cost_fit import CostFit, StepLoad
+from server.scheduler.micro_batching.cost import CostFit, StepLoad, linked_cost_model
 from server.scheduler.micro_batching.split import (
     NodeLoad,
     choose_num_micro_batches,

@@ -26,7 +26,7 @@ from topspin.plan.spec import load_serve_config
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent
 from topspin.processes.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlServer
 from topspin.processes.node_network import add_key_arguments, read_keys_of
-from topspin.processes.progress_word import ProgressWord
+from topspin.processes.progress import ProgressWord
 
 if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
     from topspin.processes.keys import KeyDirectory

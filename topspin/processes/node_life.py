@@ -58,8 +58,7 @@ from topspin.messages import (
 from topspin.process import CONFIG_ERROR_STATUS, new_incarnation
 from topspin.processes.channel import RELAXED_HEARTBEAT, ControlClient, Heartbeat
 from topspin.processes.inbox import Inbox, Stopped
-from topspin.processes.progress import StepProgress
-from topspin.processes.progress_word import ProgressWord
+from topspin.processes.progress import ProgressWord, StepProgress
 
 if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
     from topspin.processes.keys import KeyDirectory

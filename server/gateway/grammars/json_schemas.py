@@ -3,7 +3,7 @@
 Owns the table of keywords whose values are schemas, and the decision which objects have only the
 members that a schema names. Other values (`const`, `default`, `enum`, `examples`) are never read
 as schemas. Pure, and without recursion; knows no grammar. Called by
-server.gateway.grammars.structured_outputs and server.gateway.dialects.chat.tool_grammars.
+server.gateway.grammars.structured_outputs and server.gateway.dialects.chat.tools.
 """
 
 from __future__ import annotations

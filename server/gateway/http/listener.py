@@ -16,9 +16,8 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from server.gateway.http.fairness import Room, Turns, allowed_connections
 from server.gateway.http.protocol import HttpProtocol
-from server.gateway.http.room import Room, allowed_connections
-from server.gateway.http.turns import Turns
 from topspin.errors import ConfigError
 from topspin.plan.settings import GatewaySection
 from topspin.processes.listening import bound_socket

@@ -23,9 +23,8 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from server.gateway.errors import PASSING, RETRY_AFTER_S, describe
 from server.gateway.http.exchange import HEADER, make_request_id
+from server.gateway.http.fairness import Room, Turns
 from server.gateway.http.request_reader import Head, RequestReader
-from server.gateway.http.room import Room
-from server.gateway.http.turns import Turns
 from topspin.errors import Overloaded, RequestError, TopspinError
 from topspin.logs import about
 

@@ -2,7 +2,7 @@
 
 Owns, per format, its markers and the parser of a message. Arguments are passed on as the model
 wrote them, as they come; text that looked like a call and is none becomes content. Pure: knows
-no HTTP; the grammars that force a format are server.gateway.dialects.chat.tool_grammars'.
+no HTTP; the grammars that force a format are server.gateway.dialects.chat.tools'.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from collections.abc import Collection, Mapping
 from statistics import median
 from typing import Final, NamedTuple
 
-from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.micro_batching.cost_fit import LinearFit, StepLoad
+from server.scheduler.micro_batching.cost import CostModel, LinearFit, StepLoad
 from topspin.messages import StepTimings
 
 SETTLE_STEPS: Final = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from server.scheduler.micro_batching.cost_fit import CostFits
+from server.scheduler.micro_batching.cost import CostFits
 from server.scheduler.planning.attention_replica import AttentionReplica, NodeBatch
 from server.scheduler.planning.compilations import Compilations
 from server.scheduler.planning.load_balancing import ReplicaCandidate, choose_replica

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from server.scheduler.micro_batching.cost_fit import StepLoad
+from server.scheduler.micro_batching.cost import StepLoad
 from server.scheduler.planning import sequence
 from topspin.errors import ProtocolError
 from topspin.messages import SAMPLE, StepResult, StepTicket, pack_ints, unpack_ints

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.micro_batching.cost_fit import CostFits, StepLoad
+from server.scheduler.micro_batching.cost import CostFits, CostModel, StepLoad
 from server.scheduler.micro_batching.split import (
     NodeLoad,
     choose_num_micro_batches,

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from server.scheduler.experts.local_layers import LocalLayers
-from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.micro_batching.cost_fit import CostFits
+from server.scheduler.micro_batching.cost import CostFits, CostModel
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.adaptive_depths import AdaptiveDepths

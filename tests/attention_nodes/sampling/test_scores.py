@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_nodes.sampling.scores import ROWS_AT_ONCE, report, score
+from attention_nodes.sampling.sampler import ROWS_AT_ONCE, report, score
 from attention_nodes.step.step_inputs import Scored, ToScore
 
 VOCAB, HIDDEN, ROWS = 300, 8, 2 * ROWS_AT_ONCE + 5

@@ -15,8 +15,7 @@ import msgspec
 from server.gateway.dialects.chat.prompt import ChatPrompt, chat_prompt, reasoning_variables
 from server.gateway.dialects.chat.reply import ChatAnswer, ChatChunk, ChatReplies
 from server.gateway.dialects.chat.request import ChatBody, ChatMessage, DecodedChat, decode_chat
-from server.gateway.dialects.chat.tool_grammars import constrained, marker_terminal
-from server.gateway.dialects.chat.tools import tool_use
+from server.gateway.dialects.chat.tools import constrained, marker_terminal, tool_use
 from server.gateway.dialects.dialect import PreparedRequest, Replies, ReplyHead
 from server.gateway.generation.params import RequestParams, request_params
 from server.gateway.generation.prompts import Prompt

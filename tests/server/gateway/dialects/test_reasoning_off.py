@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.gateway.calls import CHAT, USER, post
-from tests.server.gateway.dialects.test_tool_grammars import allows
+from tests.server.gateway.dialects.test_chat_tools import allows
 from tests.server.gateway.fakes import FakeEngine, saying, template_of
 
 # As Qwen3's, a hybrid model's: what is off is closed in the prompt.

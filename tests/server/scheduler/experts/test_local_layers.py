@@ -14,8 +14,7 @@ from server.scheduler.experts.local_layers import (
     TRIAL_STEPS,
     LocalLayers,
 )
-from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.micro_batching.cost_fit import StepLoad
+from server.scheduler.micro_batching.cost import CostModel, StepLoad
 from topspin.messages import StepTimings
 
 TimeOf = Callable[[int, int, bool], float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from server.scheduler.micro_batching.cost_fit import StepLoad
+from server.scheduler.micro_batching.cost import StepLoad
 from tests.server.scheduler.engine import Engine, make_config, make_request, num_tokens_of
 from topspin.plan.spec import EnginePlan
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.scheduler.micro_batching.cost_fit import StepLoad
+from server.scheduler.micro_batching.cost import StepLoad
 from server.scheduler.planning.in_flight import NodePart, fed
 from tests.server.scheduler.engine import GATEWAY, Engine, make_config, make_request
 from topspin.messages import pack_ints, unpack_ints

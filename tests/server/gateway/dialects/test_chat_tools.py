@@ -9,8 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from server.gateway.dialects.chat.request import FunctionDefinition, Tool
-from server.gateway.dialects.chat.tool_grammars import constrained, marker_terminal
-from server.gateway.dialects.chat.tools import ToolUse
+from server.gateway.dialects.chat.tools import ToolUse, constrained, marker_terminal
 from server.gateway.grammars.structured_outputs import json_grammar
 from server.gateway.parsing.call_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_LIST, CallFormat
 from server.gateway.parsing.message import AnswerMessage, MessageOptions

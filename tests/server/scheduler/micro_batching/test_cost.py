@@ -7,8 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from server.scheduler.micro_batching.cost import CostModel, linked_cost_model
-from server.scheduler.micro_batching.cost_fit import CostFit, LinearFit, StepLoad
+from server.scheduler.micro_batching.cost import (
+    CostFit,
+    CostModel,
+    LinearFit,
+    StepLoad,
+    linked_cost_model,
+)
 
 TRUE = CostModel(
     attention_fixed_s=1.5e-3,
