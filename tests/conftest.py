@@ -1,4 +1,4 @@
-"""Shared by all tests: an interpreted Triton where there is no GPU, and a terminal's signals."""
+"""Shared by all tests: an interpreted Triton without a GPU, time limits, a terminal's signals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import settings
 
 
 def spare_the_interpreter() -> None:
@@ -33,6 +34,10 @@ def spare_the_interpreter() -> None:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     spare_the_interpreter()
+
+# An example takes as long as a busy machine makes it take; pytest's timeout finds one that hangs.
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 # A soak test has its own limit. On a GPU a kernel's first launch compiles it.
 LONG_LIMIT_S = 300

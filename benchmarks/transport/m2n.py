@@ -334,7 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = EXPERIMENT.parser(rounds=ROUNDS)
     parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES, metavar="MxN")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES")
-    parser.add_argument("--backends", nargs="+", default=OURS + BASELINES)
+    every = OURS + BASELINES
+    parser.add_argument("--backends", nargs="+", choices=every, default=every, metavar="NAME")
     args = parser.parse_args(argv)
     rows = run(args.topologies, args.sizes, args.backends, args.rounds)
     return EXPERIMENT.finish(args, {"rows": rows, "ratios": ratios(rows)})

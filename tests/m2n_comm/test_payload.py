@@ -47,7 +47,7 @@ def nearest_code(rows: torch.Tensor, code: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("code", CODES)
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-12, 12))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_element_becomes_a_nearest_code(code: torch.dtype, seed: int, exponent: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(5, 33, generator=generator) * 2.0**exponent

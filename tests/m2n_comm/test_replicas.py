@@ -31,7 +31,7 @@ def least_peak(count: int, loads: list[int], speeds: list[float]) -> float:
     count=st.integers(1, 24),
     loads=st.lists(st.integers(0, 40), min_size=1, max_size=3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rows_are_split_with_the_least_peak(count: int, loads: list[int]) -> None:
     rows = spread_rows(count, loads)
     assert sum(rows) == count
@@ -47,7 +47,7 @@ def test_rows_are_split_with_the_least_peak(count: int, loads: list[int]) -> Non
         st.tuples(st.integers(0, 40), st.sampled_from([1.0, 0.5, 0.3])), min_size=1, max_size=3
     ),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nodes_of_unequal_speed_are_done_about_as_soon_as_possible(
     count: int, nodes: list[tuple[int, float]]
 ) -> None:
@@ -82,7 +82,7 @@ REPLICAS = [
 
 
 @given(pairs=st.lists(st.sampled_from([0, 1, 1, 1, 2, 3, 3]), max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_pair_gets_a_replica_of_its_expert_in_row_order(pairs: list[int]) -> None:
     choice = ReplicaChoice(REPLICAS, num_nodes=3)
     chosen = choice.choose(torch.tensor(pairs, dtype=torch.int64)).tolist()

@@ -116,7 +116,7 @@ OFFERS = [
 ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(damaged(OFFERS) | st.binary(max_size=50), min_size=1, max_size=4))
 def test_any_offers_are_drafts_or_refused(said: list[bytes]) -> None:
     questions = Questions(VOCAB)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_decode.draft import Draft, DraftRequest, accepted
@@ -55,7 +55,6 @@ def test_the_draft_is_the_best_tree_whatever_grew_before(width: int, count: int)
         text = [*text, *path[: rng.randint(0, len(path))], rng.randrange(VOCAB)]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_random_verdicts_of_several_requests(data: st.DataObject) -> None:
     """The table refuses rows without ancestors, and its answers are those of the whole text."""

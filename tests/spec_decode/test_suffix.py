@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_decode import suffix
@@ -66,7 +66,6 @@ def path_shares(rows: list[list[int]], draft: Draft) -> list[float]:
 tokens_of = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
-@settings(deadline=None)
 @given(tokens=tokens_of, at_most=st.integers(1, 6), max_match=st.integers(1, 5))
 def test_a_chain_follows_the_most_frequent_continuation(
     tokens: list[int], at_most: int, max_match: int
@@ -85,7 +84,6 @@ def test_a_chain_follows_the_most_frequent_continuation(
         rows = [row for row in rows if row[depth] == token]
 
 
-@settings(deadline=None)
 @given(tokens=tokens_of, at_most=st.integers(1, 6))
 def test_a_tree_has_the_most_frequent_continuations(tokens: list[int], at_most: int) -> None:
     limits = FREE._replace(branches=True)
@@ -101,7 +99,6 @@ def test_a_tree_has_the_most_frequent_continuations(tokens: list[int], at_most: 
     assert len(set(zip(draft.parents, draft.tokens, strict=True))) == len(draft.tokens)
 
 
-@settings(deadline=None)
 @given(tokens=tokens_of, sizes=st.lists(st.integers(1, 9)), min_match=st.integers(1, 3))
 def test_an_index_that_grew_finds_what_a_new_one_finds(
     tokens: list[int], sizes: list[int], min_match: int
@@ -114,7 +111,6 @@ def test_an_index_that_grew_finds_what_a_new_one_finds(
         assert draft_of(grown, tokens[:end], 4) == draft_of(SuffixDrafter(limits), tokens[:end], 4)
 
 
-@settings(deadline=None)
 @given(outputs=st.lists(tokens_of, max_size=4), tokens=tokens_of)
 def test_others_outputs_are_searched_each_by_itself(
     outputs: list[list[int]], tokens: list[int]

@@ -7,7 +7,7 @@ import random
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_decode.draft import ROOT
@@ -146,7 +146,6 @@ def test_two_drafters_feed_one_tree() -> None:
     assert tree.path(tree.best(2)[1]) == (2, 4)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_expansions=st.integers(0, 12),

@@ -93,7 +93,6 @@ def batches_of(fuzz: Fuzz, pool: ThreadPoolExecutor, number: int) -> None:
     @settings(
         max_examples=4,
         database=None,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

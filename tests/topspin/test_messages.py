@@ -95,7 +95,7 @@ def test_every_message_that_is_declared_can_be_sent() -> None:
 def test_every_message_is_read_and_written_as_another_msgpack_does(name: str) -> None:
     """By field names: a tag or a type shared by two messages would not come back."""
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10)
     @given(MESSAGES[name])
     def check(message: AnyMessage) -> None:
         for fields in (

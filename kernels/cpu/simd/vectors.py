@@ -18,7 +18,6 @@ from kernels.cpu.simd.lanes import (
     I32_LANES,
     LANES,
     F32x16,
-    I32x16,
     broadcast,
     call,
     first_lanes,
@@ -39,12 +38,6 @@ from kernels.cpu.simd.lanes import (
 def load_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Read sixteen floats."""
     return load(builder, address, F32_LANES)
-
-
-@operation(I32x16, [types.int64])
-def load_i32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Read sixteen i32, or 32 bf16."""
-    return load(builder, address, I32_LANES)
 
 
 @operation(F32x16, [types.int64])
@@ -101,17 +94,11 @@ def store_first_bf16(
     store_first(builder, address, builder.trunc(rounded(builder, value), kind), count)
 
 
-@operation(types.none, [types.int64, F32x16, F32x16])
-def store_pairs(builder: ir.IRBuilder, address: ir.Value, even: ir.Value, odd: ir.Value) -> None:
-    """Round to bf16 and write 32 numbers: the lanes of `even` and `odd` in turn."""
-    store(builder, address, paired(builder, even, odd))
-
-
 @operation(types.none, [types.int64, F32x16, F32x16, types.int64])
 def store_first_pairs(
     builder: ir.IRBuilder, address: ir.Value, even: ir.Value, odd: ir.Value, count: ir.Value
 ) -> None:
-    """Round and write like store_pairs, but only the first `count` pairs."""
+    """Round to bf16 and write the first `count` pairs: lanes of `even` and `odd` in turn."""
     store_first(builder, address, paired(builder, even, odd), count)
 
 

@@ -73,7 +73,7 @@ def steps(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[list[int]], 
     return drawn
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sequence=steps(), data=st.data())
 def test_real_rows_are_the_hosts_and_the_others_are_nobodys(
     sequence: list[tuple[list[int], list[int], list[list[int]], bool]],

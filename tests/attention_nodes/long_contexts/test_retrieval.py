@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_nodes.loading import load_runner
@@ -37,7 +37,6 @@ def lacks_a_place(lengths: list[int], places: int) -> bool:
     return False
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 4 * SEGMENT_KEYS), min_size=1, max_size=12), st.integers(0, 40))
 def test_sequences_that_share_nothing_never_lack_a_place(lengths: list[int], spare: int) -> None:
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + spare

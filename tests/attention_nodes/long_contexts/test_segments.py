@@ -90,7 +90,7 @@ class Segments(RuleBasedStateMachine):
         assert self.pool.num_used == len(used) + len(opened) <= NUM_PLACES
 
 
-Segments.TestCase.settings = settings(max_examples=40, deadline=None)
+Segments.TestCase.settings = settings(max_examples=40)
 TestSegments = Segments.TestCase
 
 

@@ -72,9 +72,7 @@ def clusters(draw: st.DrawFn) -> Inputs:
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(clusters())
 def test_every_plan_that_is_written_is_read_again(tmp_path: Path, inputs: Inputs) -> None:
     for member in search(inputs).members:

@@ -97,7 +97,7 @@ def check_tokens(heads: Heads, window: int | None, dtype: torch.dtype, *, exampl
     torch.set_num_threads(1)
     whole = plain.among(0, plain.length, [], place=0, bs=16)
 
-    @settings(max_examples=examples, deadline=None, database=None)
+    @settings(max_examples=examples, database=None)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         end = data.draw(st.integers(1, plain.length))

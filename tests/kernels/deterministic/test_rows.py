@@ -36,7 +36,7 @@ def check_rows(
     torch.set_num_threads(1)
     alone = op(row[None])[0]
 
-    @settings(max_examples=examples, deadline=None, database=None)
+    @settings(max_examples=examples, database=None)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         num_rows = data.draw(st.integers(1, MAX_ROWS))
@@ -181,7 +181,7 @@ def test_a_pair_among_others(
     alone, _ = deterministic.pair_mlp(row[None], torch.tensor([[0]]).int(), experts)
     pool = torch.randn(MAX_ROWS, hidden_size).to(dtype)
 
-    @settings(max_examples=5, deadline=None, database=None)
+    @settings(max_examples=5, database=None)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         num_rows = data.draw(st.integers(1, MAX_ROWS))

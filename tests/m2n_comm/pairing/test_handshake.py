@@ -83,7 +83,7 @@ def _encoded(message: Any) -> bytes:
     return b"TSHS" + len(body).to_bytes(4, "little") + body
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=MESSAGES, keyed=st.booleans())
 def test_a_reader_of_any_bytes_raises_only_typed_errors_and_reads_no_more_than_it_may(
     data: bytes, keyed: bool
@@ -110,7 +110,7 @@ def test_a_reader_of_any_bytes_raises_only_typed_errors_and_reads_no_more_than_i
         assert peak < 300_000
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(first=MESSAGES, keyed=st.booleans(), offers=st.booleans())
 def test_no_stranger_ends_the_reception(
     some_keys: Path, first: bytes, keyed: bool, offers: bool
@@ -130,7 +130,7 @@ def test_no_stranger_ends_the_reception(
         expert.result(10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=MESSAGES, keyed=st.booleans())
 def test_an_attention_node_meets_any_answer_with_a_typed_error(
     some_keys: Path, data: bytes, keyed: bool

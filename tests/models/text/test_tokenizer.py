@@ -200,7 +200,6 @@ def _check(tokenizer: Tokenizer, prompt: list[int], chunks: list[list[int]], ski
     assert before + "".join(_stream(tokenizer, prompt, chunks, skip=skip)) == whole
 
 
-@settings(deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_random_byte_level_streams_equal_decoding_whole(
     byte_level: Tokenizer, data: st.DataObject, skip: bool
@@ -211,7 +210,6 @@ def test_random_byte_level_streams_equal_decoding_whole(
     _check(byte_level, prompt, data.draw(_chunked(ids)), skip)
 
 
-@settings(deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_random_piece_streams_equal_decoding_whole(
     pieces: Tokenizer, data: st.DataObject, skip: bool
@@ -224,7 +222,6 @@ def test_random_piece_streams_equal_decoding_whole(
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "pieces"])
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_prompts_text_and_the_stream_after_it_are_the_whole(
     request: pytest.FixtureRequest, kind: str, data: st.DataObject
@@ -287,7 +284,7 @@ def _without_some_bytes() -> Tokenizer:
     return Tokenizer(backend, special_tokens={}, source="test")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.text(
         st.characters(exclude_categories=["Cs"])

@@ -328,7 +328,7 @@ def test_any_frames_are_events_of_their_sender(server: ControlServer, address: s
     stranger.connect(address)
     frames = st.lists(st.binary(max_size=40) | damaged(SAID), min_size=1, max_size=3)
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     @given(frames)
     @example([b""])
     @example([b"", b""])

@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
 GOOD = b"\n".join(bytes([idx] * 32).hex().encode() for idx in (1, 2))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     data=damaged([GOOD, GOOD[:64], b""]) | st.binary(max_size=80),
     name=st.sampled_from(["expert.secret", "gateway.public"]),
@@ -178,7 +178,7 @@ def test_any_key_file_gives_keys_or_a_config_error_without_its_content(
         file.write_bytes(good)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(name=st.text(max_size=40) | damaged([b"gateway.public"]).map(lambda b: b.decode("latin1")))
 def test_any_name_of_a_key_file_is_a_group_or_a_config_error(some_keys: Path, name: str) -> None:
     """Names of groups become names of files: they are never paths."""

@@ -67,7 +67,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(tuple(items), budgets, draw(amount) * 2e-3, (decode, prefill))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems())
 def test_the_program_finds_what_trying_everything_finds(problem: Problem) -> None:
     values = [evaluate(problem, choice) for choice in all_choices(problem)]
@@ -88,7 +88,7 @@ def test_the_program_finds_what_trying_everything_finds(problem: Problem) -> Non
                 assert not again.fits or again.objective_s > value.objective_s
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(), amount)
 def test_the_least_divergence_in_so_many_bytes(problem: Problem, room: float) -> None:
     num_bytes = room * 3e6

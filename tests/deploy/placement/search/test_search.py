@@ -157,7 +157,7 @@ def small_inputs(draw: st.DrawFn) -> Inputs:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(small_inputs())
 def test_the_search_finds_what_trying_everything_finds(inputs: Inputs) -> None:
     check_against_everything(inputs)

@@ -122,7 +122,7 @@ async def statuses_of(requests: list[tuple[str, bytes]]) -> list[int]:
 def test_any_body_is_answered_or_refused() -> None:
     statuses: Counter[int] = Counter()
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(REQUESTS | REQUESTS | ANYTHING, min_size=1, max_size=6))
     @example([(CHAT, b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}')])
     @example([(PLAIN, b'{"model": "tiny", "prompt": "hi", "stop": "\\ud800"}')])

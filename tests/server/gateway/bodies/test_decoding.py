@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from server.gateway.bodies.decoding import decode, decode_each, decode_pieces
@@ -15,7 +15,6 @@ from server.gateway.dialects.chat.request import ChatMessage
 from topspin.errors import InvalidRequest
 
 
-@settings(deadline=None)
 @given(
     numbers=st.lists(st.integers(0, 2**31 - 1), max_size=12),
     separator=st.sampled_from([",", ", ", " ,\n"]),

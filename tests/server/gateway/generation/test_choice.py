@@ -69,7 +69,7 @@ def text_of(options: TextOptions, token_ids: list[int]) -> str:
     return "".join(feed(choice(options), token_ids))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     text=TEXTS,
     stops=STOPS,
@@ -105,7 +105,7 @@ def test_any_stream_equals_brute_force(
         assert (grown.finish_reason, grown.stop_reason) == ("stop", stop)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(token_ids=st.lists(st.integers(0, tokenizer().vocab_size - 1), min_size=1, max_size=20))
 def test_random_tokens_without_stops_equal_their_decoding(token_ids: list[int]) -> None:
     whole = tokenizer().decode(token_ids, skip_special_tokens=True)

@@ -36,7 +36,7 @@ def cut(text: str, at: list[int]) -> list[str]:
     return [text[low:high] for low, high in pairwise(bounds)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(text=TEXTS, stops=STOPS, at=st.lists(st.integers(0, 24), max_size=6), include=st.booleans())
 def test_scan_equals_brute_force_for_any_pieces(
     text: str, stops: list[str], at: list[int], include: bool

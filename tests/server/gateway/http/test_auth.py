@@ -314,7 +314,7 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
 GOOD = f"# tenants\nours: {OURS}\ntheirs:{THEIRS}\r\n\n".encode()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=damaged([GOOD]) | st.binary(max_size=60))
 @example(data="t\u0131: sk-\uff10123456789abcdef".encode())
 @example(data=b"\xef\xbb\xbfours: " + OURS.encode())

@@ -93,7 +93,6 @@ def check(url: str, method: str, path: str, *, num_examples: int) -> None:
 
     @hypothesis.settings(
         max_examples=num_examples,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),

@@ -145,7 +145,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     arguments=st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=3),
     name=st.sampled_from(sorted(FORMATS)),
@@ -187,7 +187,7 @@ PIECES = (
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(),
     name=st.sampled_from(sorted(FORMATS)),

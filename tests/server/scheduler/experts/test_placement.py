@@ -51,7 +51,7 @@ def tables_and_loads(draw: st.DrawFn) -> tuple[ExpertTable, list[list[float]]]:
 
 
 @given(tables_and_loads())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_new_table_is_valid_better_and_stable(
     case: tuple[ExpertTable, list[list[float]]],
 ) -> None:
@@ -83,7 +83,7 @@ def tables_with_optional_nodes(draw: st.DrawFn) -> tuple[ExpertTable, list[list[
 
 
 @given(tables_with_optional_nodes())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_required_nodes_keep_every_expert(
     case: tuple[ExpertTable, list[list[float]], int],
 ) -> None:
@@ -161,7 +161,7 @@ def test_keep_slots(old: tuple[int, ...], experts: set[int], slots: tuple[int, .
 
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=2, max_size=2), min_size=8, max_size=8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_matched_contents_keep_nearly_the_most(sets: list[set[int]]) -> None:
     old, new = sets[:4], sets[4:]
     order = match_contents(old, new, [0] * 4)

@@ -77,7 +77,7 @@ def test_a_node_that_becomes_slow_is_noticed() -> None:
 
 
 @given(tables_and_loads(), st.sampled_from([0.25, 1.0, 8.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equal_speeds_change_no_table(
     case: tuple[ExpertTable, list[list[float]]], speed: float
 ) -> None:

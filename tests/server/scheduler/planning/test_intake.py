@@ -146,7 +146,7 @@ ADDED = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(damaged(ADDED))
 def test_any_request_of_a_gateway_is_taken_within_its_limits_or_refused(data: bytes) -> None:
     try:
