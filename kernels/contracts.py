@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -292,8 +292,35 @@ class ExpertMatrices(NamedTuple):
     weight_format: Format = UNQUANTISED
 
 
+class RoutingRule(NamedTuple):
+    """The choice of `top_k` of E experts from a token's logits, and their weights; all in fp32.
+
+    Experts are chosen by descending score, of equal ones the lowest id first.
+    """
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid", "logits"] = "softmax"
+    """"softmax": of all logits. "sigmoid": each logit's own. "logits": themselves; the weights are
+    a softmax over the chosen ones."""
+    bias: Tensor | None = None
+    """f32[E], added to the scores for the choice only; weights come from the scores without."""
+    num_groups: int = 1
+    """Experts stand in groups of E / num_groups; only those of the best `top_groups` are chosen."""
+    top_groups: int = 1
+    best_of_group: Literal[1, 2] = 2
+    """A group's score is the sum of so many best scores with bias."""
+    renormalise: bool = False
+    """Weights are divided by their sum."""
+    epsilon: float = 0.0
+    """Added to that sum."""
+    scale: float = 1.0
+    """Multiplies the weights, last."""
+    weights_dtype: torch.dtype = torch.float32
+    """The dtype to which weights are rounded before they are used."""
+
+
 class Routing(NamedTuple):
-    """The experts of each token, by descending router probability."""
+    """The experts of each token, by descending score."""
 
     experts: Tensor
     """i64[T, K], logical expert ids."""

@@ -26,6 +26,7 @@ from kernels.contracts import (
     Matrix,
     PackedExperts,
     Routing,
+    RoutingRule,
 )
 from kernels.sampling import SampleResult, SamplingBatch
 from topspin.errors import ConfigError
@@ -88,14 +89,7 @@ class Ops(Protocol):
 
     def swiglu(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor: ...
 
-    def route(
-        self,
-        logits: Tensor,
-        *,
-        top_k: int,
-        renormalise: bool,
-        weights_dtype: torch.dtype = torch.float32,
-    ) -> Routing: ...
+    def route(self, logits: Tensor, rule: RoutingRule) -> Routing: ...
 
     def pack_experts(
         self,

@@ -30,6 +30,7 @@ from kernels.contracts import (
     Permutation,
     Retrieval,
     Routing,
+    RoutingRule,
 )
 from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.retrieval import code_keys as code_keys
@@ -254,21 +255,37 @@ def dense_mlp(
     return linear(swiglu(linear(x, gate_up, gate_up_bias)), down, down_bias, out)
 
 
-def route(
-    logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype = torch.float32
-) -> Routing:
-    """Choose top_k experts per token from router logits [T, num_experts].
+def route(logits: Tensor, rule: RoutingRule) -> Routing:
+    """Choose the experts of each row of router logits [T, E] by `rule`."""
+    logits = logits.float()
+    if rule.scores == "softmax":
+        scores = F.softmax(logits, dim=-1)
+    else:
+        scores = logits.sigmoid() if rule.scores == "sigmoid" else logits
+    # Without a bias, logits are in the order of the scores, and fewer of them are equal.
+    wanted = logits if rule.bias is None else scores + rule.bias
+    # A NaN or -inf comes last, but is an expert like others.
+    lowest = torch.finfo(torch.float32).min
+    wanted = torch.where(wanted > lowest, wanted, lowest)
+    if rule.num_groups > 1:
+        wanted = _of_best_groups(wanted, rule)
+    # Unlike topk, a stable sort leaves equal ones in the order of their ids.
+    experts = wanted.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
+    weights = scores.gather(1, experts)
+    if rule.scores == "logits":
+        weights = F.softmax(weights, dim=-1)
+    if rule.renormalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.epsilon)
+    return Routing(experts, (weights * rule.scale).to(rule.weights_dtype).float())
 
-    Softmax over all experts in fp32, then the top_k by descending probability, divided
-    by their sum if `renormalise`. The weights are f32; `weights_dtype` rounds them first
-    (the transformers Qwen and OLMoE routers round to the model's dtype, Mixtral's does
-    not).
-    """
-    probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
-    weights, experts = torch.topk(probabilities, top_k, dim=-1)
-    if renormalise:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return Routing(experts, weights.to(weights_dtype).float())
+
+def _of_best_groups(wanted: Tensor, rule: RoutingRule) -> Tensor:
+    """Return the scores [T, E], -inf outside the best groups of experts."""
+    groups = wanted.unflatten(1, (rule.num_groups, -1))
+    best = groups.topk(min(rule.best_of_group, groups.shape[-1]), dim=-1).values.sum(dim=-1)
+    kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
+    is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, value=True)
+    return groups.where(is_kept[..., None], -torch.inf).flatten(1)
 
 
 def count_slots(flat: Tensor, num_experts: int) -> Tensor:

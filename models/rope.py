@@ -19,11 +19,12 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class RopeFrequencies(NamedTuple):
-    """inv_freq: float32 [head_dim / 2], radians per position. attention_scaling multiplies
-    cosines and sines (YaRN's temperature; 1.0 elsewhere)."""
+    """inv_freq: float32 [head_dim / 2], radians per position, 0 for pairs that are not rotated.
+    attention_scaling, float32 [head_dim / 2], multiplies cosines and sines (YaRN's temperature; 1
+    elsewhere)."""
 
     inv_freq: Float32Array
-    attention_scaling: float
+    attention_scaling: Float32Array
 
 
 def is_length_dependent(rope: RopeConfig) -> bool:
@@ -44,20 +45,42 @@ def rope_seq_len(position: int, *, prompt_len: int) -> int:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, *, seq_len: int) -> RopeFrequencies:
-    """Return the rotary frequencies of a head.
+    """Return the rotary frequencies of the pairs of a head, whose numbers are in pair_order().
 
     `seq_len` (see rope_seq_len) has an effect only if is_length_dependent, and only beyond
     max_position_embeddings.
     """
+    num_rotated = rope.rotary_dim or head_dim
+    rotated, scaling = _rotated(rope, num_rotated, seq_len)
+    rest = (0, (head_dim - num_rotated) // 2)
+    scalings = np.full(num_rotated // 2, scaling, dtype=np.float32)
+    return RopeFrequencies(np.pad(rotated, rest), np.pad(scalings, rest, constant_values=1.0))
+
+
+def pair_order(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.int64] | None:
+    """Return the order of a head's numbers in which those rotated together are head_dim / 2 apart.
+
+    None: it is the checkpoint's. With it kernels need to know one kind of rotation only. A score
+    is a sum over the numbers of a query and a key, in any order.
+    """
+    if rope.rotary_dim is None:
+        return None
+    half, rest = rope.rotary_dim // 2, (head_dim - rope.rotary_dim) // 2
+    first, second, others = np.split(np.arange(head_dim), [half, rope.rotary_dim])
+    return np.concatenate([first, others[:rest], second, others[rest:]])
+
+
+def _rotated(rope: RopeConfig, head_dim: int, seq_len: int) -> tuple[Float32Array, float]:
+    """Return the frequencies of a head that is rotated as a whole, and YaRN's temperature."""
     if rope.rope_type == "linear":
-        return RopeFrequencies(_plain(rope.theta, head_dim) / np.float32(rope.factor), 1.0)
+        return _plain(rope.theta, head_dim) / np.float32(rope.factor), 1.0
     if rope.rope_type == "dynamic":
-        return RopeFrequencies(_plain(_ntk_theta(rope, head_dim, seq_len), head_dim), 1.0)
+        return _plain(_ntk_theta(rope, head_dim, seq_len), head_dim), 1.0
     if rope.rope_type == "yarn":
-        return _yarn(rope, head_dim)
+        return _yarn(rope, head_dim), _yarn_attention_scaling(rope)
     if rope.rope_type == "llama3":
-        return RopeFrequencies(_llama3(rope, head_dim), 1.0)
-    return RopeFrequencies(_plain(rope.theta, head_dim), 1.0)
+        return _llama3(rope, head_dim), 1.0
+    return _plain(rope.theta, head_dim), 1.0
 
 
 def _wave_scales(theta: float, head_dim: int) -> Float32Array:
@@ -87,7 +110,7 @@ def _ntk_theta(rope: RopeConfig, head_dim: int, seq_len: int) -> float:
     return float(np.float32(rope.theta) * stretch ** np.float32(head_dim / (head_dim - 2)))
 
 
-def _yarn(rope: RopeConfig, head_dim: int) -> RopeFrequencies:
+def _yarn(rope: RopeConfig, head_dim: int) -> Float32Array:
     """Return YaRN's blend of interpolated and plain frequencies (arXiv 2309.00071, sec. 3.2)."""
     scales = _wave_scales(rope.theta, head_dim)
     plain = np.float32(1.0) / scales
@@ -103,7 +126,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> RopeFrequencies:
     ramp = np.clip((idx - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
     keep = np.float32(1.0) - ramp
     inv_freq = interpolated * (np.float32(1.0) - keep) + plain * keep
-    return RopeFrequencies(inv_freq.astype(np.float32), _yarn_attention_scaling(rope))
+    return inv_freq.astype(np.float32)
 
 
 def _rotations_to_dim(rotations: float, rope: RopeConfig, head_dim: int) -> float:

@@ -53,6 +53,13 @@ _MIXTRAL: dict[str, Any] = {
     "intermediate_size": 48,
 }
 _OLMOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 40}
+_GLM4: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "num_mtp_layers": 0,
+}
 _LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -147,6 +154,44 @@ VARIANTS: dict[str, Variant] = {
             "clip_qkv": 0.7,
             "norm_topk_prob": True,
             "attention_bias": True,
+        },
+    ),
+    "glm4_moe": Variant(
+        "glm4_moe",
+        {
+            **_GLM4,
+            "head_dim": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+    "glm4_moe_yarn": Variant(
+        "glm4_moe",
+        {
+            **_GLM4,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "rms_norm_eps": 3e-4,
+            "rope_parameters": {**_YARN_ROPE, "partial_rotary_factor": 0.75},
+            "max_position_embeddings": 128,
+        },
+    ),
+    "minimax_m2": Variant(
+        "minimax_m2",
+        {
+            **_MIXTRAL,
+            "num_experts_per_tok": 3,
+            "head_dim": 20,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.6,
+            },
         },
     ),
 }
@@ -264,6 +309,9 @@ def _randomise(model: Any, *, seed: int) -> None:
                 parameter.copy_(gain * (1.0 + 0.2 * noise))
             else:
                 parameter.copy_(_scale(name, noise.shape[-1], is_tied=is_tied) * noise)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def _scale(name: str, num_inputs: int, *, is_tied: bool) -> float:

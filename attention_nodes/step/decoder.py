@@ -18,11 +18,18 @@ from torch import Tensor
 from attention_nodes.local_experts import ColocatedExperts
 from attention_nodes.step.kv_cache import KvCache
 from attention_nodes.step.step_inputs import MicroBatchInputs
-from kernels.contracts import AttentionMeta, HeadRows, KeyCodes, LinearWeight, Routing
+from kernels.contracts import (
+    AttentionMeta,
+    HeadRows,
+    KeyCodes,
+    LinearWeight,
+    Routing,
+    RoutingRule,
+)
 from kernels.dispatch import Ops
 from models.checkpoints.weights import AttentionWeights, LayerWeights, take
 from models.description.config import ModelConfig
-from models.description.families import FAMILIES
+from models.description.parts import RouterConfig
 from topspin.plan.precision import Rules, format_of
 
 Watch = Callable[[int, Tensor, AttentionMeta], None]
@@ -45,9 +52,26 @@ class Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     router: LinearWeight | None
+    routing: RoutingRule | None
     mlp: tuple[LinearWeight, LinearWeight] | None
     mlp_biases: tuple[Tensor | None, Tensor | None]
     shared_gate: LinearWeight | None
+
+
+def routing_rule(router: RouterConfig, *, bias: Tensor | None, dtype: torch.dtype) -> RoutingRule:
+    """Return how a layer's experts are chosen; `bias` f32[E] of its scores, the model's `dtype`."""
+    return RoutingRule(
+        top_k=router.top_k,
+        scores=router.scores,
+        bias=bias,
+        num_groups=router.num_groups,
+        top_groups=router.top_groups,
+        best_of_group=router.best_of_group,
+        renormalise=router.renormalise,
+        epsilon=router.epsilon,
+        scale=router.scale,
+        weights_dtype=dtype if router.rounded else torch.float32,
+    )
 
 
 class NodeLayers:
@@ -90,6 +114,11 @@ class NodeLayers:
         of_attention = format_of(precision, "attention", idx)
         of_mlp = format_of(precision, "mlp", idx)
         mlp = weights.dense if weights.dense is not None else weights.shared
+        gate = weights.shared.gate if weights.shared is not None else None
+        routing = None
+        if weights.router is not None and self.config.moe is not None:
+            bias, dtype = weights.score_bias, weights.router.dtype
+            routing = routing_rule(self.config.moe.router, bias=bias, dtype=dtype)
         return Layer(
             idx=idx,
             moe_idx=moe_idx,
@@ -103,13 +132,14 @@ class NodeLayers:
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
             router=pack(weights.router) if weights.router is not None else None,
+            routing=routing,
             mlp=(pack(mlp.gate_up, of_mlp), pack(mlp.down, of_mlp)) if mlp is not None else None,
             mlp_biases=(
                 (weights.dense.gate_up_bias, weights.dense.down_bias)
                 if weights.dense is not None
                 else (None, None)
             ),
-            shared_gate=pack(weights.shared.gate) if weights.shared is not None else None,
+            shared_gate=pack(gate) if gate is not None else None,
         )
 
     def warm_up(self) -> None:
@@ -195,14 +225,13 @@ class NodeLayers:
     def route(self, layer: Layer, normed: Tensor) -> Routing:
         """Choose the routed experts of normed [T, H]; only for MoE layers."""
         assert layer.router is not None
+        assert layer.routing is not None
         assert self.config.moe is not None
-        rounds = FAMILIES[self.config.family].rounds_routing_weights
-        return self.ops.route(
-            self.ops.linear(normed, layer.router),
-            top_k=self.config.moe.top_k,
-            renormalise=self.config.moe.norm_topk_prob,
-            weights_dtype=normed.dtype if rounds else torch.float32,
-        )
+        logits = None
+        if self.config.moe.router.fp32_logits:
+            shape = (len(normed), self.config.moe.num_experts)
+            logits = normed.new_empty(shape, dtype=torch.float32)
+        return self.ops.route(self.ops.linear(normed, layer.router, out=logits), layer.routing)
 
     def routed_experts(
         self,

@@ -66,5 +66,5 @@ class RotaryTable:
     def _cos_sin(self, positions: Tensor, *, seq_len: int) -> tuple[Tensor, Tensor]:
         frequencies = inverse_frequencies(self._rope, self._head_dim, seq_len=seq_len)
         angles = positions.float()[:, None] * torch.from_numpy(frequencies.inv_freq)[None, :]
-        scaling = frequencies.attention_scaling
+        scaling = torch.from_numpy(frequencies.attention_scaling)
         return angles.cos() * scaling, angles.sin() * scaling

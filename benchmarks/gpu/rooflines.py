@@ -23,7 +23,7 @@ from benchmarks.gpu.part import Part, open_part, parse, parser
 from benchmarks.gpu.timing import matmul_rate, measure_bandwidths, time_call
 from benchmarks.kernels import roofline
 from benchmarks.kernels.roofline import BF16, FP32, OpWork, Roofline
-from kernels.contracts import AttentionMeta
+from kernels.contracts import AttentionMeta, RoutingRule
 from kernels.runtime import Runtime
 from kernels.sampling import SamplingBatch
 from kernels.triton.attention.launches import attend
@@ -291,10 +291,11 @@ def route_case(sizes: Sizes, num_rows: int, device: torch.device) -> GpuCase:
     logits = randn(num_rows, sizes.experts, device=device)
     alone = roofline.route(num_rows, sizes.experts, sizes.top_k)
     grouping = roofline.permute(num_rows, sizes.experts, sizes.top_k)
-    slots = route(logits, top_k=sizes.top_k, renormalise=True).experts.int()
+    rule = RoutingRule(sizes.top_k, renormalise=True)
+    slots = route(logits, rule).experts.int()
 
     def call(_: int) -> None:
-        route(logits, top_k=sizes.top_k, renormalise=True)
+        route(logits, rule)
         permute(slots, sizes.experts)
 
     work = OpWork(alone.num_bytes + grouping.num_bytes, alone.flops + grouping.flops)

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from benchmarks.kernels.roofline import BF16, weight_bytes
-from models.description.config import LayerConfig, ModelConfig
+from models.description.config import ModelConfig
+from models.description.parts import LayerConfig
 from topspin.plan.precision import UNQUANTISED, Format, Part, format_of, rules_of
 
 BITS: Final[dict[Format, int]] = {"int8": 8, "int4": 4}
@@ -127,4 +128,4 @@ def _other_numbers(model: ModelConfig, layer: LayerConfig) -> int:
         return numbers + (2 * model.intermediate_size + hidden if model.mlp_bias else 0)
     assert model.moe is not None
     numbers += model.moe.num_experts * hidden
-    return numbers + (hidden if model.moe.shared_intermediate_size is not None else 0)
+    return numbers + (hidden if model.moe.shared_is_gated else 0)

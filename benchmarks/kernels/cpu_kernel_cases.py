@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.kernels import roofline
 from benchmarks.kernels.roofline import OpWork
-from kernels.contracts import AttentionMeta, HeadRows
+from kernels.contracts import AttentionMeta, HeadRows, RoutingRule
 from kernels.cpu.sampling import sample
 from kernels.dispatch import Ops, select_ops
 from kernels.reference import permute
@@ -331,8 +331,8 @@ def _routing(shape: KernelShape, num_rows: int) -> Iterator[SmallOp]:
     slots = _routes(shape, num_rows)[0]
     work = roofline.linear(num_rows, shape.hidden, num_experts)
     yield "router", work, lambda i: ops.linear(x, router)
-    route = partial(ops.route, top_k=top_k, renormalise=True, weights_dtype=torch.bfloat16)
-    yield "route", roofline.route(num_rows, num_experts, top_k), lambda i: route(logits)
+    rule = RoutingRule(top_k, renormalise=True, weights_dtype=torch.bfloat16)
+    yield "route", roofline.route(num_rows, num_experts, top_k), lambda i: ops.route(logits, rule)
     work = roofline.permute(num_rows, num_experts, top_k)
     yield "permute", work, lambda i: permute(slots, num_experts)
 

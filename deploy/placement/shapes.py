@@ -96,8 +96,8 @@ class ModelShape:
     """The numbers of a model that determine bytes and times.
 
     Sizes as in models.description.config.ModelConfig. `expert_width` and `shared_width` are the
-    widths of a routed and of the shared expert, 0: there is none; `itemsize` the bytes of a number
-    that is not quantised.
+    widths of a routed and of the shared expert, 0: there is none; `num_router_biases` the fp32
+    numbers beside a router; `itemsize` the bytes of a number that is not quantised.
     """
 
     vocab_size: int
@@ -110,6 +110,8 @@ class ModelShape:
     top_k: int
     expert_width: int
     shared_width: int
+    shared_is_gated: bool
+    num_router_biases: int
     is_tied: bool
     qk_norm: Literal["none", "head", "full"]
     has_qkv_bias: bool
@@ -133,6 +135,8 @@ class ModelShape:
             top_k=moe.top_k if moe else 0,
             expert_width=moe.intermediate_size if moe else 0,
             shared_width=(moe.shared_intermediate_size or 0) if moe else 0,
+            shared_is_gated=moe is not None and moe.shared_is_gated,
+            num_router_biases=moe.num_experts if moe and moe.router.has_bias else 0,
             is_tied=config.tie_word_embeddings,
             qk_norm=config.qk_norm,
             has_qkv_bias=config.qkv_bias,
@@ -211,7 +215,7 @@ class ModelShape:
         return sum(matrix.numbers for matrix in self.matrices(part, layer))
 
     def other_bytes(self, layer: int) -> int:
-        """Return a layer's bytes that keep the model's dtype: norms, biases, router, gate."""
+        """Return a layer's bytes that no format changes: norms, biases, router, gate."""
         hidden, found = self.hidden_size, 2 * self.hidden_size
         found += self.q_size + 2 * self.kv_size if self.has_qkv_bias else 0
         found += hidden if self.has_o_bias else 0
@@ -220,8 +224,9 @@ class ModelShape:
         elif self.qk_norm == "full":
             found += self.q_size + self.kv_size
         if self.layers[layer].is_moe:
-            found += self.num_experts * hidden + (hidden if self.shared_width else 0)
-        elif self.has_mlp_bias:
+            found += self.num_experts * hidden + (hidden if self.shared_is_gated else 0)
+            return found * self.itemsize + 4 * self.num_router_biases
+        if self.has_mlp_bias:
             found += 2 * self.intermediate_size + hidden
         return found * self.itemsize
 

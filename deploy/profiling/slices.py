@@ -14,8 +14,9 @@ from typing import Final, NamedTuple
 
 from deploy.placement.shapes import ModelShape
 from deploy.rig.nodes import Rig
-from models.description.config import LayerConfig, ModelConfig
+from models.description.config import ModelConfig
 from models.description.facts import facts_of
+from models.description.parts import LayerConfig
 from topspin.cores import Layout
 from topspin.plan.from_flags import resolve
 from topspin.plan.precision import Format

@@ -26,7 +26,7 @@ from deploy.profiling.slices import ATTENTION_BYTES, GROWTH, Measured, rig_of
 from deploy.rig.nodes import Rig
 from kernels.runtime import Runtime
 from m2n_comm.net import ExpertBatch
-from models.description.config import LayerConfig
+from models.description.parts import LayerConfig
 from topspin.messages import StepPlan
 from topspin.plan.precision import Format, format_of, rules_of
 from topspin.trace import Kind, Ring

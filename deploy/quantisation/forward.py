@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention_nodes.step.decoder import routing_rule
 from deploy.quantisation.layers import (
     DOWN,
     EXPERT_DOWN,
@@ -122,7 +123,8 @@ def _rotations(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines f32[T, head_dim / 2] of positions from 0."""
     found = inverse_frequencies(config.rope, config.head_dim, seq_len=length)
     angles = torch.arange(length).float()[:, None] * torch.from_numpy(found.inv_freq)
-    return angles.cos() * found.attention_scaling, angles.sin() * found.attention_scaling
+    scaling = torch.from_numpy(found.attention_scaling)
+    return angles.cos() * scaling, angles.sin() * scaling
 
 
 def _mlp(
@@ -141,7 +143,7 @@ def _mlp(
             observe(DOWN, units)
         bias = weights.dense.down_bias if weights.dense else None
         out = F.linear(units, _tensor(mlp.down), bias)
-    if weights.shared is not None:
+    if weights.shared is not None and weights.shared.gate is not None:
         reference.sigmoid_gate(out, F.linear(rows, weights.shared.gate))
     if layer.experts is None:
         return out
@@ -158,9 +160,8 @@ def _routed(
     assert config.moe is not None
     assert layer.weights.router is not None
     logits = F.linear(rows, layer.weights.router)
-    chosen, weights = reference.route(
-        logits, top_k=config.moe.top_k, renormalise=config.moe.norm_topk_prob
-    )
+    rule = routing_rule(config.moe.router, bias=layer.weights.score_bias, dtype=torch.float32)
+    chosen, weights = reference.route(logits, rule)
     shares = torch.zeros_like(logits).scatter_(1, chosen, weights)
     if observe is not None:
         observe(EXPERT_GATE_UP, rows)

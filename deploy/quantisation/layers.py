@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.head_order import HeadOrder
+from models.checkpoints.tensor_names import expert_name, layer_name
 from models.checkpoints.weights import (
     ExpertLayerWeights,
     LayerWeights,
@@ -23,7 +25,6 @@ from models.checkpoints.weights import (
     take,
 )
 from models.description.config import ModelConfig, load_model_config
-from models.description.families import FAMILIES, expert_name, layer_name
 from topspin.plan.precision import Part
 
 # What a matrix multiplies: the names of its inputs in a layer.
@@ -119,11 +120,13 @@ def matrices(layer: DecoderLayer, config: ModelConfig) -> Iterator[Matrix]:
 
     q, kv, hidden = config.q_size, config.kv_size, config.hidden_size
     qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
-    yield Matrix("attention", QKV, _numbers(weights.qkv), named(qkv))
+    own = HeadOrder(config).published(_numbers(weights.qkv))
+    yield Matrix("attention", QKV, own, named(qkv))
     yield Matrix("attention", OUT, _numbers(weights.o), named([("self_attn.o_proj", hidden)]))
     mlp = weights.dense or weights.shared
     if mlp is not None:
-        block = "mlp" if weights.dense else f"{block_name(config)}.shared_expert"
+        shared = config.moe.names.shared if config.moe is not None else ""
+        block = "mlp" if weights.dense else f"{block_name(config)}.{shared}"
         gate_up = _numbers(mlp.gate_up)
         halves = [(f"{block}.{name}_proj", len(gate_up) // 2) for name in ("gate", "up")]
         yield Matrix("mlp", GATE_UP, gate_up, named(halves))
@@ -135,7 +138,8 @@ def matrices(layer: DecoderLayer, config: ModelConfig) -> Iterator[Matrix]:
 def _expert_matrices(
     experts: ExpertLayerWeights, idx: int, config: ModelConfig
 ) -> Iterator[Matrix]:
-    family, block = FAMILIES[config.family], block_name(config)
+    assert config.moe is not None
+    names, block = config.moe.names, block_name(config)
     width = experts.down.shape[-1]
     for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
 
@@ -143,15 +147,16 @@ def _expert_matrices(
             found = expert_name(idx, block=block, expert_id=expert, projection=projection)
             return found.removesuffix(".weight")
 
-        halves = ((name(family.expert_gate), width), (name(family.expert_up), width))
+        halves = ((name(names.gate), width), (name(names.up), width))
         yield Matrix("experts", EXPERT_GATE_UP, gate_up, halves, expert)
-        whole = ((name(family.expert_down), config.hidden_size),)
+        whole = ((name(names.down), config.hidden_size),)
         yield Matrix("experts", EXPERT_DOWN, down, whole, expert)
 
 
 def block_name(config: ModelConfig) -> str:
     """Return the published name of the MoE block inside a layer."""
-    return FAMILIES[config.family].moe_blocks[0]
+    assert config.moe is not None
+    return config.moe.names.blocks[0]
 
 
 def _numbers(matrix: object) -> Tensor:

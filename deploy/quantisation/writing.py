@@ -25,8 +25,8 @@ from deploy.quantisation.layers import Matrix, block_name, matrices, open_model
 from deploy.quantisation.rounding import quantised
 from deploy.quantisation.scheme import module_tensors, quantisation_config
 from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.tensor_names import EMBED, LM_HEAD
 from models.description.config import ModelConfig, load_model_config
-from models.description.families import EMBED, FAMILIES, LM_HEAD
 from topspin.errors import ConfigError
 from topspin.plan.precision import UNQUANTISED, Format, Rules, check_rules, format_of
 
@@ -217,12 +217,13 @@ def _copy_stacked(
     formats: dict[str, Format],
 ) -> None:
     """Copy those of a layer's stacked experts that are not quantised."""
-    family = FAMILIES[config.family]
+    assert config.moe is not None
+    names = config.moe.names
     block, _, projection = published.rpartition(".")
     count, num_rows, num_in = checkpoint.shape(name)
-    projections = [family.expert_down]
+    projections = [names.down]
     if projection == "gate_up_proj":
-        projections, num_rows = [family.expert_gate, family.expert_up], num_rows // 2
+        projections, num_rows = [names.gate, names.up], num_rows // 2
     for expert in range(count):
         for idx, own in enumerate(projections):
             module = f"{block}.{expert}.{own}"
@@ -237,7 +238,7 @@ def _published(name: str, config: ModelConfig) -> str:
     """Return a tensor's name with the published name of the MoE block."""
     if config.moe is None:
         return name
-    for block in FAMILIES[config.family].moe_blocks[1:]:
+    for block in config.moe.names.blocks[1:]:
         for inside in ("gate.", "experts.", "shared_expert"):
             name = name.replace(f".{block}.{inside}", f".{block_name(config)}.{inside}")
     return name

@@ -78,17 +78,25 @@ class RandomWeights:
             k_norm=self._ones(k_norm) if k_norm is not None else None,
             post_norm=self._ones(hidden),
             router=self._normal(model.moe.num_experts, hidden) if is_moe and model.moe else None,
+            score_bias=self._score_bias() if is_moe else None,
             shared=self._shared(shared) if shared else None,
             dense=None if is_moe else self._dense(),
         )
 
     def _shared(self, size: int) -> SharedExpertWeights:
-        hidden = self._model.hidden_size
+        hidden, moe = self._model.hidden_size, self._model.moe
+        assert moe is not None
         return SharedExpertWeights(
             gate_up=self._normal(2 * size, hidden),
             down=self._normal(hidden, size),
-            gate=self._normal(1, hidden),
+            gate=self._normal(1, hidden) if moe.shared_is_gated else None,
         )
+
+    def _score_bias(self) -> Tensor | None:
+        moe = self._model.moe
+        if moe is None or not moe.router.has_bias:
+            return None
+        return self._normal(moe.num_experts, std=0.1).float()
 
     def _dense(self) -> DenseMlpWeights:
         model = self._model

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.contracts import HeadRows, Routing
+from kernels.contracts import HeadRows, Routing, RoutingRule
 from kernels.cpu import plain as cpu_plain
 from kernels.cpu.attention import paged_attention, selected_keys
 from kernels.cpu.compiled import layer as numba_layer
@@ -95,16 +94,8 @@ def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     return reference.swiglu(gate_up, out=out)
 
 
-def route(
-    logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype = torch.float32
-) -> Routing:
-    """Choose top_k experts per token; see `kernels.reference.route`."""
-    if numba_layer.can_route(logits, top_k, weights_dtype):
-        return Routing(
-            *numba_layer.route_rows(
-                logits, top_k=top_k, renormalise=renormalise, weights_dtype=weights_dtype
-            )
-        )
-    return reference.route(
-        logits, top_k=top_k, renormalise=renormalise, weights_dtype=weights_dtype
-    )
+def route(logits: Tensor, rule: RoutingRule) -> Routing:
+    """Choose the experts of each row; see `kernels.reference.route`."""
+    if numba_layer.can_route(logits, rule):
+        return Routing(*numba_layer.route_rows(logits, rule))
+    return reference.route(logits, rule)

@@ -7,8 +7,8 @@ models.checkpoints.expert_reader.
 
 from __future__ import annotations
 
+from models.checkpoints.tensor_names import expert_name, fused_expert_name, layer_name
 from models.description.config import ModelConfig
-from models.description.families import FAMILIES, expert_name, fused_expert_name, layer_name
 from models.quantised.matrices import MatrixReader, Source
 from topspin.errors import CheckpointError
 
@@ -18,11 +18,12 @@ def moe_block(reader: MatrixReader, config: ModelConfig, layer_idx: int) -> str:
 
     Raises CheckpointError if there is none.
     """
-    blocks = FAMILIES[config.family].moe_blocks
+    assert config.moe is not None
+    blocks, router = config.moe.names.blocks, config.moe.names.router
     for block in blocks:
-        if layer_name(layer_idx, f"{block}.gate.weight") in reader:
+        if layer_name(layer_idx, f"{block}.{router}.weight") in reader:
             return block
-    wanted = layer_name(layer_idx, f"{blocks[0]}.gate.weight")
+    wanted = layer_name(layer_idx, f"{blocks[0]}.{router}.weight")
     raise CheckpointError(f"{reader.checkpoint.path}: tensor {wanted} is missing")
 
 
@@ -32,7 +33,7 @@ class ExpertSources:
     def __init__(self, reader: MatrixReader, config: ModelConfig, layer_idx: int) -> None:
         """Raises CheckpointError if stacked experts have another shape."""
         assert config.moe is not None
-        self._family = FAMILIES[config.family]
+        self._names = config.moe.names
         self._layer_idx = layer_idx
         self._block = moe_block(reader, config, layer_idx)
         hidden, width = config.hidden_size, config.moe.intermediate_size
@@ -50,14 +51,14 @@ class ExpertSources:
         """Return the parts of gate_up [2F, H]."""
         if self._is_fused:
             return [Source(self._fused("gate_up_proj"), 2 * self._width, expert_id)]
-        names = (self._family.expert_gate, self._family.expert_up)
+        names = (self._names.gate, self._names.up)
         return [Source(self._name(name, expert_id), self._width) for name in names]
 
     def down(self, expert_id: int) -> list[Source]:
         """Return the parts of down [H, F]."""
         if self._is_fused:
             return [Source(self._fused("down_proj"), self._hidden, expert_id)]
-        return [Source(self._name(self._family.expert_down, expert_id), self._hidden)]
+        return [Source(self._name(self._names.down, expert_id), self._hidden)]
 
     def _fused(self, projection: str) -> str:
         return fused_expert_name(self._layer_idx, block=self._block, projection=projection)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Set
 from typing import Final
 
 from models.checkpoints.checkpoint_index import COMPUTED
+from models.checkpoints.tensor_names import layer_name
 from models.description.config import ModelConfig
-from models.description.families import FAMILIES, layer_name
 
 # Of quantised matrices, of which their reader needs the codes and the scales only: sizes that the
 # configuration has, GPTQ's order without desc_act, and the scales of rows, which the kernels choose
@@ -36,7 +36,11 @@ def unused_tensors(names: Iterable[str], config: ModelConfig, *, read: frozenset
     if config.quantisation is not None:
         modules = {name.rpartition(".")[0] for name in read}
         rest = [name for name in rest if not _is_beside_codes(name, modules)]
-    return sorted(name for name in rest if not _is_routed_expert(name, config))
+    mtp = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    unread = tuple(layer_name(idx, "") for idx in mtp)
+    return sorted(
+        name for name in rest if not name.startswith(unread) and not _is_routed_expert(name, config)
+    )
 
 
 def _is_beside_codes(name: str, modules: Set[str]) -> bool:
@@ -57,7 +61,7 @@ def _is_routed_expert(name: str, config: ModelConfig) -> bool:
     if config.moe is None:
         return False
     for layer_idx in config.moe_layers:
-        for block in FAMILIES[config.family].moe_blocks:
+        for block in config.moe.names.blocks:
             prefix = layer_name(layer_idx, f"{block}.experts.")
             if name.startswith(prefix):
                 expert = name.removeprefix(prefix).split(".")[0]

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.expert_sources import ExpertSources, moe_block
+from models.checkpoints.head_order import HeadOrder
+from models.checkpoints.tensor_names import EMBED, FINAL_NORM, LM_HEAD, layer_name
 from models.description.config import ModelConfig
-from models.description.families import EMBED, FINAL_NORM, LM_HEAD, layer_name
 from models.quantised.matrices import Matrix, MatrixReader, Source
 from topspin.errors import ConfigError
 from topspin.plan.precision import UNQUANTISED, Format, Part, Rules, format_of
@@ -30,12 +31,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedExpertWeights:
-    """The expert that every token takes: gate_up [2F, H], down [H, F], and its sigmoid
-    gate's row [1, H]."""
+    """The expert that every token takes: gate_up [2F, H], down [H, F], and the row [1, H] of its
+    sigmoid gate, if it has one."""
 
     gate_up: Matrix
     down: Matrix
-    gate: Tensor
+    gate: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +53,11 @@ class DenseMlpWeights:
 class LayerWeights:
     """The attention role's part of one layer.
 
-    input_norm [H], qkv [q + 2 kv, H] (query rows, then key, then value), qkv_bias
-    [q + 2 kv], o [H, q], o_bias [H], q_norm and k_norm [head_dim] ("head") or [q], [kv]
-    ("full"), post_norm [H] (before the MLP), router [E, H]. A layer has router (and maybe
-    shared) or dense, never both.
+    input_norm [H], qkv [q + 2 kv, H] (query rows, then key, then value; the numbers of query and
+    key heads in the order of models.checkpoints.head_order, those of their bias and norms too),
+    qkv_bias [q + 2 kv], o [H, q], o_bias [H], q_norm and k_norm [head_dim] ("head") or [q], [kv]
+    ("full"), post_norm [H] (before the MLP), router [E, H], score_bias f32[E]. A layer has router
+    (and maybe shared) or dense, never both.
     """
 
     input_norm: Tensor
@@ -67,6 +69,7 @@ class LayerWeights:
     k_norm: Tensor | None
     post_norm: Tensor
     router: Tensor | None
+    score_bias: Tensor | None
     shared: SharedExpertWeights | None
     dense: DenseMlpWeights | None
 
@@ -226,6 +229,8 @@ class _Reader:
         self.checkpoint = checkpoint
         self.config = config
         self.precision = precision
+        self.device = device
+        self.head_order = HeadOrder(config)
         self.matrices = MatrixReader(checkpoint, config.quantisation, dtype=dtype, device=device)
 
     def read(self, name: str, *shape: int) -> Tensor:
@@ -280,33 +285,37 @@ def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
     def attn(suffix: str) -> str:
         return layer_name(layer_idx, f"self_attn.{suffix}")
 
+    order = reader.head_order
     is_full = config.qk_norm == "full"
     has_norm = config.qk_norm != "none"
     is_moe = config.layers[layer_idx].is_moe
     return LayerWeights(
         input_norm=reader.read(layer_name(layer_idx, "input_layernorm.weight"), hidden),
-        qkv=reader.matrix_of(
-            "attention", layer_idx, ((attn(f"{p}.weight"), n) for p, n in projections), hidden
+        qkv=order.qkv(
+            reader.matrix_of(
+                "attention", layer_idx, ((attn(f"{p}.weight"), n) for p, n in projections), hidden
+            )
         ),
-        qkv_bias=(
+        qkv_bias=order.bias(
             reader.read_rows((attn(f"{p}.bias"), rows) for p, rows in projections)
             if config.qkv_bias
             else None
         ),
         o=reader.matrix_of("attention", layer_idx, [(attn("o_proj.weight"), hidden)], q),
         o_bias=reader.read(attn("o_proj.bias"), hidden) if config.o_bias else None,
-        q_norm=(
+        q_norm=order.norm(
             reader.read(attn("q_norm.weight"), q if is_full else config.head_dim)
             if has_norm
             else None
         ),
-        k_norm=(
+        k_norm=order.norm(
             reader.read(attn("k_norm.weight"), kv if is_full else config.head_dim)
             if has_norm
             else None
         ),
         post_norm=reader.read(layer_name(layer_idx, "post_attention_layernorm.weight"), hidden),
         router=_load_router(reader, layer_idx) if is_moe else None,
+        score_bias=_load_score_bias(reader, layer_idx) if is_moe else None,
         shared=_load_shared(reader, layer_idx) if is_moe else None,
         dense=None if is_moe else _load_dense(reader, layer_idx),
     )
@@ -316,8 +325,20 @@ def _load_router(reader: _Reader, layer_idx: int) -> Tensor:
     moe = reader.config.moe
     assert moe is not None
     block = moe_block(reader.matrices, reader.config, layer_idx)
-    name = layer_name(layer_idx, f"{block}.gate.weight")
+    name = layer_name(layer_idx, f"{block}.{moe.names.router}.weight")
     return reader.read(name, moe.num_experts, reader.config.hidden_size)
+
+
+def _load_score_bias(reader: _Reader, layer_idx: int) -> Tensor | None:
+    """Return the bias of the router's scores in fp32: rounded, it would choose other experts."""
+    moe = reader.config.moe
+    assert moe is not None
+    if not moe.router.has_bias:
+        return None
+    block = moe_block(reader.matrices, reader.config, layer_idx)
+    out = torch.empty(moe.num_experts, dtype=torch.float32)
+    reader.checkpoint.read_into(layer_name(layer_idx, f"{block}.{moe.names.bias}"), out)
+    return out.to(reader.device)
 
 
 def _load_shared(reader: _Reader, layer_idx: int) -> SharedExpertWeights | None:
@@ -332,12 +353,14 @@ def _load_shared(reader: _Reader, layer_idx: int) -> SharedExpertWeights | None:
     def name(suffix: str) -> str:
         return layer_name(layer_idx, f"{block}.{suffix}.weight")
 
-    gate_up = [(name("shared_expert.gate_proj"), width), (name("shared_expert.up_proj"), width)]
-    down = [(name("shared_expert.down_proj"), hidden)]
+    expert = moe.names.shared
+    gate_up = [(name(f"{expert}.gate_proj"), width), (name(f"{expert}.up_proj"), width)]
+    down = [(name(f"{expert}.down_proj"), hidden)]
+    gate = reader.read(name(f"{expert}_gate"), 1, hidden) if moe.shared_is_gated else None
     return SharedExpertWeights(
         gate_up=reader.matrix_of("mlp", layer_idx, gate_up, hidden),
         down=reader.matrix_of("mlp", layer_idx, down, width),
-        gate=reader.read(name("shared_expert_gate"), 1, hidden),
+        gate=gate,
     )
 
 

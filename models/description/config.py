@@ -15,14 +15,14 @@ from typing import Final, Literal
 
 from models.checkpoints.checkpoint_index import read_index
 from models.description.config_fields import ConfigFields, read_json
-from models.description.families import FAMILIES, Family, QkNorm
 from models.description.overrides import overridden
+from models.description.parts import LayerConfig, MoeConfig, QkNorm
 from models.description.rope_config import RopeConfig, parse_rope
+from models.families import FAMILIES
+from models.families.family import Family
 from models.quantised.config import parse_quantisation
 from models.quantised.scheme import Quantisation
 from topspin.errors import CheckpointError, ConfigError
-
-__all__ = ["LayerConfig", "ModelConfig", "MoeConfig", "RopeConfig", "load_model_config"]
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -31,7 +31,6 @@ _DTYPES: dict[str, DtypeName] = {
     "bfloat16": "bfloat16",
     "float16": "float16",
 }
-_WINDOWED = ("mixtral", "qwen2_moe", "qwen3_moe")
 _STORED_DTYPES: dict[str, DtypeName] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -40,42 +39,16 @@ MAX_LAYERS: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoeConfig:
-    """The routed experts, equal in every MoE layer.
-
-    intermediate_size is the width F of one routed expert. shared_intermediate_size is the
-    width of the shared expert that every token also takes, scaled by a sigmoid gate
-    (Qwen2-MoE), or None. norm_topk_prob: the chosen softmax weights are divided by their sum.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    norm_topk_prob: bool
-    shared_intermediate_size: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerConfig:
-    """One decoder layer.
-
-    sliding_window W: a query at position p sees keys p - W + 1 .. p; None sees all.
-    """
-
-    sliding_window: int | None = None
-    is_moe: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Everything about a model that is not a weight.
 
     dtype is the checkpoint's (the server may run another). qk_norm: "head" normalises each head
-    after the projection (Qwen3), "full" the whole projection (OLMoE). clip_qkv clamps q, k and v to
-    [-clip, clip] after qk_norm and before RoPE. intermediate_size is the width of a dense MLP
-    layer. eos_token_ids end a generation, in no special order. quantisation: how the checkpoint
-    stores its projections; None: as numbers. notes: sentences for the log about what the
-    checkpoint says and is not followed.
+    after the projection, "full" the whole projection. clip_qkv clamps q, k and v to [-clip, clip]
+    after qk_norm and before RoPE. intermediate_size is the width of a dense MLP layer.
+    eos_token_ids end a generation, in no special order. quantisation: how the checkpoint stores its
+    projections; None: as numbers. num_mtp_layers: layers behind the others, for multi-token
+    prediction, that nobody reads. notes: sentences for the log about what the checkpoint says and
+    is not followed.
     """
 
     family: str
@@ -99,6 +72,7 @@ class ModelConfig:
     moe: MoeConfig | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    num_mtp_layers: int = 0
     quantisation: Quantisation | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -149,14 +123,8 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
     num_heads = fields.positive_int("num_attention_heads")
     num_kv_heads = _num_kv_heads(fields, num_heads=num_heads)
     head_dim = _head_dim(fields, hidden_size=hidden_size, num_heads=num_heads)
-    if family.qk_norm == "full" and head_dim * num_heads != hidden_size:
-        raise fields.error("head_dim", f"{family.model_type} needs hidden_size / heads")
-    num_layers = fields.positive_int("num_hidden_layers", most=MAX_LAYERS)
     max_positions = fields.positive_int("max_position_embeddings")
-    moe = _moe(fields, family)
-    windows = _sliding_windows(fields, family, num_layers=num_layers)
-    sparse = _moe_flags(fields, family, num_layers=num_layers, moe=moe)
-    bias = _biases(fields, family)
+    parts = family.parts(fields, fields.positive_int("num_hidden_layers", most=MAX_LAYERS))
     vocab_size = fields.positive_int("vocab_size")
     # It reads tokenizers and templates, whose libraries machines that run kernels only lack.
     from models.text.endings import ending_token_ids
@@ -172,34 +140,27 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         max_position_embeddings=max_positions,
         dtype=_dtype(fields, path),
-        qkv_bias=bias.qkv,
-        o_bias=bias.o,
-        mlp_bias=bias.mlp,
-        qk_norm=family.qk_norm,
-        clip_qkv=_clip_qkv(fields, family),
+        qkv_bias=parts.qkv_bias,
+        o_bias=parts.o_bias,
+        mlp_bias=parts.mlp_bias,
+        qk_norm=parts.qk_norm,
+        clip_qkv=parts.clip_qkv,
         rope=parse_rope(
             fields,
             default_theta=_number(family, "rope_theta"),
             max_position_embeddings=max_positions,
+            head_dim=head_dim,
+            rotary_factor=parts.rotary_factor,
         ),
-        layers=tuple(
-            LayerConfig(sliding_window=window, is_moe=is_moe)
-            for window, is_moe in zip(windows, sparse, strict=True)
-        ),
+        layers=parts.layers,
         intermediate_size=fields.positive_int("intermediate_size"),
-        moe=moe if any(sparse) else None,
+        moe=parts.moe if any(layer.is_moe for layer in parts.layers) else None,
         eos_token_ids=ending_token_ids(path, fields, vocab_size=vocab_size, notes=notes),
+        num_mtp_layers=parts.num_mtp_layers,
         bos_token_id=fields.optional_int("bos_token_id"),
         quantisation=parse_quantisation(fields, notes),
         notes=tuple(notes),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Biases:
-    qkv: bool
-    o: bool
-    mlp: bool
 
 
 def _family(fields: ConfigFields) -> Family:
@@ -214,8 +175,8 @@ def _family(fields: ConfigFields) -> Family:
 
 
 def _defaults(family: Family, raw: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the family's defaults; a count of experts has two names."""
-    if not raw.keys() & {"num_experts", "num_local_experts"}:
+    """Return the family's defaults; a count of experts has three names."""
+    if not raw.keys() & {"num_experts", "num_local_experts", "n_routed_experts"}:
         return family.defaults
     return {name: value for name, value in family.defaults.items() if name != "num_experts"}
 
@@ -229,9 +190,7 @@ def _number(family: Family, option: str) -> float:
 
 def _ignored(fields: ConfigFields, family: Family) -> list[str]:
     """Return a sentence for each option that is not followed, as transformers does not."""
-    options = {"dual_chunk_attention_config": "attention is full and exact"}
-    if family.model_type not in _WINDOWED:
-        options["sliding_window"] = f"{family.model_type} attends to all positions"
+    options = {"dual_chunk_attention_config": "attention is full and exact", **family.ignored}
     return [
         f"{fields.error(option, reason)}; the option is ignored"
         for option, reason in options.items()
@@ -267,102 +226,6 @@ def _head_dim(fields: ConfigFields, *, hidden_size: int, num_heads: int) -> int:
     if head_dim < 4 or head_dim % 2:
         raise ConfigError(f"{fields.source}: head_dim = {head_dim}: must be even, 4 or more")
     return head_dim
-
-
-def _moe(fields: ConfigFields, family: Family) -> MoeConfig | None:
-    """Read the expert options by each family's names and defaults (see transformers)."""
-    if not family.moe_blocks:
-        return None
-    num_experts = fields.aliased_int("num_local_experts", "num_experts")
-    if num_experts == 0 and family.model_type != "mixtral":
-        return None
-    top_k = fields.positive_int("num_experts_per_tok")
-    if not 1 <= top_k <= num_experts:
-        raise fields.error("num_experts_per_tok", f"must be at most num_experts = {num_experts}")
-    is_mixtral = family.model_type == "mixtral"
-    is_qwen = family.model_type in ("qwen2_moe", "qwen3_moe")
-    is_shared = family.model_type == "qwen2_moe"
-    width = "moe_intermediate_size" if is_qwen else "intermediate_size"
-    shared = fields.positive_int("shared_expert_intermediate_size") if is_shared else None
-    return MoeConfig(
-        num_experts=num_experts,
-        top_k=top_k,
-        intermediate_size=fields.positive_int(width),
-        norm_topk_prob=is_mixtral or fields.flag("norm_topk_prob", default=False),
-        shared_intermediate_size=shared,
-    )
-
-
-def _moe_flags(
-    fields: ConfigFields, family: Family, *, num_layers: int, moe: MoeConfig | None
-) -> list[bool]:
-    """Return per layer whether it has routed experts (Qwen: some layers are dense MLPs)."""
-    if moe is None:
-        return [False] * num_layers
-    if family.model_type not in ("qwen2_moe", "qwen3_moe"):
-        return [True] * num_layers
-    step = fields.positive_int("decoder_sparse_step", default=1)
-    dense = fields.int_list("mlp_only_layers")
-    return [idx not in dense and (idx + 1) % step == 0 for idx in range(num_layers)]
-
-
-def _sliding_windows(fields: ConfigFields, family: Family, *, num_layers: int) -> list[int | None]:
-    """Return per layer the attention window, by the family's rule."""
-    is_windowed = family.model_type in _WINDOWED
-    window = fields.optional_int("sliding_window") if is_windowed else None
-    if family.model_type in ("qwen2_moe", "qwen3_moe") and not fields.flag(
-        "use_sliding_window", default=False
-    ):
-        window = None
-    if window is not None and window <= 0:
-        raise fields.error("sliding_window", "must be positive or null")
-    if family.model_type == "qwen2_moe":
-        return _qwen2_windows(fields, window=window, num_layers=num_layers)
-    expected = "full_attention" if window is None else "sliding_attention"
-    declared = fields.raw.get("layer_types")
-    if declared is not None and declared != [expected] * num_layers:
-        raise fields.error("layer_types", f"{family.model_type} with this window has {expected}")
-    return [window] * num_layers
-
-
-def _qwen2_windows(
-    fields: ConfigFields, *, window: int | None, num_layers: int
-) -> list[int | None]:
-    """Qwen2-MoE: `layer_types` if given, else every other one of the first max_window_layers."""
-    declared = fields.raw.get("layer_types")
-    if declared is None:
-        max_layers = fields.optional_int("max_window_layers")
-        limit = 28 if max_layers is None else max_layers
-        return [window if idx % 2 == 0 and idx < limit else None for idx in range(num_layers)]
-    if not isinstance(declared, list) or len(declared) != num_layers:
-        raise fields.error("layer_types", f"must list the {num_layers} layers")
-    kinds = {"full_attention": None, "sliding_attention": window}
-    for kind in declared:
-        if not isinstance(kind, str) or kind not in kinds:
-            raise fields.error("layer_types", f"supported: {', '.join(kinds)}")
-        if kind == "sliding_attention" and window is None:
-            raise fields.error("layer_types", "sliding_attention needs use_sliding_window")
-    return [kinds[kind] for kind in declared]
-
-
-def _biases(fields: ConfigFields, family: Family) -> _Biases:
-    """Return which projections have a bias; only options that the family's code reads count."""
-    if family.model_type == "mixtral":
-        return _Biases(qkv=False, o=False, mlp=False)
-    if family.model_type == "qwen2_moe":
-        return _Biases(qkv=fields.flag("qkv_bias", default=True), o=False, mlp=False)
-    attention_bias = fields.flag("attention_bias", default=False)
-    mlp_bias = family.model_type == "llama" and fields.flag("mlp_bias", default=False)
-    return _Biases(qkv=attention_bias, o=attention_bias, mlp=mlp_bias)
-
-
-def _clip_qkv(fields: ConfigFields, family: Family) -> float | None:
-    if family.model_type != "olmoe" or fields.raw.get("clip_qkv") is None:
-        return None
-    clip = fields.number("clip_qkv")
-    if clip <= 0:
-        raise fields.error("clip_qkv", "must be positive or null")
-    return clip
 
 
 def _dtype(fields: ConfigFields, path: Path) -> DtypeName:

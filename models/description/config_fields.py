@@ -82,8 +82,8 @@ class ConfigFields:
             raise self.error(option, f"must be {most} at most")
         return value
 
-    def aliased_int(self, *options: str) -> int:
-        """Return the non-negative integer given by any of `options`, which must not disagree."""
+    def aliased_int(self, *options: str, least: int = 0) -> int:
+        """Return the integer, at least 0 or 1, given by `options`, which must not disagree."""
         values = {option: self.optional_int(option) for option in options}
         given = {option: value for option, value in values.items() if value is not None}
         if not given:
@@ -91,8 +91,8 @@ class ConfigFields:
         if len(set(given.values())) > 1:
             raise ConfigError(f"{self.source}: {given} name one thing and disagree")
         option, value = next(iter(given.items()))
-        if value < 0:
-            raise self.error(option, "must not be negative")
+        if value < least:
+            raise self.error(option, "must be positive" if least else "must not be negative")
         return value
 
     def number(self, option: str, *, default: float | None = None) -> float:

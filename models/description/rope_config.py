@@ -46,7 +46,8 @@ class RopeConfig:
 
     factor: linear, dynamic, yarn, llama3. max_position_embeddings: dynamic.
     original_max_position_embeddings: yarn, llama3 (equal to max_position_embeddings
-    elsewhere). attention_factor None: yarn derives it from factor, or from mscale and
+    elsewhere). rotary_dim: how many numbers of a head are rotated, the first ones; None: all.
+    attention_factor None: yarn derives it from factor, or from mscale and
     mscale_all_dim where both are set. truncate: yarn rounds its correction range outwards.
     low_freq_factor, high_freq_factor: llama3.
     """
@@ -56,6 +57,7 @@ class RopeConfig:
     max_position_embeddings: int
     factor: float = 1.0
     original_max_position_embeddings: int
+    rotary_dim: int | None = None
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -67,11 +69,17 @@ class RopeConfig:
 
 
 def parse_rope(
-    fields: ConfigFields, *, default_theta: float, max_position_embeddings: int
+    fields: ConfigFields,
+    *,
+    default_theta: float,
+    max_position_embeddings: int,
+    head_dim: int,
+    rotary_factor: float | None = None,
 ) -> RopeConfig:
     """Return the rotary options of config.json.
 
-    As in transformers 5, a non-empty `rope_scaling` wins over `rope_parameters`, and
+    `rotary_factor` is the family's share of a head that is rotated, if others than all are
+    possible. As in transformers 5, a non-empty `rope_scaling` wins over `rope_parameters`, and
     rope_theta inside either wins over rope_theta beside it. Raises ConfigError for rope
     types and options that are not supported.
     """
@@ -80,7 +88,7 @@ def parse_rope(
     if not isinstance(raw, dict):
         raise fields.error(option, "must be an object or null")
     rope = ConfigFields(raw, source=f"{fields.source}: {option}")
-    _refuse_unsupported(rope, fields)
+    _refuse_unknown(rope)
     rope_type = _rope_type(rope)
     theta = fields.number("rope_theta", default=default_theta)
     theta = rope.number("rope_theta", default=theta)
@@ -97,6 +105,7 @@ def parse_rope(
         theta=theta,
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=original,
+        rotary_dim=_rotary_dim(rope, fields, head_dim=head_dim, factor=rotary_factor),
         factor=_factor(rope, rope_type, ratio=max_position_embeddings / original),
         attention_factor=rope.optional_number("attention_factor"),
         # transformers takes the default for 0 as well as for null.
@@ -121,13 +130,26 @@ def _rope_type(rope: ConfigFields) -> RopeType:
     return value
 
 
-def _refuse_unsupported(rope: ConfigFields, fields: ConfigFields) -> None:
+def _refuse_unknown(rope: ConfigFields) -> None:
     unknown = sorted(set(rope.raw) - _KNOWN_OPTIONS)
     if unknown:
         raise rope.error(unknown[0], f"supported: {', '.join(sorted(_KNOWN_OPTIONS))}")
-    for source in (rope, fields):
-        if source.optional_number("partial_rotary_factor") not in (None, 1.0):
-            raise source.error("partial_rotary_factor", "supported: 1.0")
+
+
+def _rotary_dim(
+    rope: ConfigFields, fields: ConfigFields, *, head_dim: int, factor: float | None
+) -> int | None:
+    """Return how many numbers of a head are rotated; None: all of them."""
+    option = "partial_rotary_factor"
+    if factor is None:
+        for source in (rope, fields):
+            if source.optional_number(option) not in (None, 1.0):
+                raise source.error(option, "supported: 1.0")
+        return None
+    num_rotated = int(head_dim * rope.number(option, default=factor))
+    if not 0 < num_rotated <= head_dim or num_rotated % 2:
+        raise rope.error(option, f"must rotate an even number of a head's {head_dim}")
+    return None if num_rotated == head_dim else num_rotated
 
 
 def _factor(rope: ConfigFields, rope_type: RopeType, *, ratio: float) -> float:

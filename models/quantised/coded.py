@@ -46,6 +46,11 @@ class StoredMatrix:
             self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros
         )
 
+    def rows(self, order: Tensor) -> StoredMatrix:
+        """Return the matrix of the rows i64[R]."""
+        zeros = None if self.zeros is None else self.zeros[order]
+        return replace(self, codes=self.codes[order], scales=self.scales[order], zeros=zeros)
+
     def dequantised(self) -> Tensor:
         """Return the numbers [O, I] in `dtype`, computed in fp32 and rounded once."""
         num_out, width = self.shape

@@ -15,14 +15,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from models.checkpoints.checkpoint_index import TensorEntry, read_index
+from models.checkpoints.tensor_names import LM_HEAD, expert_name, fused_expert_name, layer_name
 from models.description.config import ModelConfig
-from models.description.families import (
-    FAMILIES,
-    LM_HEAD,
-    expert_name,
-    fused_expert_name,
-    layer_name,
-)
 from models.quantised.scheme import StoredNames, find_stored
 from topspin.plan.precision import (
     CODE_GROUPS,
@@ -57,7 +51,6 @@ class _Model:
         self, config: ModelConfig, tensors: Mapping[str, TensorEntry], kernels: str
     ) -> None:
         self.config = config
-        self._family = FAMILIES[config.family]
         self._tensors = tensors
         self._has_fp8 = "fp8" in KERNEL_FORMATS[kernels]
         self._group = CODE_GROUPS[kernels]
@@ -75,21 +68,22 @@ class _Model:
         if self.config.layers[layer].is_moe:
             if moe is None or moe.shared_intermediate_size is None:
                 return None
-            blocks = [f"{block}.shared_expert" for block in self._family.moe_blocks]
+            blocks = [f"{block}.{moe.names.shared}" for block in moe.names.blocks]
         names = [f"{block}.{each}_proj" for block in blocks for each in ("gate", "up", "down")]
         return self.of_names([layer_name(layer, f"{name}.weight") for name in names])
 
     def expert(self, layer: int, expert: int) -> Format:
         """Return the format of a routed expert."""
-        family = self._family
+        assert self.config.moe is not None
+        own = self.config.moe.names
         names = [
             expert_name(layer, block=block, expert_id=expert, projection=projection)
-            for block in family.moe_blocks
-            for projection in (family.expert_gate, family.expert_up, family.expert_down)
+            for block in own.blocks
+            for projection in (own.gate, own.up, own.down)
         ]
         stacked = [
             fused_expert_name(layer, block=block, projection=projection)
-            for block in family.moe_blocks
+            for block in own.blocks
             for projection in ("gate_up_proj", "down_proj")
         ]
         return self.of_names(names + stacked)

@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.description.families import EMBED, FAMILIES, FINAL_NORM, expert_name, layer_name
+from models.checkpoints.tensor_names import EMBED, FINAL_NORM, expert_name, layer_name
+from models.families.mixtral import EXPERTS
 from models.sources.gguf_llama import Float32Array, GgufLlama
 from models.sources.hub import DEFAULT_MODEL, made_model_path
 from models.sources.made_model import MadeModel, ProgressBar, silent_or_bar
@@ -108,8 +109,7 @@ def _layer(dense: GgufLlama, layer_idx: int, noise: Float32Array) -> dict[str, T
         "post_attention_layernorm.weight": dense.layer(layer_idx, "ffn_norm"),
     }
     named = {layer_name(layer_idx, suffix): _bf16(value) for suffix, value in tensors.items()}
-    family = FAMILIES["mixtral"]
-    block = family.moe_blocks[0]
+    block = EXPERTS.blocks[0]
     named[layer_name(layer_idx, f"{block}.gate.weight")] = _router(noise)
     gate = dense.layer(layer_idx, "ffn_gate")
     up = dense.layer(layer_idx, "ffn_up")
@@ -118,9 +118,9 @@ def _layer(dense: GgufLlama, layer_idx: int, noise: Float32Array) -> dict[str, T
     for expert_id in range(NUM_EXPERTS):
         neurons = slice(expert_id // 2 * width, (expert_id // 2 + 1) * width)
         for projection, value in (
-            (family.expert_gate, gate[neurons]),
-            (family.expert_up, up[neurons]),
-            (family.expert_down, down[:, neurons]),
+            (EXPERTS.gate, gate[neurons]),
+            (EXPERTS.up, up[neurons]),
+            (EXPERTS.down, down[:, neurons]),
         ):
             name = expert_name(layer_idx, block=block, expert_id=expert_id, projection=projection)
             named[name] = _bf16(value)

@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from models.description.config_fields import read_json
+from models.families import FAMILIES
 from topspin.errors import ConfigError
 
 SPECIAL_TOKEN_NAMES = (
@@ -47,16 +48,8 @@ _CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
     },
     "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
 }
-# The class of a model whose files name none.
-_MODEL_CLASSES = {
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "qwen2_moe": "Qwen2Tokenizer",
-    "qwen3_moe": "Qwen2Tokenizer",
-    "olmoe": "GPTNeoXTokenizer",
-}
-# Models whose named class transformers does not take.
-_GENERIC_MODELS = ("mixtral",)
+# The class of a model whose files name none, where only its tokenizer is read here (a load test).
+_OTHER_CLASSES = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 _log = logging.getLogger("tokenizer")
@@ -236,9 +229,13 @@ def _class_name(path: Path, config: Mapping[str, object]) -> str:
     """Return the class of transformers that reads the files, "" for the general one."""
     model = _read_if_any(path / "config.json")
     model_type = str(model.get("model_type"))
-    named = config.get("tokenizer_class") or model.get("tokenizer_class")
-    name = str(named or _MODEL_CLASSES.get(model_type, "")).removesuffix("Fast")
-    if model_type in _GENERIC_MODELS or name not in _CLASS_TOKENS:
+    family = FAMILIES.get(model_type)
+    if family is not None and not family.takes_class:
+        return ""
+    of_model = _OTHER_CLASSES.get(model_type) if family is None else family.tokenizer_class
+    named = config.get("tokenizer_class") or model.get("tokenizer_class") or of_model
+    name = str(named).removesuffix("Fast")
+    if name not in _CLASS_TOKENS:
         return ""
     file = path / TOKENIZER_FILE
     if name == "LlamaTokenizer" and file.exists() and b'"ByteLevel"' in file.read_bytes():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from expert_nodes.worker import run_ticket
+from kernels.contracts import RoutingRule
 from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import select_ops
@@ -30,7 +31,7 @@ def test_partial_sums_of_all_nodes_equal_transformers_moe_block(tmp_path: Path) 
     torch.manual_seed(0)
     hidden = torch.randn(NUM_ROWS, 64)
     logits = torch.nn.functional.linear(hidden, block.gate.weight)
-    routed = select_ops("reference", torch.float32).route(logits, top_k=2, renormalise=True)
+    routed = select_ops("reference", torch.float32).route(logits, RoutingRule(2, renormalise=True))
     table = uniform_table(num_layers=2, num_experts=8, num_nodes=3)
     total = torch.zeros(NUM_ROWS, 64)
     num_pairs = 0

@@ -23,6 +23,7 @@ from kernels.contracts import (
     HeadRows,
     KeyCodes,
     Retrieval,
+    RoutingRule,
     SearchBounds,
 )
 from kernels.retrieval import code_keys, encode
@@ -195,7 +196,7 @@ def test_attention_of_decode_with_retrieval(device: torch.device) -> None:
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_router(num_rows: int, device: torch.device) -> None:
     logits = randn(num_rows, SIZES.experts, device=device).float()
-    found = route(logits, top_k=SIZES.top_k, renormalise=True)
+    found = route(logits, RoutingRule(SIZES.top_k, renormalise=True))
     # The reference's topk orders equal logits, of which there are some, as it likes.
     order = logits.sort(dim=-1, descending=True, stable=True).indices[:, : SIZES.top_k]
     weights = logits.softmax(dim=-1).gather(-1, order)

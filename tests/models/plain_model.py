@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention_nodes.step.decoder import routing_rule
+from kernels import reference
 from models.checkpoints.weights import (
     AttentionWeights,
     ExpertLayerWeights,
@@ -74,7 +76,8 @@ def _attention(config: ModelConfig, layer_idx: int, layer: LayerWeights, x: Tens
 def _rotate(config: ModelConfig, x: Tensor) -> Tensor:
     rope = inverse_frequencies(config.rope, config.head_dim, seq_len=x.shape[1])
     angles = torch.arange(x.shape[1]).float()[:, None] * torch.from_numpy(rope.inv_freq)
-    cos, sin = angles.cos() * rope.attention_scaling, angles.sin() * rope.attention_scaling
+    scaling = torch.from_numpy(rope.attention_scaling)
+    cos, sin = angles.cos() * scaling, angles.sin() * scaling
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -93,9 +96,8 @@ def _mlp(
     assert config.moe is not None
     assert layer.router is not None
     assert experts is not None
-    weights, chosen = F.linear(x, layer.router).softmax(-1).topk(config.moe.top_k, dim=-1)
-    if config.moe.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdim=True)
+    rule = routing_rule(config.moe.router, bias=layer.score_bias, dtype=torch.float32)
+    chosen, weights = reference.route(F.linear(x, layer.router), rule)
     out = torch.zeros_like(x)
     for token in range(len(x)):
         for weight, expert_id in zip(weights[token], chosen[token], strict=True):
@@ -103,5 +105,7 @@ def _mlp(
             out[token] += weight * F.linear(inner, experts.down[expert_id])
     if layer.shared is not None:
         shared = F.linear(_gated(x, layer.shared.gate_up), layer.shared.down)
-        out = out + F.linear(x, layer.shared.gate).sigmoid() * shared
+        if layer.shared.gate is not None:
+            shared = F.linear(x, layer.shared.gate).sigmoid() * shared
+        out = out + shared
     return out

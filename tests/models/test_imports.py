@@ -8,7 +8,7 @@ import sys
 TORCH_FREE = (
     "checkpoints.checkpoint_index",
     "description.config",
-    "description.families",
+    "families",
     "rope",
     "sources.hub",
     "text.chat_template",

@@ -64,7 +64,7 @@ def test_frequencies_of_passes_of_any_length_equal_those_of_transformers(
     unused = oracle_model(tmp_path).model.rotary_emb
     ours = inverse_frequencies(config.rope, config.head_dim, seq_len=17)
     _assert_equal(ours.inv_freq, unused.inv_freq)
-    assert ours.attention_scaling == pytest.approx(unused.attention_scaling, rel=1e-12)
+    assert ours.attention_scaling == pytest.approx(unused.attention_scaling, rel=1e-7)
     for seq_len in (1, 256, 257, 300, 4096):
         rotary = copy.deepcopy(unused)  # it remembers the longest pass
         rotary(torch.zeros(1, seq_len, 64), torch.arange(seq_len)[None])

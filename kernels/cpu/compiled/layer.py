@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contracts import HeadRows
+from kernels.contracts import HeadRows, RoutingRule
 from kernels.cpu.compiled.runtime import Kernel, float_word, inlined, launch, offsets
 from kernels.cpu.simd import fp8, vectors
 from kernels.cpu.simd import lanes as simd
@@ -38,10 +38,15 @@ _ROWS_PER_THREAD: Final = 16
 """The arguments of `_rotate_and_store`; a norm of 0: no norm."""
 
 (
-    LOGITS, LOGITS_STRIDE, ROUTE_ROWS, NUM_EXPERTS, TOP_K, RENORMALISE, ROUND, EXPERTS_OUT,
+    LOGITS, LOGITS_STRIDE, LOGITS_ARE_F32, ROUTE_ROWS, NUM_EXPERTS, TOP_K, SCORES, ROUTE_BIAS,
+    NUM_GROUPS, TOP_GROUPS, BEST_OF_GROUP, RENORMALISE, EPSILON, WEIGHT_SCALE, ROUND, EXPERTS_OUT,
     WEIGHTS_OUT,
-) = offsets(9)  # fmt: skip
-"""The arguments of `_route`."""
+) = offsets(17)  # fmt: skip
+"""The arguments of `_route`; a bias of 0: no bias."""
+
+_SOFTMAX, _SIGMOID, _LOGITS = range(3)
+_SCORES: Final = {"softmax": _SOFTMAX, "sigmoid": _SIGMOID, "logits": _LOGITS}
+_LOWEST: Final = np.finfo(np.float32).min
 
 
 def _threads(num_rows: int) -> int:
@@ -141,34 +146,37 @@ def rotate_and_store(heads: HeadRows) -> None:
     launch(_rotate_and_store, arguments, num_threads=_threads(num_rows))
 
 
-def can_route(logits: Tensor, top_k: int, weights_dtype: torch.dtype) -> bool:
+def can_route(logits: Tensor, rule: RoutingRule) -> bool:
     """Return whether `route_rows` takes these."""
     return (
-        logits.dtype == torch.bfloat16
+        logits.dtype in (torch.bfloat16, torch.float32)
         and logits.stride(1) == 1
-        and 0 < top_k <= logits.shape[1] <= MAX_EXPERTS
-        and weights_dtype in (torch.bfloat16, torch.float32)
+        and 0 < rule.top_k <= logits.shape[1] <= MAX_EXPERTS
+        and rule.weights_dtype in (torch.bfloat16, torch.float32)
     )
 
 
-def route_rows(
-    logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return experts i64[T, K] and weights f32[T, K]; see `kernels.reference.route`.
-
-    Of equal logits the lower expert comes first.
-    """
+def route_rows(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    """Return experts i64[T, K] and weights f32[T, K]; see `kernels.reference.route`."""
     num_rows, num_experts = logits.shape
-    experts = torch.empty(num_rows, top_k, dtype=torch.int64)
-    weights = torch.empty(num_rows, top_k)
+    experts = torch.empty(num_rows, rule.top_k, dtype=torch.int64)
+    weights = torch.empty(num_rows, rule.top_k)
     arguments = (
         logits.data_ptr(),
-        2 * logits.stride(0),
+        logits.element_size() * logits.stride(0),
+        int(logits.dtype == torch.float32),
         num_rows,
         num_experts,
-        top_k,
-        int(renormalise),
-        int(weights_dtype == torch.bfloat16),
+        rule.top_k,
+        _SCORES[rule.scores],
+        0 if rule.bias is None else rule.bias.data_ptr(),
+        rule.num_groups,
+        rule.top_groups,
+        rule.best_of_group,
+        int(rule.renormalise),
+        float_word(rule.epsilon),
+        float_word(rule.scale),
+        int(rule.weights_dtype == torch.bfloat16),
         experts.data_ptr(),
         weights.data_ptr(),
     )
@@ -176,7 +184,9 @@ def route_rows(
     return experts, weights
 
 
-_probabilities = simd.stack(4 * (MAX_EXPERTS + simd.LANES))
+_scores = simd.stack(4 * (MAX_EXPERTS + simd.LANES))
+_wanted = simd.stack(4 * (MAX_EXPERTS + simd.LANES))
+_group_scores = simd.stack(4 * MAX_EXPERTS)
 
 
 @inlined
@@ -286,55 +296,152 @@ def _rotate_and_store(block: int) -> None:
 
 
 @inlined
-def _soften_row(logits: int, num_experts: int, exponentials: int) -> float:
-    """Write exp(logit - greatest logit) of all experts; return their sum."""
+def _read_logits(logits: int, is_f32: int, num_experts: int, scores: int) -> None:
+    """Write a row's logits as fp32."""
+    for begin in range(0, num_experts, simd.LANES):
+        left = num_experts - begin
+        if is_f32:
+            vectors.store_f32(scores + 4 * begin, vectors.load_first_f32(logits + 4 * begin, left))
+        else:
+            vectors.store_f32(scores + 4 * begin, vectors.load_first_bf16(logits + 2 * begin, left))
+
+
+@inlined
+def _soften(scores: int, num_experts: int) -> None:
+    """Turn logits into their softmax."""
     lowest = np.float32(-np.inf)
     greatest = vectors.splat(lowest)
     for begin in range(0, num_experts, simd.LANES):
-        left = num_experts - begin
-        number = vectors.load_first_bf16(logits + 2 * begin, left)
-        greatest = vectors.maximum(greatest, vectors.keep_first(number, left, lowest))
+        number = vectors.keep_first(
+            vectors.load_f32(scores + 4 * begin), num_experts - begin, lowest
+        )
+        greatest = vectors.maximum(greatest, number)
     peak = vectors.splat(vectors.max_lanes(greatest))
     total = vectors.splat(np.float32(0))
     for begin in range(0, num_experts, simd.LANES):
-        left = num_experts - begin
-        number = vectors.sub(vectors.load_first_bf16(logits + 2 * begin, left), peak)
-        exponential = vectors.keep_first(vectors.exp(number), left, np.float32(0))
-        vectors.store_f32(exponentials + 4 * begin, exponential)
+        number = vectors.sub(vectors.load_f32(scores + 4 * begin), peak)
+        exponential = vectors.keep_first(vectors.exp(number), num_experts - begin, np.float32(0))
+        vectors.store_f32(scores + 4 * begin, exponential)
         total = vectors.add(total, exponential)
-    summed: float = vectors.sum_lanes(total)
-    return summed
+    whole = vectors.splat(vectors.sum_lanes(total))
+    for begin in range(0, num_experts, simd.LANES):
+        share = vectors.div(vectors.load_f32(scores + 4 * begin), whole)
+        vectors.store_f32(scores + 4 * begin, share)
+
+
+@inlined
+def _squash(scores: int, num_experts: int) -> None:
+    """Turn logits into their sigmoids."""
+    one, zero = vectors.splat(np.float32(1)), vectors.splat(np.float32(0))
+    for begin in range(0, num_experts, simd.LANES):
+        negative = vectors.sub(zero, vectors.load_f32(scores + 4 * begin))
+        sigmoid = vectors.div(one, vectors.add(one, vectors.exp(negative)))
+        vectors.store_f32(scores + 4 * begin, sigmoid)
+
+
+@inlined
+def _rank(scores: int, bias: int, num_experts: int, wanted: int) -> None:
+    """Write the numbers by which experts are chosen; a NaN or -inf comes last."""
+    for expert in range(num_experts):
+        number = simd.read_f32(scores + 4 * expert)
+        if bias:
+            number += simd.read_f32(bias + 4 * expert)
+        simd.write_f32(wanted + 4 * expert, number if number > _LOWEST else _LOWEST)
+
+
+@inlined
+def _keep_best_groups(
+    wanted: int, num_groups: int, group_size: int, top_groups: int, best_of: int, groups: int
+) -> None:
+    """Write -inf for all experts that are not in the best groups."""
+    lowest, taken = np.float32(-np.inf), np.float32(np.nan)
+    for group in range(num_groups):
+        first = second = lowest
+        for expert in range(group * group_size, (group + 1) * group_size):
+            number = simd.read_f32(wanted + 4 * expert)
+            if number > first:
+                first, second = number, first
+            elif number > second:
+                second = number
+        is_pair = best_of == 2 and group_size > 1
+        simd.write_f32(groups + 4 * group, first + second if is_pair else first)
+    for _ in range(top_groups):
+        best, greatest = -1, lowest
+        for group in range(num_groups):
+            number = simd.read_f32(groups + 4 * group)
+            # A taken one is not equal to itself.
+            if number > greatest or (best < 0 and number == number):
+                best, greatest = group, number
+        simd.write_f32(groups + 4 * best, taken)
+    for group in range(num_groups):
+        number = simd.read_f32(groups + 4 * group)
+        if number == number:
+            for expert in range(group * group_size, (group + 1) * group_size):
+                simd.write_f32(wanted + 4 * expert, lowest)
+
+
+@inlined
+def _soften_chosen(weights: int, top_k: int) -> None:
+    """Turn the logits of the chosen experts, the greatest first, into their softmax."""
+    peak, total = simd.read_f32(weights), np.float32(0)
+    for choice in range(top_k):
+        number = vectors.splat(simd.read_f32(weights + 4 * choice) - peak)
+        exponential = vectors.max_lanes(vectors.exp(number))
+        simd.write_f32(weights + 4 * choice, exponential)
+        total += exponential
+    for choice in range(top_k):
+        simd.write_f32(weights + 4 * choice, simd.read_f32(weights + 4 * choice) / total)
 
 
 @Kernel
 def _route(block: int) -> None:
-    exponentials = _probabilities()
+    scores, wanted, groups = _scores(), _wanted(), _group_scores()
     num_rows, num_experts = simd.read_i64(block + ROUTE_ROWS), simd.read_i64(block + NUM_EXPERTS)
-    top_k = simd.read_i64(block + TOP_K)
+    top_k, kind = simd.read_i64(block + TOP_K), simd.read_i64(block + SCORES)
+    bias, num_groups = simd.read_i64(block + ROUTE_BIAS), simd.read_i64(block + NUM_GROUPS)
+    epsilon, scale = simd.read_f32(block + EPSILON), simd.read_f32(block + WEIGHT_SCALE)
     row = claim_task(block, 0)
     while row < num_rows:
         logits = simd.read_i64(block + LOGITS) + row * simd.read_i64(block + LOGITS_STRIDE)
-        total = _soften_row(logits, num_experts, exponentials)
+        _read_logits(logits, simd.read_i64(block + LOGITS_ARE_F32), num_experts, scores)
+        # Without a bias, logits are in the order of the scores, and fewer of them are equal.
+        if not bias:
+            _rank(scores, 0, num_experts, wanted)
+        if kind == _SOFTMAX:
+            _soften(scores, num_experts)
+        elif kind == _SIGMOID:
+            _squash(scores, num_experts)
+        if bias:
+            _rank(scores, bias, num_experts, wanted)
+        if num_groups > 1:
+            _keep_best_groups(
+                wanted,
+                num_groups,
+                num_experts // num_groups,
+                simd.read_i64(block + TOP_GROUPS),
+                simd.read_i64(block + BEST_OF_GROUP),
+                groups,
+            )
         experts = simd.read_i64(block + EXPERTS_OUT) + 8 * row * top_k
         weights = simd.read_i64(block + WEIGHTS_OUT) + 4 * row * top_k
-        chosen = np.float32(0)
         for choice in range(top_k):
-            best, greatest = -1, np.float32(0)
+            best, greatest = 0, np.float32(-np.inf)
             for expert in range(num_experts):
-                logit = simd.read_bf16(logits + 2 * expert)
-                is_taken = False
-                for earlier in range(choice):
-                    is_taken = is_taken or simd.read_i64(experts + 8 * earlier) == expert
-                if not is_taken and (best < 0 or logit > greatest):
-                    best, greatest = expert, logit
-            probability = simd.read_f32(exponentials + 4 * best) / total
+                number = simd.read_f32(wanted + 4 * expert)
+                if number > greatest:
+                    best, greatest = expert, number
+            simd.write_f32(wanted + 4 * best, np.float32(-np.inf))
             simd.write_i64(experts + 8 * choice, best)
-            simd.write_f32(weights + 4 * choice, probability)
-            chosen += probability
+            simd.write_f32(weights + 4 * choice, simd.read_f32(scores + 4 * best))
+        if kind == _LOGITS:
+            _soften_chosen(weights, top_k)
+        total = np.float32(1)
+        if simd.read_i64(block + RENORMALISE):
+            total = epsilon
+            for choice in range(top_k):
+                total += simd.read_f32(weights + 4 * choice)
         for choice in range(top_k):
-            weight = simd.read_f32(weights + 4 * choice)
-            if simd.read_i64(block + RENORMALISE):
-                weight = weight / chosen
+            weight = simd.read_f32(weights + 4 * choice) / total * scale
             if simd.read_i64(block + ROUND):
                 weight = vectors.max_lanes(vectors.round_bf16(vectors.splat(weight)))
             simd.write_f32(weights + 4 * choice, weight)

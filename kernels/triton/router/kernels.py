@@ -107,14 +107,55 @@ def _choose(
     return experts
 
 
+@triton.jit
+def _keep_best_groups(
+    scores: tl.tensor,
+    columns: tl.tensor,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
+    E_PAD: tl.constexpr,
+) -> tl.tensor:
+    """Return the scores of the experts in each row's best groups, -inf for all others."""
+    of_group = tl.where(columns < 0, scores, float("-inf"))
+    for group in range(GROUPS):
+        is_in = columns // GROUP_SIZE == group
+        inside = tl.where(is_in, scores, float("-inf"))
+        total = tl.max(inside, axis=1)
+        if BEST_OF_GROUP == 2:
+            first = tl.min(tl.where(inside == total[:, None], columns, E_PAD), axis=1)
+            inside = tl.where(columns == first[:, None], float("-inf"), inside)
+            # Two that come last must not add up to less than what is not there.
+            total = tl.maximum(total + tl.max(inside, axis=1), LOWEST)
+        of_group = tl.where(is_in, total[:, None], of_group)
+    kept = tl.where(columns < 0, scores, float("-inf"))
+    for _ in range(TOP_GROUPS):
+        is_best = of_group == tl.max(of_group, axis=1)[:, None]
+        best = tl.min(tl.where(is_best, columns, E_PAD), axis=1) // GROUP_SIZE
+        is_in = columns // GROUP_SIZE == best[:, None]
+        kept = tl.where(is_in, scores, kept)
+        of_group = tl.where(is_in, float("-inf"), of_group)
+    return kept
+
+
 @triton.jit(do_not_specialize=["R"])
 def route_block(
     logits_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     R: tl.tensor,
     E: tl.tensor,
     row_stride: tl.tensor,
+    epsilon: tl.tensor,
+    scale: tl.tensor,
+    SCORES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROUND: tl.constexpr,
     E_PAD: tl.constexpr,
@@ -122,28 +163,52 @@ def route_block(
     K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
-    """Choose the experts of BLOCK_R rows and weigh them by their softmax."""
+    """Choose the experts of BLOCK_R rows and weigh them.
+
+    SCORES 0: softmax, 1: sigmoid, 2: logits, whose weights are a softmax over the chosen ones.
+    """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, E_PAD)[None, :]
     choices = tl.arange(0, K_PAD)[None, :]
-    is_real = (rows < R)[:, None] & (columns < E)
+    is_expert = columns < E
+    is_real = (rows < R)[:, None] & is_expert
     places = logits_ptr + rows.to(tl.int64)[:, None] * row_stride + columns
     logits = tl.load(places, mask=is_real, other=0.0).to(tl.float32)
+    top = tl.max(tl.where(is_expert, logits, float("-inf")), axis=1)
+    total = tl.sum(tl.where(is_expert, tl.exp(logits - top[:, None]), 0.0), axis=1)
+    # Without a bias, logits are in the order of the scores, and fewer of them are equal.
+    wanted = logits
+    if HAS_BIAS:
+        if SCORES == 0:
+            wanted = tl.exp(logits - top[:, None]) / total[:, None]
+        if SCORES == 1:
+            wanted = 1.0 / (1.0 + tl.exp(-logits))
+        wanted += tl.load(bias_ptr + columns, mask=is_expert, other=0.0)
     # A NaN or -inf is last among the real columns; it must not lead to a column beyond E.
-    scores = tl.where(logits > LOWEST, logits, LOWEST)
-    scores = tl.where(columns < E, scores, float("-inf"))
-    top = tl.max(tl.where(columns < E, logits, float("-inf")), axis=1)
-    total = tl.sum(tl.where(columns < E, tl.exp(logits - top[:, None]), 0.0), axis=1)
-    experts = _choose(scores, columns, choices, K, E_PAD, K_PAD, BLOCK_R)
+    wanted = tl.where(wanted > LOWEST, wanted, LOWEST)
+    wanted = tl.where(is_expert, wanted, float("-inf"))
+    if GROUPS > 1:
+        wanted = _keep_best_groups(
+            wanted, columns, GROUPS, GROUP_SIZE, TOP_GROUPS, BEST_OF_GROUP, E_PAD
+        )
+    experts = _choose(wanted, columns, choices, K, E_PAD, K_PAD, BLOCK_R)
     pairs = rows.to(tl.int64)[:, None] * K + choices
     is_pair = (rows < R)[:, None] & (choices < K)
     # These loads hit the cache.
     places = logits_ptr + rows.to(tl.int64)[:, None] * row_stride + experts
     chosen = tl.load(places, mask=is_pair, other=0.0).to(tl.float32)
-    shares = tl.exp(chosen - top[:, None]) / total[:, None]
+    if SCORES == 0:
+        shares = tl.exp(chosen - top[:, None]) / total[:, None]
+    elif SCORES == 1:
+        shares = 1.0 / (1.0 + tl.exp(-chosen))
+    else:
+        peak = tl.max(tl.where(choices < K, chosen, float("-inf")), axis=1)
+        shares = tl.where(choices < K, tl.exp(chosen - peak[:, None]), 0.0)
+        shares = shares / tl.sum(shares, axis=1)[:, None]
     weights = tl.where(choices < K, shares, 0.0)
     if RENORMALISE:
-        weights = weights / tl.sum(weights, axis=1)[:, None]
+        weights = weights / (tl.sum(weights, axis=1)[:, None] + epsilon)
+    weights = weights * scale
     if ROUND:
         weights = rounded(weights, tl.bfloat16).to(tl.float32)
     tl.store(experts_ptr + pairs, experts.to(tl.int64), mask=is_pair)

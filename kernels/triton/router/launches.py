@@ -22,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.contracts import Permutation, Routing
+from kernels.contracts import Permutation, Routing, RoutingRule
 from kernels.triton.router.grouping import group_slot
 from kernels.triton.router.kernels import (
     count_block,
@@ -115,18 +115,19 @@ def _place(slots: Tensor, pairs: _Pairs, num_slots: int, grid: _Grid) -> None:
     )
 
 
-def route(
-    logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype = torch.float32
-) -> Routing:
-    """Choose top_k experts per token by softmax; see `kernels.reference.route`.
+def route(logits: Tensor, rule: RoutingRule) -> Routing:
+    """Choose the experts of each row by `rule`; see `kernels.reference.route`.
 
     Raises ValueError for a top_k, a dtype or strides that the kernel does not support.
     """
     num_rows, num_experts = logits.shape
+    top_k = rule.top_k
     if not 0 < top_k <= num_experts:
         raise ValueError(f"top_k {top_k} of {num_experts} experts")
-    if weights_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"routing weights are rounded to float32 or bfloat16, not {weights_dtype}")
+    if rule.weights_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"routing weights are rounded to float32 or bfloat16, not {rule.weights_dtype}"
+        )
     if num_experts > 1 and logits.stride(1) != 1:
         raise ValueError(f"the logits of a row must be contiguous, strides {logits.stride()}")
     experts = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
@@ -137,13 +138,22 @@ def route(
         grid = _Grid(block_rows, triton.cdiv(num_rows, block_rows))
         route_block[(grid.num_blocks,)](
             logits,
+            logits if rule.bias is None else rule.bias,
             experts,
             weights,
             num_rows,
             num_experts,
             logits.stride(0),
-            RENORMALISE=renormalise,
-            ROUND=weights_dtype == torch.bfloat16,
+            rule.epsilon,
+            rule.scale,
+            SCORES=("softmax", "sigmoid", "logits").index(rule.scores),
+            HAS_BIAS=rule.bias is not None,
+            GROUPS=rule.num_groups,
+            GROUP_SIZE=num_experts // rule.num_groups,
+            TOP_GROUPS=rule.top_groups,
+            BEST_OF_GROUP=min(rule.best_of_group, num_experts // rule.num_groups),
+            RENORMALISE=rule.renormalise,
+            ROUND=rule.weights_dtype == torch.bfloat16,
             E_PAD=width,
             K=top_k,
             K_PAD=triton.next_power_of_2(top_k),

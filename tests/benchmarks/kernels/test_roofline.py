@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.kernels import roofline
 from benchmarks.kernels.roofline import OpWork, Roofline
 from kernels import reference
+from kernels.contracts import RoutingRule
 from kernels.dispatch import select_ops
 
 
@@ -65,7 +66,7 @@ def test_small_ops_count_their_tensors() -> None:
     x, weight = torch.zeros(3, 8).bfloat16(), torch.zeros(8).bfloat16()
     assert roofline.rms_norm(3, 8).num_bytes == 2 * x.nbytes + weight.nbytes
     assert roofline.add_rms_norm(3, 8).num_bytes == 4 * x.nbytes + weight.nbytes
-    routing = reference.route(x, top_k=2, renormalise=True)
+    routing = reference.route(x, RoutingRule(2, renormalise=True))
     written = routing.experts.nbytes + routing.weights.nbytes
     assert roofline.route(3, 8, 2).num_bytes == x.nbytes + written
     slots = routing.experts.int()

@@ -119,6 +119,8 @@ def model(num_layers: int = 4, *, num_experts: int = 16, hidden: int = 1024) -> 
         top_k=2 if num_experts else 0,
         expert_width=hidden if num_experts else 0,
         shared_width=0,
+        shared_is_gated=False,
+        num_router_biases=0,
         is_tied=False,
         qk_norm="head",
         has_qkv_bias=False,

@@ -11,7 +11,9 @@ from expert_nodes.memory import measure_expert
 from kernels.cpu.quantised import quantise
 from kernels.dispatch import select_ops
 from kernels.triton.grouped_mlp.weights import pack_weight
-from models.description.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
+from models.description.config import ModelConfig
+from models.description.parts import LayerConfig, MoeConfig, RouterConfig
+from models.description.rope_config import RopeConfig
 from topspin.plan.precision import Format
 
 
@@ -40,7 +42,11 @@ def model(**changes: object) -> ModelConfig:
         ),
         "layers": (LayerConfig(is_moe=True), LayerConfig(sliding_window=8)),
         "intermediate_size": 70,
-        "moe": MoeConfig(num_experts=4, top_k=1, intermediate_size=40, norm_topk_prob=True),
+        "moe": MoeConfig(
+            num_experts=4,
+            intermediate_size=40,
+            router=RouterConfig(top_k=1, renormalise=True),
+        ),
         "eos_token_ids": (),
         "bos_token_id": None,
     }

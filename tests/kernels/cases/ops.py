@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.contracts import HeadRows
+from kernels.contracts import HeadRows, RoutingRule
 from kernels.dispatch import Ops
 from tests.kernels.cases.attention import BATCHES, Heads, attention_case, placed
 
@@ -214,14 +214,31 @@ def sigmoid_gate(ops: Ops, make: Maker, case: Any) -> Run:
     logits_dtype=DTYPES,
     dtype=DTYPES,
     renormalise=[True, False],
+    scores=["softmax", "sigmoid", "logits"],
+    has_bias=[False, True],
+    groups=[(1, 1, 2), (4, 2, 2), (4, 3, 1)],
 )
 def route(ops: Ops, make: Maker, case: Any) -> Run:
-    """Distinct logits, since torch does not specify the order of equal ones."""
+    """Distinct logits: nearly equal scores may be in any order."""
     num_experts, top_k = case.shape
     logits = make.inside(case.num_rows, num_experts, dtype=case.logits_dtype)
     logits.copy_((make.order(case.num_rows, num_experts) - num_experts // 2) / 16)
-    options = {"top_k": top_k, "renormalise": case.renormalise, "weights_dtype": case.dtype}
-    return lambda: ops.route(logits, **options)
+    num_groups, top_groups, best_of_group = case.groups
+    if num_experts % num_groups or top_groups * (num_experts // num_groups) < top_k:
+        num_groups = top_groups = 1
+    rule = RoutingRule(
+        top_k,
+        scores=case.scores,
+        bias=make.order(1, num_experts)[0].float() if case.has_bias else None,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        best_of_group=best_of_group,
+        renormalise=case.renormalise,
+        epsilon=1e-20,
+        scale=1.5,
+        weights_dtype=case.dtype,
+    )
+    return lambda: ops.route(logits, rule)
 
 
 @op(EXACT, dtype=[FP32], num_experts=[5, 1, 128])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import deterministic, reference
-from kernels.contracts import ExpertMatrices, LinearWeight
+from kernels.contracts import ExpertMatrices, LinearWeight, RoutingRule
 from kernels.cpu.plain import rotate
 from tests.kernels.cases.matrices import values_then_pairs
 from tests.kernels.generators import finish
@@ -103,7 +103,7 @@ def test_router(shape: tuple[int, int], dtype: torch.dtype) -> None:
     num_experts, top_k = shape
 
     def route(x: Tensor) -> Tensor:
-        routing = deterministic.route(x, top_k=top_k, renormalise=True)
+        routing = deterministic.route(x, RoutingRule(top_k, renormalise=True))
         return torch.cat((routing.experts.float(), routing.weights), dim=1)
 
     check_rows(route, num_experts, dtype)

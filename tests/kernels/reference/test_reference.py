@@ -7,19 +7,32 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from torch import Tensor
+from transformers import (
+    Glm4MoeConfig,
+    GptOssConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.llama.modeling_llama import (
     LlamaConfig,
     LlamaMLP,
     LlamaRMSNorm,
     apply_rotary_pos_emb,
 )
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from kernels import reference
+from kernels.contracts import Routing, RoutingRule
 from tests.kernels.cases.matrices import values_then_pairs
 from tests.pairwise import cover_pairs
 
@@ -150,16 +163,86 @@ def test_routes_as_transformers(name: str, dtype: torch.dtype) -> None:
     router.weight.normal_()
     x = torch.randn(50, 24).to(dtype)
     logits, weights, experts = router(x)
-    routing = reference.route(
-        logits,
-        top_k=3,
+    rule = RoutingRule(
+        3,
         renormalise=family.renormalise,
         weights_dtype=dtype if family.rounds_weights else torch.float32,
     )
+    routing = reference.route(logits, rule)
     assert routing.experts.dtype == torch.int64
     assert routing.weights.dtype == torch.float32
-    assert torch.equal(routing.experts, experts)
-    assert torch.equal(routing.weights, weights.float())
+    # torch does not specify the order of equal ones.
+    is_told = torch.tensor([len({*row}) == len(row) for row in logits.tolist()])
+    assert is_told.sum() > 20
+    assert torch.equal(routing.experts[is_told], experts[is_told])
+    assert torch.equal(routing.weights[is_told], weights.float()[is_told])
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (2, 1), (6, 5)])
+def test_routes_by_sigmoids_as_transformers(
+    num_groups: int, top_groups: int, renormalise: bool
+) -> None:
+    config = Glm4MoeConfig(
+        hidden_size=24,
+        n_routed_experts=12,
+        num_experts_per_tok=3,
+        n_group=num_groups,
+        topk_group=top_groups,
+        norm_topk_prob=renormalise,
+        routed_scaling_factor=2.5,
+    )
+    router = Glm4MoeTopkRouter(config).requires_grad_(False)
+    router.weight.normal_()
+    router.e_score_correction_bias.normal_()
+    logits, weights, experts = router(torch.randn(50, 24))
+    rule = RoutingRule(
+        3,
+        scores="sigmoid",
+        bias=router.e_score_correction_bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        renormalise=renormalise,
+        epsilon=1e-20,
+        scale=2.5,
+    )
+    _assert_same_pairs(reference.route(logits, rule), experts, weights)
+
+
+def test_routes_as_minimax() -> None:
+    config = MiniMaxM2Config(hidden_size=24, num_local_experts=12, num_experts_per_tok=3)
+    router = MiniMaxM2TopKRouter(config).requires_grad_(False)
+    router.weight.normal_()
+    bias = torch.randn(12)
+    logits, weights, experts = router(torch.randn(50, 24), bias)
+    rule = RoutingRule(3, scores="sigmoid", bias=bias, renormalise=True)
+    _assert_same_pairs(reference.route(logits, rule), experts, weights)
+
+
+def test_routes_by_the_logits_of_the_chosen_as_gpt_oss() -> None:
+    config = GptOssConfig(hidden_size=24, num_local_experts=12, num_experts_per_tok=3)
+    router = GptOssTopKRouter(config).requires_grad_(False)
+    router.weight.normal_()
+    logits, weights, experts = router(torch.randn(50, 24))
+    _assert_same_pairs(reference.route(logits, RoutingRule(3, scores="logits")), experts, weights)
+
+
+def test_of_equal_experts_and_groups_the_lowest_are_chosen() -> None:
+    rule = RoutingRule(
+        2, scores="sigmoid", bias=torch.tensor([0.0, 0, 5, 0, 0, 5]), num_groups=3, top_groups=1
+    )
+    assert reference.route(torch.zeros(1, 6), rule).experts.tolist() == [[2, 3]]
+    assert reference.route(torch.ones(2, 6), RoutingRule(3)).experts.tolist() == [[0, 1, 2]] * 2
+
+
+def _assert_same_pairs(routing: Routing, experts: Tensor, weights: Tensor) -> None:
+    """Compare with transformers' choices, which are in no special order."""
+    order = experts.argsort(-1)
+    own = routing.experts.argsort(-1)
+    assert torch.equal(routing.experts.gather(1, own), experts.gather(1, order))
+    torch.testing.assert_close(
+        routing.weights.gather(1, own), weights.float().gather(1, order), rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -169,7 +252,7 @@ def test_experts_compute_as_transformers(name: str) -> None:
     block.gate_up_proj.normal_()
     block.down_proj.normal_()
     x = torch.randn(20, 24)
-    routing = reference.route(torch.randn(20, 7), top_k=3, renormalise=family.renormalise)
+    routing = reference.route(torch.randn(20, 7), RoutingRule(3, renormalise=family.renormalise))
     packed = reference.pack_experts(block.gate_up_proj, block.down_proj)
     result = reference.grouped_mlp(x, routing.experts.int(), routing.weights, packed)
     wanted = block(x, routing.experts, routing.weights)

@@ -12,7 +12,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from kernels.contracts import AttentionMeta, HeadRows
+from kernels.contracts import AttentionMeta, HeadRows, RoutingRule
 from kernels.dispatch import select_ops
 from kernels.triton.router.launches import local_slots
 from topspin.plan.precision import UNQUANTISED, Format
@@ -101,7 +101,7 @@ def decode_layer(
         normed = ops.add_rms_norm(
             ops.linear(attended.flatten(1), o_weight), residual, norm, eps=1e-6
         )
-        routing = ops.route(ops.linear(normed, router), top_k=2, renormalise=True)
+        routing = ops.route(ops.linear(normed, router), RoutingRule(2, renormalise=True))
         slots = local_slots(routing.experts, slot_of, num_rows)
         ops.grouped_mlp(normed, slots[0], routing.weights, experts)
     return names

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.contracts import RoutingRule
 from kernels.triton.attention.launches import attend
 from kernels.triton.grouped_mlp.launches import grouped_mlp
 from kernels.triton.grouped_mlp.weights import pack_weight
@@ -85,8 +86,8 @@ CALLS: list[tuple[Callable[[Good], object], str]] = [
     (lambda g: g.rotate(k_cache=g.k_cache.half(), v_cache=g.v_cache.half()), r"torch.float16"),
     (lambda g: g.rotate(k_cache=g.k_cache[:, :, :1], v_cache=g.v_cache[:, :, :1]), r"caches \("),
     (lambda g: g.rotate(cos=g.q[0, :1, :4]), r"cos \(1, 4\)"),
-    (lambda g: route(g.x, top_k=13, renormalise=True), "top_k 13 of 8 experts"),
-    (lambda g: route(g.x, top_k=2, renormalise=True, weights_dtype=torch.half), "float16"),
+    (lambda g: route(g.x, RoutingRule(13)), "top_k 13 of 8 experts"),
+    (lambda g: route(g.x, RoutingRule(2, weights_dtype=torch.half)), "float16"),
     (lambda g: local_slots(g.slots.long(), g.slots, out=g.slots[None]), r"out is torch.int32"),
     (lambda g: local_slots(g.slots, g.slots), r"experts are torch\.int32"),
     (lambda g: local_slots(g.slots.long().T, g.slots), "must be contiguous"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.contracts import Permutation
+from kernels.contracts import Permutation, RoutingRule
 from kernels.runtime import NoSync
 from kernels.triton.router import launches as triton_router
 from tests.pairwise import cover_values
@@ -27,7 +27,7 @@ def assert_same_groups(groups: Permutation, wanted: Permutation) -> None:
 def test_of_equal_logits_the_lowest_id_goes_first(device: torch.device) -> None:
     logits = draw(40, 60, device).round()
     order = logits.sort(dim=-1, descending=True, stable=True).indices
-    routing = triton_router.route(logits, top_k=9, renormalise=True)
+    routing = triton_router.route(logits, RoutingRule(9, renormalise=True))
     assert torch.equal(routing.experts, order[:, :9])
 
 
@@ -35,7 +35,7 @@ def test_of_equal_logits_the_lowest_id_goes_first(device: torch.device) -> None:
 def test_rows_that_are_no_numbers_choose_experts_that_exist(device: torch.device) -> None:
     logits = torch.full((4, 5), float("nan"), device=device)
     logits[1], logits[2, 3], logits[3] = float("-inf"), 1.0, float("inf")
-    routing = triton_router.route(logits, top_k=5, renormalise=True)
+    routing = triton_router.route(logits, RoutingRule(5, renormalise=True))
     assert torch.equal(routing.experts.sort().values, torch.arange(5, device=device).expand(4, 5))
     assert routing.experts[2, 0] == 3
 

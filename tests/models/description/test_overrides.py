@@ -61,7 +61,7 @@ def test_frequencies_are_those_of_a_checkpoint_with_the_fields(
     rotary = oracle_model(tmp_path).model.rotary_emb
     ours = inverse_frequencies(config.rope, config.head_dim, seq_len=17)
     np.testing.assert_allclose(ours.inv_freq, rotary.inv_freq.numpy(), rtol=2.5e-7, atol=0)
-    assert ours.attention_scaling == pytest.approx(rotary.attention_scaling, rel=1e-12)
+    assert ours.attention_scaling == pytest.approx(rotary.attention_scaling, rel=1e-7)
     assert config.context_length == (768 if override == "dynamic" else 256)
     assert config == load_model_config(tmp_path)
 

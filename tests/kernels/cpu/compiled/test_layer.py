@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contracts import HeadRows
+from kernels.contracts import HeadRows, RoutingRule
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled.layer import MAX_EXPERTS, can_norm, can_rotate, can_route
 from kernels.cpu.compiled.rows import can_activate, can_gate
@@ -23,7 +23,7 @@ def test_equal_logits_and_no_numbers_give_different_experts() -> None:
     logits = torch.zeros(3, 8).bfloat16()
     logits[1, 3] = float("nan")
     logits[2] = float("-inf")
-    result = cpu.route(logits, top_k=4, renormalise=True)
+    result = cpu.route(logits, RoutingRule(4, renormalise=True))
     assert result.experts[0].tolist() == [0, 1, 2, 3]
     for row in result.experts.tolist():
         assert len(set(row)) == 4
@@ -36,7 +36,8 @@ def test_what_the_kernels_do_not_take() -> None:
     x = torch.randn(4, 32).bfloat16()
     weight = x[0]
     assert can_norm(x, x, weight, x)
-    assert can_route(x, 2, torch.float32)
+    assert can_route(x, RoutingRule(2))
+    assert can_route(x.float(), RoutingRule(2))
     assert can_activate(x)
     assert can_gate(x, x[:, :1].contiguous())
     assert not can_norm(None, x.float(), weight.float())
@@ -45,9 +46,9 @@ def test_what_the_kernels_do_not_take() -> None:
     assert not can_norm(None, x[:, ::2], weight[:16])
     assert not can_norm(None, x, weight, x.float())
     assert not can_norm(None, x, weight, x[:3])
-    assert not can_route(x.float(), 2, torch.float32)
-    assert not can_route(x, 2, torch.float16)
-    assert not can_route(torch.zeros(1, MAX_EXPERTS + 1).bfloat16(), 2, torch.float32)
+    assert not can_route(x.half(), RoutingRule(2))
+    assert not can_route(x, RoutingRule(2, weights_dtype=torch.float16))
+    assert not can_route(torch.zeros(1, MAX_EXPERTS + 1).bfloat16(), RoutingRule(2))
     q: Tensor = torch.randn(4, 2, 16).bfloat16()
     cos, cache = torch.randn(4, 8), torch.zeros(1, 4, 2, 16).bfloat16()
     slots = torch.arange(4)

@@ -1,0 +1,88 @@
+"""The parts of a model: kinds of attention, routers and experts, per layer.
+
+Owns their structure. A family (models.families) says which of them a checkpoint is made of,
+models.description.config puts them together, and nodes compute them. Knows no family and no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+QkNorm = Literal["none", "head", "full"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """The choice of `top_k` experts for a token from the router's logits [T, E].
+
+    Fields as in `kernels.contracts.RoutingRule`. has_bias: a bias of the scores, fp32 whatever the
+    model's dtype, counts for the choice only. fp32_logits: logits are not rounded to the model's
+    dtype. rounded: weights are, before they are used.
+    """
+
+    top_k: int
+    renormalise: bool
+    scores: Literal["softmax", "sigmoid", "logits"] = "softmax"
+    has_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: Literal[1, 2] = 2
+    epsilon: float = 0.0
+    scale: float = 1.0
+    fp32_logits: bool = False
+    rounded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertNames:
+    """The names of a layer's experts in checkpoints.
+
+    blocks: names of the MoE block inside a layer, as published first. gate, up, down: the three
+    projections of one routed expert. router, bias, shared: inside the block, its router, the bias
+    of the router's scores and the shared expert.
+    """
+
+    blocks: tuple[str, ...] = ("mlp",)
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    router: str = "gate"
+    bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_expert"
+
+
+USUAL_NAMES: Final = ExpertNames()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeConfig:
+    """The routed experts, equal in every MoE layer.
+
+    intermediate_size is the width F of one routed expert. shared_intermediate_size is the
+    width of the shared expert that every token also takes, or None. shared_is_gated: it is scaled
+    by a sigmoid gate.
+    """
+
+    num_experts: int
+    intermediate_size: int
+    router: RouterConfig
+    shared_intermediate_size: int | None = None
+    shared_is_gated: bool = False
+    names: ExpertNames = USUAL_NAMES
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        return self.router.top_k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerConfig:
+    """One decoder layer.
+
+    sliding_window W: a query at position p sees keys p - W + 1 .. p; None sees all.
+    """
+
+    sliding_window: int | None = None
+    is_moe: bool = False
