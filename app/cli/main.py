@@ -101,6 +101,7 @@ def _add(place: str, parser: argparse.ArgumentParser) -> None:
 _COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("Start an engine and its OpenAI-compatible HTTP API.", "app.cli.serve"),
     "pull": ("Bring a model onto this machine.", "app.cli.pull"),
+    "models": ("List the model families, or the facts of one model.", "app.cli.models"),
     "chat": ("Talk to a running server in the terminal.", "app.cli.chat"),
     "bench": ("Measure a part of Topspin; prints a table and writes JSON.", "app.cli.bench"),
     "plan": ("Plan an engine for a cluster, a model and a workload.", "deploy.placement.command"),
