@@ -20,10 +20,10 @@ from topspin.errors import ProtocolError
 from topspin.messages import AnyMessage, DraftCounts, Verdict, Verdicts, Welcome, pack_ints
 from topspin.plan.spec import NodeConfig
 from topspin.processes.channel import ControlClient, ControlServer, Event, PeerGone, Received
-from topspin.processes.inbox import ring_of
 from topspin.processes.listening import in_url
 from topspin.processes.node_life import CacheSize, NodeLife
 from topspin.processes.node_network import ON_ONE_HOST, NodeNetwork
+from topspin.processes.trace_node import ring_of
 from topspin.trace import Kind, Ring
 
 IDLE_S = 0.05

@@ -37,9 +37,9 @@ from topspin.plan.precision import format_of, formats
 from topspin.plan.spec import NodeConfig
 from topspin.process import release_freed_memory
 from topspin.processes.channel import ControlClient
-from topspin.processes.inbox import ring_of
 from topspin.processes.node_life import CacheSize, NodeLife
 from topspin.processes.progress import Beat
+from topspin.processes.trace_node import ring_of
 
 MAX_TICKETS: Final = 64
 """Recordings that a node keeps: decode steps of a few micro-batches have fewer shapes."""

@@ -2,7 +2,7 @@
 
 Owns the kinds of stamps, the record's form and the ring. A stamp is one clock call and one pack
 into memory allocated at start; a node that does not record has None for a ring and pays one test.
-Knows no messages (topspin.processes.inbox answers queries) and no analysis
+Knows no messages (topspin.processes.trace_node answers queries) and no analysis
 (app.cli.trace.report). Written by the node's one busy thread; in a process that runs several nodes
 another thread may dump it: a record counts once it is written.
 

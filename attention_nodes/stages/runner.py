@@ -39,8 +39,8 @@ from topspin.messages import StepPlan
 from topspin.plan.precision import formats
 from topspin.plan.spec import NodeConfig
 from topspin.process import release_freed_memory
-from topspin.processes.inbox import ring_of
 from topspin.processes.progress import Beat, no_beat
+from topspin.processes.trace_node import ring_of
 from topspin.trace import Kind, NoStamps
 
 

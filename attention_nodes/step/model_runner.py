@@ -51,8 +51,8 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan.spec import NodeConfig
-from topspin.processes.inbox import ring_of
 from topspin.processes.progress import Beat, no_beat
+from topspin.processes.trace_node import ring_of
 from topspin.trace import Kind, NoStamps, Stamps
 
 _log = logging.getLogger("attention")

@@ -2,51 +2,19 @@
 
 Owns the messages that are read but not yet handled, so that a node waiting in a step can check
 whether the step is still wanted. Knows no step and no net; topspin.processes.node_life takes
-messages from it and hands `check` to nets. Questions about a node's clock and trace are answered
-here, from its ring, and not passed on; server.scheduler.traces asks them.
+messages from it and hands `check` to nets. Questions about traces are answered here
+(topspin.processes.trace_node), from `trace`, and not passed on.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
 from topspin.errors import Interrupted, ProtocolError, SchedulerLost
-from topspin.messages import (
-    AnyMessage,
-    ClockPing,
-    ClockPong,
-    Halt,
-    Refused,
-    Stop,
-    TraceDump,
-    TraceQuery,
-)
-from topspin.plan.spec import NodeConfig
+from topspin.messages import AnyMessage, Halt, Refused, Stop
 from topspin.processes.channel import ControlClient
+from topspin.processes.trace_node import answer_trace
 from topspin.trace import Ring
-
-
-def ring_of(config: NodeConfig) -> Ring | None:
-    """Return a new ring, or None if nothing is to be recorded."""
-    return Ring(config.trace.num_stamps) if config.trace.enabled else None
-
-
-def answer_trace(control: ControlClient, message: AnyMessage | None, ring: Ring | None) -> bool:
-    """Answer `message` if it is about traces; say whether it was."""
-    if isinstance(message, ClockPing):
-        control.send(
-            ClockPong(
-                query_id=message.query_id, sent_ns=message.sent_ns, node_ns=time.monotonic_ns()
-            )
-        )
-        return True
-    if isinstance(message, TraceQuery):
-        since_ns = max(0, time.monotonic_ns() - round(message.seconds * 1e9))
-        records = b"" if ring is None else ring.dump(since_ns)
-        control.send(TraceDump(query_id=message.query_id, records=records))
-        return True
-    return False
 
 
 class Stopped(Exception):

@@ -18,7 +18,7 @@ from topspin.plan.rules.features import CONDITIONS, FEATURES
 
 
 def test_the_page_is_the_table() -> None:
-    page = Path(__file__).parents[3] / "docs" / "combinations.md"
+    page = Path(__file__).parents[4] / "docs" / "combinations.md"
     assert page.read_text(encoding="utf-8") == print_page()
 
 
