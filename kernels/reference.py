@@ -281,7 +281,7 @@ def route(logits: Tensor, rule: RoutingRule) -> Routing:
 
 def _of_best_groups(wanted: Tensor, rule: RoutingRule) -> Tensor:
     """Return the scores [T, E], -inf outside the best groups of experts."""
-    groups = wanted.unflatten(1, (rule.num_groups, -1))
+    groups = wanted.view(len(wanted), rule.num_groups, -1)
     best = groups.topk(min(rule.best_of_group, groups.shape[-1]), dim=-1).values.sum(dim=-1)
     kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
     is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, value=True)

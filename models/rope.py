@@ -126,7 +126,8 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Float32Array:
     ramp = np.clip((idx - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
     keep = np.float32(1.0) - ramp
     inv_freq = interpolated * (np.float32(1.0) - keep) + plain * keep
-    return inv_freq.astype(np.float32)
+    rounded: Float32Array = inv_freq.astype(np.float32)
+    return rounded
 
 
 def _rotations_to_dim(rotations: float, rope: RopeConfig, head_dim: int) -> float:

@@ -45,7 +45,7 @@ class HeadOrder:
         """Return the weight of a norm per head [D], or over all heads [heads * D]."""
         if self._of_head is None or weight is None:
             return weight
-        return weight.unflatten(0, (-1, len(self._of_head)))[:, self._of_head].flatten()
+        return weight.view(-1, len(self._of_head))[:, self._of_head].flatten()
 
     def published(self, matrix: Tensor) -> Tensor:
         """Return a projection as qkv() returns it with its rows in the checkpoint's order."""
