@@ -66,7 +66,7 @@ test: $(VENV)/.installed-test
 	$(TESTS) $(ARGS)
 
 test-slow: $(VENV)/.installed-test
-	$(PYTEST) -m "slow and not gpu" $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -m "slow and not gpu" $(ARGS)
 
 test-clients: $(VENV)/.installed-test
 	TOPSPIN_CLIENT_ENVIRONMENTS=$(abspath $(CLIENTS)) $(PYTEST) tests/clients -m clients $(ARGS)

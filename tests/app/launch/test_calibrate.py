@@ -187,6 +187,7 @@ def candidates(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patience")
 def test_real_candidates_are_timed(checkpoint: Path) -> None:
     tried = [SHARED, ALONE, *([SPLIT] if len(os.sched_getaffinity(0)) > 1 else [])]

@@ -40,6 +40,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_op_and_writes_what_it_found(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
