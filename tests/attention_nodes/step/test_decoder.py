@@ -34,6 +34,9 @@ def test_routing_weights_are_transformers_bit_for_bit(
     with torch.inference_mode():
         decoder = load_runner(path, config.for_node())._decoder
         routing = decoder.route(decoder.layers[0], hidden)
-        _, weights, experts = block.gate(hidden)
-    assert torch.equal(routing.experts, experts)
-    assert torch.equal(routing.weights, weights.float())
+        logits, weights, experts = block.gate(hidden)
+    # torch does not specify the order of equal logits.
+    is_told = torch.tensor([len({*row}) == len(row) for row in logits.tolist()])
+    assert is_told.sum() > 20
+    assert torch.equal(routing.experts[is_told], experts[is_told])
+    assert torch.equal(routing.weights[is_told], weights.float()[is_told])
