@@ -281,7 +281,8 @@ def route(logits: Tensor, rule: RoutingRule) -> Routing:
 
 def _of_best_groups(wanted: Tensor, rule: RoutingRule) -> Tensor:
     """Return the scores [T, E], -inf outside the best groups of experts."""
-    groups = wanted.view(len(wanted), rule.num_groups, -1)
+    size = wanted.shape[1] // rule.num_groups
+    groups = wanted.view(len(wanted), rule.num_groups, size)
     best = groups.topk(min(rule.best_of_group, groups.shape[-1]), dim=-1).values.sum(dim=-1)
     kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
     is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, value=True)
