@@ -222,7 +222,15 @@ def _plan(
     return cast("tuple[_UnitGroup, ...]", meta.memo[memo_key])
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, *, scale: float) -> Tensor:
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    hidden: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """Attend q [U, P, N, D] to keys and values [U * C * G, CHUNK_KEYS, D], all fp32.
 
     Returns [U, P, N, D]; rows that see no key are NaN.
@@ -243,13 +251,17 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, *, scale: f
     mass = scores.sum(-1, keepdim=True)
     summed = torch.bmm(scores.view(-1, num_rows, CHUNK_KEYS), values).view(*shape, head_dim)
     # Chunks that a row does not see weigh exactly 0, so adding them changes no bit.
-    weight = (highest - highest.amax(1, keepdim=True)).exp_()
+    peak = highest.amax(1, keepdim=True)
+    weight = (highest - peak).exp_()
     mass.mul_(weight)
     summed.mul_(weight)
     total, total_mass = summed[:, 0], mass[:, 0]
     for chunk in range(1, num_chunks):
         total.add_(summed[:, chunk])
         total_mass.add_(mass[:, chunk])
+    if sinks is not None:
+        own = sinks.view(num_groups, 1, repeat).expand(-1, per_unit, -1).reshape(num_groups, used)
+        total_mass[:, :, :used].add_((own[..., None] - peak[:, 0, :, :used]).exp_())
     result = total.div_(total_mass)[:, :, :used]
     result = result.reshape(num_units, num_groups, per_unit, repeat, head_dim).transpose(1, 2)
     return result.reshape(num_units, per_unit, num_heads, head_dim)
@@ -263,6 +275,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
     codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -286,6 +299,7 @@ def paged_attention(
             v_rows.index_select(0, group.keys).float().view(-1, CHUNK_KEYS, head_dim),
             group.hidden,
             scale=scale,
+            sinks=sinks,
         )
         chosen = result.reshape(-1, num_heads, head_dim).index_select(0, group.kept)
         out.index_copy_(0, group.targets, chosen.to(out.dtype))

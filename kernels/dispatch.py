@@ -71,6 +71,7 @@ class Ops(Protocol):
         *,
         scale: float,
         sliding_window: int | None = None,
+        sinks: Tensor | None = None,
         codes: KeyCodes | None = None,
         out: Tensor | None = None,
     ) -> Tensor: ...

@@ -154,6 +154,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
     codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -161,8 +162,10 @@ def paged_attention(
 
     The keys and values of the new tokens are in the cache already (write_kv). Query
     head h reads key/value head h // (N / G). Gives [T, N, D] in q.dtype; scores,
-    softmax and the sum are fp32. With the layer's `codes`, which layers with a window do not have,
-    the sequences of meta.retrieval attend to the keys that they select.
+    softmax and the sum are fp32. `sinks` f32[N] are scores of each head, not scaled, that take
+    part in the softmax of every row and have no value (gpt-oss). With the layer's `codes`, which
+    layers with a window do not have, the sequences of meta.retrieval attend to the keys that they
+    select.
     """
     retrieving: dict[int, int] = {}
     if codes is not None and meta.retrieval is not None:
@@ -194,7 +197,11 @@ def paged_attention(
             seen = seen & kept.repeat_interleave(repeat, dim=0)[:, None]
         scores = torch.einsum("qnd,knd->nqk", q[start:end].float(), keys) * scale
         scores = scores.masked_fill(~seen, float("-inf"))
-        summed = torch.einsum("nqk,knd->qnd", scores.softmax(-1), values)
+        if sinks is not None:
+            column = sinks[:, None, None].expand(-1, num_new, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        weights = scores.softmax(-1)[..., :context_len]
+        summed = torch.einsum("nqk,knd->qnd", weights, values)
         result[start:end] = summed.to(q.dtype)
     return _deliver(result, out)
 

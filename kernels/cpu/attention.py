@@ -4,10 +4,8 @@ The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pi
 rows and drafts above all, are computed one by one by `kernels.cpu.compiled.attention.rows`, which
 reads the keys in the cache. The plan joins other short pieces (large draft trees, ends of prompts)
 to padded groups, and keeps for each group the cache slots to gather and the keys that each query
-sees.
-A layer gathers keys and values once per group, widened if they are in fp8, and runs one
-`scaled_dot_product_attention`. Knows no model and no sequence identity; the plan lives in
-`AttentionMeta.memo`. Used through `kernels.cpu.ops`.
+sees, which `kernels.cpu.padded_groups` computes. Knows no model and no sequence identity; the plan
+lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
 
 Letters beside those of `kernels.contracts`: P pieces of a group, n query rows of a
 piece, L keys of a piece (both padded to the longest of the group).
@@ -21,7 +19,6 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
@@ -29,9 +26,9 @@ from kernels import retrieval as plain
 from kernels.contracts import AttentionMeta, KeyCodes, Retrieval
 from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention.rows import HeadShape, WorkWords, attend_rows, can_attend
-from kernels.cpu.compiled.gathered_rows import gather_widened
 from kernels.cpu.compiled.retrieval.search import attend_selected, can_search
 from kernels.cpu.compiled.retrieval.words import RetrievalWords
+from kernels.cpu.padded_groups import PaddedGroup, attend_group
 
 # Pieces up to SINGLE_ROWS query rows are computed row by row: a row takes 5 us at 160 keys, a
 # group 40 us and more.
@@ -83,32 +80,12 @@ class _Queries(NamedTuple):
     tree_lens: Sequence[int]
 
 
-class _Group(NamedTuple):
-    """Pieces that are computed by one call."""
-
-    num_pieces: int
-    num_rows: int
-    num_keys: int
-    slots: Tensor
-    """i64[P * L], cache slots to gather; padding repeats a piece's own first key."""
-    rows: Tensor | None
-    """i64[P * n], query rows; padding repeats a piece's last row. None: all, in order."""
-    unpadded: Tensor | None
-    """i64, the entries of `rows` that are not padding; None: all."""
-    targets: Tensor | None
-    """i64, the query rows of the `unpadded` entries; None: all, in order."""
-    mask: Tensor | None
-    """bool, the keys that each row sees, in the shape for the call; None: all keys."""
-    folded: bool
-    """Whether query heads of a group become further query rows (short pieces)."""
-
-
 class _Plan(NamedTuple):
     """All groups of a micro-batch, and the number of its query rows without padding."""
 
     single: WorkWords | None
     """The rows that are computed one by one, and attend to all keys that they see."""
-    groups: tuple[_Group, ...]
+    groups: tuple[PaddedGroup, ...]
     num_rows: int
     retrieval: RetrievalWords | None
     """The rows that attend to the keys that their sequences select."""
@@ -215,7 +192,7 @@ def _make_group(
     block_size: int,
     sliding_window: int | None,
     repeat: int,
-) -> _Group:
+) -> PaddedGroup:
     table = torch.tensor(pieces, dtype=torch.int64)
     seq_idx, first_row, num_rows, key_start, key_end, _ = (c[:, None] for c in table.unbind(1))
     longest_rows, longest_keys = int(num_rows.max()), int((key_end - key_start).max())
@@ -241,7 +218,7 @@ def _make_group(
     kept = (rows < num_rows).reshape(-1)
     in_order = torch.equal(query_rows, torch.arange(num_query_rows))
     padded = not bool(kept.all())
-    return _Group(
+    return PaddedGroup(
         num_pieces=len(pieces),
         num_rows=longest_rows,
         num_keys=longest_keys,
@@ -356,41 +333,6 @@ def selected_keys(q: Tensor, codes: KeyCodes, meta: AttentionMeta, idx: int) -> 
     return plain.selected_keys(q, codes, meta, idx)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:
-    """Attend q [P * n, N, D] to keys and values [P * L, G, D]; returns [P * n, N, D]."""
-    num_heads, head_dim = q.shape[1:]
-    num_groups = keys.shape[1]
-    shape = (group.num_pieces, group.num_keys, num_groups, head_dim)
-    keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-    if not group.folded:
-        queries = q.reshape(group.num_pieces, group.num_rows, num_heads, head_dim)
-        result = F.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=group.mask,
-            scale=scale,
-            enable_gqa=num_heads != num_groups,
-        )
-        return result.transpose(1, 2).reshape(-1, num_heads, head_dim)
-    # All query heads that share a key/value head become rows of one matrix: keys and
-    # values are not repeated, and several rows take hardly longer than one.
-    queries = q.reshape(group.num_pieces, group.num_rows, num_groups, -1, head_dim)
-    queries = queries.transpose(1, 2).reshape(group.num_pieces, num_groups, -1, head_dim)
-    result = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=group.mask, scale=scale
-    )
-    result = result.view(group.num_pieces, num_groups, group.num_rows, -1, head_dim)
-    return result.transpose(1, 2).reshape(-1, num_heads, head_dim)
-
-
-def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return slots i64[n] of a cache as [n, G, D] in `dtype`."""
-    if cache.dtype == torch.float8_e4m3fn:
-        return gather_widened(cache, slots, dtype)
-    return cache.view(-1, *cache.shape[2:]).index_select(0, slots)
-
-
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -399,6 +341,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
     codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -417,6 +360,7 @@ def paged_attention(
                 cast("AttentionMeta", meta.memo.get(_LATEST, meta)),
                 scale=scale,
                 sliding_window=sliding_window,
+                sinks=sinks,
                 codes=codes,
                 out=out,
             )
@@ -424,24 +368,13 @@ def paged_attention(
     if plan.num_rows < len(out):
         out[plan.num_rows :] = 0
     if plan.single is not None:
-        attend_rows(q, k_cache, v_cache, plan.single, out, scale=scale)
+        attend_rows(q, k_cache, v_cache, plan.single, out, scale=scale, sinks=sinks)
     if codes is not None and plan.retrieval is not None:
         ended = None if retrieval is None else retrieval.ended
-        attend_selected(q, k_cache, v_cache, codes, plan.retrieval, out, scale=scale, ended=ended)
-    if not plan.groups:
-        return out
-    for group in plan.groups:
-        result = _attend(
-            q if group.rows is None else q.index_select(0, group.rows),
-            _gather(k_cache, group.slots, q.dtype),
-            _gather(v_cache, group.slots, q.dtype),
-            group,
-            scale=scale,
+        words = plan.retrieval
+        attend_selected(
+            q, k_cache, v_cache, codes, words, out, scale=scale, sinks=sinks, ended=ended
         )
-        if group.unpadded is not None:
-            result = result.index_select(0, group.unpadded)
-        if group.targets is None:
-            out.copy_(result)
-        else:
-            out.index_copy_(0, group.targets, result)
+    for group in plan.groups:
+        attend_group(q, k_cache, v_cache, group, out, scale=scale, sinks=sinks)
     return out

@@ -132,7 +132,10 @@ def test_attention_of_a_prompt_beside_a_decode(device: torch.device) -> None:
 
 @pytest.mark.parametrize("window", [None, 10])
 def test_attention_of_trees_that_grow(window: int | None, device: torch.device) -> None:
-    """Of each tree's nodes the last ones are rows; a node follows any node before it, or none."""
+    """Of each tree's nodes the last ones are rows; a node follows any node before it, or none.
+
+    Beside a window the heads have sinks.
+    """
     new, lens = (1, 5, PROMPT // 10), (3, 5, PROMPT // 10 + 4)
     q, caches, meta = attention_case(new, tuple(n + CONTEXTS[0][0] for n in lens), device)
     mask = torch.zeros(sum(new), max(lens), dtype=torch.bool)
@@ -149,7 +152,12 @@ def test_attention_of_trees_that_grow(window: int | None, device: torch.device) 
         tree_mask=mask.to(device),
         tree_lens=torch.tensor(lens, dtype=torch.int32, device=device),
     )
-    options: dict[str, Any] = {"scale": SIZES.head_dim**-0.5, "sliding_window": window}
+    sinks = None if window is None else torch.randn(SIZES.heads, device=device)
+    options: dict[str, Any] = {
+        "scale": SIZES.head_dim**-0.5,
+        "sliding_window": window,
+        "sinks": sinks,
+    }
     found = attend(q, *caches, meta, **options)
     wanted = reference.paged_attention(q.float(), *caches.float(), meta, **options)
     torch.testing.assert_close(found.float(), wanted, **BF16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize(
-    ("heads", "cache", "num_rows", "block_size", "coding"),
+    ("heads", "cache", "num_rows", "block_size", "coding", "sinks"),
     values_then_pairs(
         HEADS,
         [*product([FP32, BF16], [False, True])],
@@ -40,6 +41,7 @@ HEADS = [
             *((2048, 300, 4), (2100, 1, 0), (1500, 640, 1), (5, 1, 4), (1025, 100, 4)),
             *((1390, 77, 1100), (1300, 90, 100)),
         ],
+        [None, 0.0, 200.0, float("-inf")],
     ),
 )
 def test_the_best_keys_are_selected(
@@ -48,13 +50,15 @@ def test_the_best_keys_are_selected(
     num_rows: int,
     block_size: int,
     coding: tuple[int, int, int],
+    sinks: float | None,
 ) -> None:
     """Segments that are full, hardly begun, and one with less keys than a vector."""
-    end, budget, sinks = coding
+    end, budget, num_sinks = coding
     case = attention_case(
         [2200], [num_rows], heads=heads, block_size=block_size, dtype=cache[0], in_fp8=cache[1]
     )
-    check(*coded(case, {0: (end, budget)}, num_sinks=sinks))
+    own = None if sinks is None else torch.randn(heads.query) + sinks
+    check(*coded(case, {0: (end, budget)}, num_sinks=num_sinks), sinks=own)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +79,10 @@ def test_a_gpu_selects_the_best_keys(
     device: torch.device,
 ) -> None:
     """Rows of more tiles than one; sinks beyond one."""
-    end, budget, sinks = coding
+    end, budget, num_sinks = coding
     case = attention_case([1400], [num_rows], heads=heads, block_size=block_size, dtype=dtype)
-    check(*coded(case, {0: (end, budget)}, num_sinks=sinks), device)
+    found = coded(case, {0: (end, budget)}, num_sinks=num_sinks)
+    check(*found, device, torch.randn(heads.query) if num_sinks > 1 else None)
 
 
 @pytest.mark.parametrize(
@@ -172,15 +177,17 @@ def test_other_rows_of_a_batch_attend_as_without(
 ) -> None:
     monkeypatch.setattr(launches, "attention_tiles", lambda *_: SMALL_TILES)
     case, codes = mixed_case(dtype, trees=trees)
-    dense = reference.paged_attention(*arguments(case), scale=SCALE)
+    sinks = torch.randn(6) if trees else None
+    dense = reference.paged_attention(*arguments(case), scale=SCALE, sinks=sinks)
     if kernels == "triton":
-        found = check(case, codes, device)
+        found = check(case, codes, device, sinks)
     else:
         found = torch.full_like(case.q, float("nan"))
-        assert cpu.paged_attention(*arguments(case), scale=SCALE, codes=codes, out=found) is found
-        again = cpu.paged_attention(*arguments(case), scale=SCALE, codes=codes)
+        options: dict[str, Any] = {"scale": SCALE, "sinks": sinks, "codes": codes}
+        assert cpu.paged_attention(*arguments(case), **options, out=found) is found
+        again = cpu.paged_attention(*arguments(case), **options)
         assert torch.equal(again, found), "the memo changed the result"
-        selecting = check(case, codes)
+        selecting = check(case, codes, sinks=sinks)
         assert torch.equal(found[:10], selecting[:10])
         assert torch.equal(found[22], selecting[22])
         assert selecting[10:22].isnan().all()

@@ -176,6 +176,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
     codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -185,8 +186,9 @@ def paged_attention(
     """
     if codes is None or meta.retrieval is None:
         return attend(
-            q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, out=out
-        )
+            q, k_cache, v_cache, meta,
+            scale=scale, sliding_window=sliding_window, sinks=sinks, out=out,
+        )  # fmt: skip
     if sliding_window is not None:
         raise ValueError("layers with a sliding window have no codes")
     _check_meta(meta, len(q))
@@ -196,11 +198,13 @@ def paged_attention(
     group = q.shape[1] // k_cache.shape[2]
     others = others_of(meta)
     if others is not None:
-        attend(q, k_cache, v_cache, _splitting(others, group), scale=scale, out=out)
+        others = _splitting(others, group)
+        attend(q, k_cache, v_cache, others, scale=scale, sinks=sinks, out=out)
     selecting = select_slots(q, k_cache.shape[1], codes, meta)
     fetch_selected(k_cache, v_cache, codes, meta, selecting)
     keys, values = (x.view(-1, 1, *x.shape[2:]) for x in (k_cache, v_cache))
-    return attend(q, keys, values, _splitting(selecting, group), scale=scale, out=out)
+    selecting = _splitting(selecting, group)
+    return attend(q, keys, values, selecting, scale=scale, sinks=sinks, out=out)
 
 
 def _splitting(meta: AttentionMeta, group: int) -> AttentionMeta:

@@ -331,6 +331,8 @@ def grouped_mlp(ops: Ops, make: Maker, case: Any) -> Run:
     heads=[Heads(6, 2, 16), Heads(3, 1, 64), Heads(4, 4, 96), Heads(8, 1, 80), Heads(20, 1, 8)],
     block_size=[16, 1, 48],
     num_padding=[0, 3],
+    # What is added to random ones; the exponentials of 200 and of -200 are no numbers of fp32.
+    sinks=[0.0, None, 200.0, -200.0, float("-inf"), 3.0],
     target=["new", "out"],
 )
 def paged_attention(ops: Ops, make: Maker, case: Any) -> Run:
@@ -354,7 +356,8 @@ def paged_attention(ops: Ops, make: Maker, case: Any) -> Run:
     made = placed(made, make.device)
     q = make(len(made.q), case.heads.query + 4, case.heads.dim, dtype=dtype)[:, 2:-2].copy_(made.q)
     arguments = (q, made.k_cache, made.v_cache, made.meta)
-    options = {"scale": 0.2, "sliding_window": case.window}
+    sinks = None if case.sinks is None else make(case.heads.query) + case.sinks
+    options = {"scale": 0.2, "sliding_window": case.window, "sinks": sinks}
     out = torch.full_like(made.q, float("nan")) if case.target == "out" else None
 
     def run() -> Sequence[Tensor]:

@@ -109,7 +109,9 @@ def check_selection(case: AttentionCase, codes: KeyCodes, idx: int, selected: Te
     assert bool((best <= worst + tolerance).all()), (best, worst, tolerance)
 
 
-def attended(case: AttentionCase, idx: int, selected: Tensor, scale: float) -> Tensor:
+def attended(
+    case: AttentionCase, idx: int, selected: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Return attention fp32[n, N, D] of a sequence's rows to what selected i64[G, k] adds to."""
     retrieval = case.meta.retrieval
     assert retrieval is not None
@@ -122,6 +124,8 @@ def attended(case: AttentionCase, idx: int, selected: Tensor, scale: float) -> T
         for head in range(queries.shape[1]):
             group = head // repeat
             seen = [*range(retrieval.num_sinks), *selected[group].tolist(), *range(end, last + 1)]
-            weights = (keys[seen, group] @ queries[row, head] * scale).softmax(0)
-            out[row, head] = weights @ values[seen, group]
+            scores = keys[seen, group] @ queries[row, head] * scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head, None]))
+            out[row, head] = scores.softmax(0)[: len(seen)] @ values[seen, group]
     return out

@@ -47,12 +47,19 @@ class Found(NamedTuple):
     """By sequence of the retrieval i64[G, k], ascending; empty for one without rows."""
 
 
-def attend(case: AttentionCase, codes: KeyCodes, device: torch.device | None = None) -> Found:
+def attend(
+    case: AttentionCase,
+    codes: KeyCodes,
+    device: torch.device | None = None,
+    sinks: Tensor | None = None,
+) -> Found:
     """Attend with the CPU's kernels, or with Triton's on a device."""
-    return _on_cpu(case, codes) if device is None else _by_triton(case, codes, device)
+    if device is None:
+        return _on_cpu(case, codes, sinks)
+    return _by_triton(case, codes, device, None if sinks is None else sinks.to(device))
 
 
-def _on_cpu(case: AttentionCase, codes: KeyCodes) -> Found:
+def _on_cpu(case: AttentionCase, codes: KeyCodes, sinks: Tensor | None) -> Found:
     num_groups = case.k_cache.shape[2]
     retrieval = case.meta.retrieval
     assert retrieval is not None
@@ -60,7 +67,8 @@ def _on_cpu(case: AttentionCase, codes: KeyCodes) -> Found:
     words = RetrievalWords(HeadShape(case.q.shape[1], num_groups, case.q.shape[2]))
     words.fill(case.meta, retrieval)
     out = torch.full_like(case.q, float("nan"))
-    attend_selected(case.q, case.k_cache, case.v_cache, codes, words, out, scale=SCALE)
+    arguments = (case.q, case.k_cache, case.v_cache, codes, words, out)
+    attend_selected(*arguments, scale=SCALE, sinks=sinks)
     counts = torch.minimum(retrieval.budgets, retrieval.coded_end - retrieval.num_sinks)
     starts, seqs = case.meta.query_start, retrieval.seqs.long()
     counts[starts[seqs + 1] == starts[seqs]] = 0
@@ -98,11 +106,14 @@ def placed(
     return moved._replace(meta=meta), codes
 
 
-def _by_triton(case: AttentionCase, codes: KeyCodes, device: torch.device) -> Found:
+def _by_triton(
+    case: AttentionCase, codes: KeyCodes, device: torch.device, sinks: Tensor | None
+) -> Found:
     """Also check that the lists have the sinks first and the keys behind the coded ones last."""
     there, its_codes = placed(case, codes, device)
     out = torch.full_like(there.q, float("nan"))
-    found = paged_attention(*arguments(there), scale=SCALE, codes=its_codes, out=out)
+    options = {"codes": its_codes, "sinks": sinks, "out": out}
+    found = paged_attention(*arguments(there), scale=SCALE, **options)
     assert found is out
     retrieval, block_size = case.meta.retrieval, case.k_cache.shape[1]
     assert retrieval is not None
@@ -130,10 +141,15 @@ def _by_triton(case: AttentionCase, codes: KeyCodes, device: torch.device) -> Fo
     return Found(found.cpu(), selected)
 
 
-def check(case: AttentionCase, codes: KeyCodes, device: torch.device | None = None) -> Tensor:
+def check(
+    case: AttentionCase,
+    codes: KeyCodes,
+    device: torch.device | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Compare with the plain selection, and attention to what was selected; return the output."""
     assert case.meta.retrieval is not None
-    out, selected = attend(case, codes, device)
+    out, selected = attend(case, codes, device, sinks)
     bf16 = 2.0**-8 if device is None else 2e-2
     rtol = 1e-5 if case.q.dtype == torch.float32 else bf16
     atol = 1e-5 if device is None else rtol
@@ -142,6 +158,6 @@ def check(case: AttentionCase, codes: KeyCodes, device: torch.device | None = No
         if start == end:
             continue
         check_selection(case, codes, idx, selected[idx])
-        wanted = attended(case, idx, selected[idx], SCALE)
+        wanted = attended(case, idx, selected[idx], SCALE, sinks)
         torch.testing.assert_close(out[start:end].float(), wanted, rtol=rtol, atol=atol)
     return out

@@ -93,8 +93,9 @@ def test_small_trees_are_computed_row_by_row_and_renewed(
         compare(other, window=window)
         renew(kept.meta, other.meta)
         arguments = (other.q, other.k_cache, other.v_cache)
-        wanted = cpu.paged_attention(*arguments, other.meta, scale=0.2, sliding_window=window)
-        renewed = cpu.paged_attention(*arguments, kept.meta, scale=0.2, sliding_window=window)
+        options: dict[str, Any] = {"scale": 0.2, "sliding_window": window, "sinks": torch.ones(4)}
+        wanted = cpu.paged_attention(*arguments, other.meta, **options)
+        renewed = cpu.paged_attention(*arguments, kept.meta, **options)
         assert torch.equal(renewed, wanted)
 
 

@@ -21,10 +21,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 HEADS = (Heads(9, 3, 64), Heads(16, 4, 64), Heads(4, 2, 16), Heads(20, 1, 8))
 
 
-def attend(case: AttentionCase, window: int | None = None) -> Tensor:
-    return deterministic.paged_attention(
-        case.q, case.k_cache, case.v_cache, case.meta, scale=0.2, sliding_window=window
-    )
+def attend(case: AttentionCase, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    arguments = (case.q, case.k_cache, case.v_cache, case.meta)
+    return deterministic.paged_attention(*arguments, scale=0.2, sliding_window=window, sinks=sinks)
 
 
 def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +43,7 @@ def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Plain:
-    """One sequence in plain order, for any chunking and storage."""
+    """One sequence in plain order, for any chunking and storage. With a window it has sinks."""
 
     def __init__(
         self, length: int, heads: Heads, dtype: torch.dtype, *, window: int | None
@@ -55,6 +54,7 @@ class Plain:
         self.k = torch.randn(length, heads.kv, heads.dim, generator=generator).to(dtype)
         self.v = torch.randn(length, heads.kv, heads.dim, generator=generator).to(dtype)
         self.window = window
+        self.sinks = None if window is None else torch.randn(heads.query, generator=generator)
 
     def among(self, start: int, end: int, others: Sequence[int], *, place: int, bs: int) -> Tensor:
         """Return the attention of positions start..end-1 batched with decode rows of `others`."""
@@ -71,7 +71,7 @@ class Plain:
         case.v_cache.view(-1, *self.v.shape[1:])[slots] = self.v[:end]
         first = int(case.meta.query_start[place])
         case.q[first : first + end - start] = self.q[start:end]
-        return attend(case, self.window)[first : first + end - start]
+        return attend(case, self.window, self.sinks)[first : first + end - start]
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_a_branch_of_a_tree_has_the_bits_of_plain_decoding(
     case.v_cache.view(-1, heads.kv, heads.dim)[slots] = plain.v
     case.q[branch] = plain.q[committed:]
     wanted = plain.among(committed, plain.length, [], place=0, bs=16)
-    assert torch.equal(attend(case, window)[branch], wanted)
+    assert torch.equal(attend(case, window, plain.sinks)[branch], wanted)

@@ -1,4 +1,7 @@
-"""Reference attention against transformers' eager attention and a walk along each branch."""
+"""Reference attention against transformers' eager attention and a walk along each branch.
+
+Heads with sinks are gpt-oss', all others Llama's.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama import modeling_llama
 
 from kernels import reference
 from kernels.retrieval import select
@@ -16,12 +21,22 @@ from tests.kernels.cases.attention import Heads, attention_case, path
 from tests.kernels.cases.matrices import values_then_pairs
 from tests.kernels.cases.retrieval import attended, coded
 
+SINKS = [None, 0.0, 50.0, -50.0, float("-inf")]
+"""What is added to random ones."""
 
-def eager(q, keys, values, *, scale, seen):  # type: ignore[no-untyped-def]
+
+def sinks_of(heads: Heads, shift: float | None) -> Tensor | None:
+    return None if shift is None else torch.randn(heads.query) + shift
+
+
+def eager(q, keys, values, *, scale, seen, sinks=None):  # type: ignore[no-untyped-def]
     """Transformers' attention of q [n, N, D] over keys, values [L, G, D]."""
-    module = SimpleNamespace(num_key_value_groups=q.shape[1] // keys.shape[1], training=False)
+    module = SimpleNamespace(
+        num_key_value_groups=q.shape[1] // keys.shape[1], training=False, sinks=sinks
+    )
+    family = modeling_llama if sinks is None else modeling_gpt_oss
     mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)
-    out, _ = eager_attention_forward(
+    out, _ = family.eager_attention_forward(
         module,
         q.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
@@ -33,21 +48,28 @@ def eager(q, keys, values, *, scale, seen):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("window", "heads", "blocks"),
+    ("window", "heads", "shift", "blocks"),
     values_then_pairs(
         [None, 1, 7, 64],
         [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96)],
+        SINKS,
         [*product([1, 16], [False, True])],
     ),
 )
-def test_equals_transformers(heads: Heads, blocks: tuple[int, bool], window: int | None) -> None:
+def test_equals_transformers(
+    heads: Heads, blocks: tuple[int, bool], window: int | None, shift: float | None
+) -> None:
     block_size, in_fp8 = blocks
     context_lens, query_lens = [1, 17, 100, 33, 40], [1, 17, 1, 5, 0]
     case = attention_case(
         context_lens, query_lens, heads=heads, block_size=block_size, in_fp8=in_fp8
     )
+    sinks = sinks_of(heads, shift)
     out = reference.paged_attention(
-        case.q, case.k_cache, case.v_cache, case.meta, scale=0.2, sliding_window=window
+        *(case.q, case.k_cache, case.v_cache, case.meta),
+        scale=0.2,
+        sliding_window=window,
+        sinks=sinks,
     )
     rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     row = 0
@@ -55,7 +77,10 @@ def test_equals_transformers(heads: Heads, blocks: tuple[int, bool], window: int
         positions = torch.arange(length)
         seen = rule(0, 0, positions[length - num_new :, None], positions[None])
         wanted = eager(
-            case.q[row : row + num_new], case.keys[idx], case.values[idx], scale=0.2, seen=seen
+            *(case.q[row : row + num_new], case.keys[idx], case.values[idx]),
+            scale=0.2,
+            seen=seen,
+            sinks=sinks,
         )
         torch.testing.assert_close(out[row : row + num_new], wanted, rtol=1e-5, atol=1e-5)
         row += num_new
@@ -65,16 +90,22 @@ TREES = ((None, 0, 0, 1, 1, 4, 2), (None,), (None, None, 1, 0))
 
 
 @pytest.mark.parametrize(
-    ("window", "num_new"), values_then_pairs([None, 1, 3, 12], [(7, 1, 4), (3, 1, 0), (1, 1, 2)])
+    ("window", "num_new", "shift"),
+    values_then_pairs([None, 1, 3, 12], [(7, 1, 4), (3, 1, 0), (1, 1, 2)], SINKS[:2]),
 )
 def test_each_tree_node_attends_as_if_its_branch_were_the_text(
-    num_new: tuple[int, ...], window: int | None
+    num_new: tuple[int, ...], window: int | None, shift: float | None
 ) -> None:
     committed = [10, 0, 37]
     lens = [c + len(t) for c, t in zip(committed, TREES, strict=True)]
-    case = attention_case(lens, num_new, heads=Heads(4, 2, 8), block_size=4, parents=TREES)
+    heads = Heads(4, 2, 8)
+    case = attention_case(lens, num_new, heads=heads, block_size=4, parents=TREES)
+    sinks = sinks_of(heads, shift)
     out = reference.paged_attention(
-        case.q, case.k_cache, case.v_cache, case.meta, scale=0.5, sliding_window=window
+        *(case.q, case.k_cache, case.v_cache, case.meta),
+        scale=0.5,
+        sliding_window=window,
+        sinks=sinks,
     )
     row = 0
     for idx, tree in enumerate(TREES):
@@ -87,6 +118,7 @@ def test_each_tree_node_attends_as_if_its_branch_were_the_text(
                 case.values[idx][branch],
                 scale=0.5,
                 seen=torch.ones(1, len(branch), dtype=torch.bool),
+                sinks=sinks,
             )
             torch.testing.assert_close(out[row : row + 1], wanted, rtol=1e-5, atol=1e-5)
             row += 1
@@ -131,17 +163,19 @@ def test_written_keys_are_read_back() -> None:
     assert not k_cache.view(-1, 4)[untouched].any()
 
 
-def test_sequences_that_retrieve_attend_to_what_they_select() -> None:
+@pytest.mark.parametrize("shift", SINKS[:2])
+def test_sequences_that_retrieve_attend_to_what_they_select(shift: float | None) -> None:
     case = attention_case([1300, 20, 1200], [2, 1, 1], heads=Heads(4, 2, 32), block_size=16)
     case, codes = coded(case, {0: (1100, 50), 2: (1150, 2000)})
     arguments = (case.q, case.k_cache, case.v_cache, case.meta)
-    out = reference.paged_attention(*arguments, scale=0.2, codes=codes)
+    sinks = sinks_of(Heads(4, 2, 32), shift)
+    out = reference.paged_attention(*arguments, scale=0.2, sinks=sinks, codes=codes)
     assert case.meta.retrieval is not None
     for idx, rows in enumerate((slice(0, 2), slice(3, 4))):
         selected = select(case.q[rows], codes, case.meta.retrieval, idx)
-        wanted = attended(case, idx, selected, 0.2)
+        wanted = attended(case, idx, selected, 0.2, sinks)
         torch.testing.assert_close(out[rows], wanted, rtol=1e-5, atol=1e-5)
-    dense = reference.paged_attention(*arguments, scale=0.2)
+    dense = reference.paged_attention(*arguments, scale=0.2, sinks=sinks)
     assert torch.equal(out[2], dense[2])
     assert not torch.equal(out[0], dense[0])
     # A budget for all keys.

@@ -1,13 +1,11 @@
-"""Paged attention beside its op: sinks against transformers' gpt-oss, scales, tiles and plans."""
+"""Paged attention beside its op: scales, tiles and plans."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from kernels import reference
 from kernels.triton.attention.launches import (
@@ -40,33 +38,6 @@ def compare(
     result = attend(*arguments, scale=0.2, sliding_window=window, out=out, tiles=tiles)
     assert result is out
     torch.testing.assert_close(result, wanted, **TOLERANCE[case.q.dtype])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "window"), cover_values(DTYPES, [(1, 1), (12, 1)], [None, 9])
-)
-def test_sinks_as_gpt_oss_has_them(
-    window: int | None, rows: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> None:
-    lens, heads = [50, 37], Heads(4, 2, 64)
-    case = placed(attention_case(lens, rows, heads=heads, block_size=4, dtype=dtype), device)
-    sinks = torch.tensor([2.0, -1.0, 0.5, 30.0], device=device, dtype=dtype)
-    out = attend(
-        case.q, case.k_cache, case.v_cache, case.meta,
-        scale=0.3, sliding_window=window, sinks=sinks, tiles=SMALL_TILES,
-    )  # fmt: skip
-    module = SimpleNamespace(num_key_value_groups=2, training=False, sinks=sinks.float())
-    for idx, (start, length) in enumerate(zip((0, rows[0]), lens, strict=True)):
-        seen = reference.visible(rows[idx], length, sliding_window=window, tree=None, device=device)
-        mask = torch.zeros(seen.shape, device=device).masked_fill(~seen, float("-inf"))
-        q = case.q[start : start + rows[idx]].float().transpose(0, 1)[None]
-        keys, values = (
-            x[idx].to(device).float().transpose(0, 1)[None] for x in (case.keys, case.values)
-        )
-        wanted, _ = eager_attention_forward(module, q, keys, values, mask[None, None], scaling=0.3)
-        torch.testing.assert_close(
-            out[start : start + rows[idx]], wanted[0].to(dtype), **TOLERANCE[dtype]
-        )
 
 
 @pytest.mark.parametrize(("dtype", "rows"), cover_values(DTYPES, [(1, 1), (12, 1)]))

@@ -18,10 +18,11 @@ from kernels.cpu.simd import lanes as simd
 
 (
     Q, Q_STRIDE, OUT, OUT_STRIDE, K_CACHE, V_CACHE, BLOCK_SIZE, NUM_KV_HEADS, REPEAT, HEAD_DIM,
-    IS_BF16, SCALE, WORK, CACHE_IS_FP8,
-) = offsets(14)  # fmt: skip
-"""The kernel's arguments. Strides are in bytes; WORK is the address of WorkWords."""
-NUM_ARGUMENTS: Final = 14
+    IS_BF16, SCALE, WORK, CACHE_IS_FP8, SINKS,
+) = offsets(15)  # fmt: skip
+"""The kernel's arguments. Strides are in bytes; WORK is the address of WorkWords, SINKS that of
+f32[N], 0: there are none."""
+NUM_ARGUMENTS: Final = 15
 
 (
     PIECES, NUM_PIECES, MERGES, NUM_MERGES, PARTS, BRANCHES, TABLES, TABLE_STRIDE, GROUPS_PER_TASK,

@@ -29,8 +29,6 @@ from kernels.cpu.compiled.attention.keys import (
     NUM_KV_HEADS,
     NUM_MERGES,
     NUM_PIECES,
-    OUT,
-    OUT_STRIDE,
     PARTS,
     PIECES,
     Q_STRIDE,
@@ -154,20 +152,35 @@ class WorkWords:
 
 
 def attend_rows(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, work: WorkWords, out: Tensor, *, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    work: WorkWords,
+    out: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Write the rows of `work` of out [T, N, D]; q and caches as in `paged_attention`.
+    """Write the rows of `work` of out [T, N, D]; all else as in `paged_attention`.
 
     The heads of a row of out are contiguous, as those of q.
     """
-    arguments = head_arguments(q, k_cache, v_cache, work, out, scale=scale)
+    arguments = head_arguments(q, k_cache, v_cache, work, out, scale=scale, sinks=sinks)
     launch(_attend, arguments, num_threads=torch.get_num_threads())
 
 
 def head_arguments(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, work: WorkWords, out: Tensor, *, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    work: WorkWords,
+    out: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None,
 ) -> tuple[int, ...]:
     """Return the arguments of `kernels.cpu.compiled.attention.keys`, in their order."""
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     _, block_size, num_groups, head_dim = k_cache.shape
     return (
         q.data_ptr(),
@@ -184,6 +197,7 @@ def head_arguments(
         float_word(scale),
         work.address,
         int(k_cache.dtype == torch.float8_e4m3fn),
+        0 if sinks is None else sinks.data_ptr(),
     )
 
 
@@ -324,7 +338,6 @@ def _do_piece(
 ) -> None:
     """Attend one piece's row to its keys with query heads first_head <= h < last_head."""
     row, part = simd.read_i64(piece), simd.read_i64(piece + 32)
-    head_bytes = bytes_of_head(block)
     pitch = state_vectors(block) * VECTOR
     state = states
     if part >= 0:
@@ -351,9 +364,8 @@ def _do_piece(
             head += _do_chunk(block, piece, start, stop, head, own, pitch, scores, asked)
         start = stop
     if part < 0:
-        out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
         for head in range(first_head, last_head):
-            write_out(block, state + (head - first_head) * pitch, out + head * head_bytes)
+            write_out(block, state + (head - first_head) * pitch, row, head)
 
 
 @Kernel

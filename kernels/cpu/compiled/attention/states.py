@@ -21,6 +21,7 @@ from kernels.cpu.compiled.attention.keys import (
     OUT_STRIDE,
     PARTS,
     REPEAT,
+    SINKS,
     WORK,
     bytes_of_head,
 )
@@ -69,11 +70,20 @@ def clear(state: int, num_vectors: int) -> None:
 
 
 @inlined
-def write_out(block: int, state: int, out: int) -> None:
-    """Divide a head's weighted sum by its sum of exponentials and write it."""
+def write_out(block: int, state: int, row: int, head: int) -> None:
+    """Divide a query head's weighted sum by its sum of exponentials and write it to a row of OUT.
+
+    Only here, where all keys are in the state, the head's sink is added to the exponentials.
+    """
     head_bytes = bytes_of_head(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
-    total = vectors.splat(simd.read_f32(state + 4))
+    out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE) + head * head_bytes
+    mass, sinks = simd.read_f32(state + 4), simd.read_i64(block + SINKS)
+    if sinks:
+        # The exponential's bound: a sink that is higher leaves nothing of the values either.
+        above = min(simd.read_f32(sinks + 4 * head) - simd.read_f32(state), np.float32(87))
+        mass += vectors.max_lanes(vectors.exp(vectors.splat(above)))
+    total = vectors.splat(mass)
     for offset in range(0, head_bytes, SLICE):
         rest = (head_bytes - offset) // 4
         place = state + VECTOR + offset * (1 + is_bf16)
@@ -98,11 +108,9 @@ def state_vectors(block: int) -> int:
 def merge_parts(block: int, merge: int, group: int, state: int) -> None:
     """Join the parts of one row for the query heads of one key/value head."""
     row, first, count = simd.read_i64(merge), simd.read_i64(merge + 8), simd.read_i64(merge + 16)
-    repeat, head_bytes = simd.read_i64(block + REPEAT), bytes_of_head(block)
-    num_vectors = state_vectors(block)
+    repeat, num_vectors = simd.read_i64(block + REPEAT), state_vectors(block)
     num_heads = repeat * simd.read_i64(block + NUM_KV_HEADS)
     step = num_heads * num_vectors * VECTOR
-    out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
     memory = simd.read_i64(simd.read_i64(block + WORK) + PARTS)
     for head in range(group * repeat, group * repeat + repeat):
         parts = memory + (first * num_heads + head) * num_vectors * VECTOR
@@ -110,6 +118,7 @@ def merge_parts(block: int, merge: int, group: int, state: int) -> None:
         for idx in range(count):
             peak = max(peak, simd.read_f32(parts + idx * step))
         clear(state, num_vectors)
+        simd.write_f32(state, peak)
         for idx in range(count):
             part = parts + idx * step
             factor = vectors.exp(vectors.splat(simd.read_f32(part) - peak))
@@ -121,7 +130,7 @@ def merge_parts(block: int, merge: int, group: int, state: int) -> None:
                     vectors.load_f32(part + place), factor, vectors.load_f32(state + place)
                 )
                 vectors.store_f32(state + place, added)
-        write_out(block, state, out + head * head_bytes)
+        write_out(block, state, row, head)
 
 
 Weigh = Callable[[int, int, int, int, int, int, int], None]

@@ -18,8 +18,6 @@ from kernels.cpu.compiled.attention.keys import (
     NUM_KV_HEADS,
     NUM_MERGES,
     NUM_PIECES,
-    OUT,
-    OUT_STRIDE,
     PARTS,
     PIECES,
     Q_STRIDE,
@@ -198,9 +196,8 @@ def _attend_piece(block: int, piece: int, group: int, states: int, scores: int) 
             _add_values(block, values, listed, count, heads, scores, own, keys, num_asked)
         start, asked = start + count, CHUNK_KEYS
     if part < 0:
-        out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
         for head in range(repeat):
-            write_out(block, state + head * pitch, out + (first + head) * head_bytes)
+            write_out(block, state + head * pitch, row, first + head)
 
 
 @Kernel

@@ -124,6 +124,7 @@ def attend_selected(
     out: Tensor,
     *,
     scale: float,
+    sinks: Tensor | None = None,
     ended: Callable[[Kind, int], None] | None = None,
 ) -> None:
     """Select keys, and write the rows of `words` of out [T, N, D]; all as in `paged_attention`.
@@ -131,7 +132,7 @@ def attend_selected(
     `ended` as in `kernels.contracts.Retrieval`.
     """
     arguments = (
-        *head_arguments(q, k_cache, v_cache, words.work, out, scale=scale),
+        *head_arguments(q, k_cache, v_cache, words.work, out, scale=scale, sinks=sinks),
         codes.centroids.data_ptr(),
         codes.codes.data_ptr(),
         codes.summaries.data_ptr(),

@@ -30,7 +30,7 @@ HEADS = [
 ]
 
 
-def attend(case: AttentionCase, window: int | None = None) -> Tensor:
+def attend(case: AttentionCase, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """Attend the last row of every sequence with the kernel."""
     rows = [
         Row(idx, idx, 0 if window is None else max(0, length - window), length)
@@ -39,7 +39,8 @@ def attend(case: AttentionCase, window: int | None = None) -> Tensor:
     out = torch.full_like(case.q, float("nan"))
     tables = case.meta.block_tables
     assert can_attend(case.q, case.k_cache, tables, out)
-    attend_rows(case.q, case.k_cache, case.v_cache, words_of(case, rows), out, scale=0.2)
+    arguments = (case.q, case.k_cache, case.v_cache, words_of(case, rows), out)
+    attend_rows(*arguments, scale=0.2, sinks=sinks)
     return out
 
 
@@ -49,24 +50,32 @@ def words_of(case: AttentionCase, rows: list[Row]) -> WorkWords:
     return words
 
 
-def wanted(case: AttentionCase, window: int | None = None) -> Tensor:
+def wanted(case: AttentionCase, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     wide = (x.float() for x in (case.q, case.k_cache, case.v_cache))
-    return reference.paged_attention(*wide, case.meta, scale=0.2, sliding_window=window)
+    return reference.paged_attention(
+        *wide, case.meta, scale=0.2, sliding_window=window, sinks=sinks
+    )
 
 
-def check(case: AttentionCase, window: int | None = None) -> None:
-    result = attend(case, window)
+def check(case: AttentionCase, window: int | None = None, sinks: Tensor | None = None) -> None:
+    result = attend(case, window, sinks)
     # Only the output is rounded to bf16: by half a unit in the last place.
     tolerance = 1e-5 if case.q.dtype == torch.float32 else 2.0**-8
-    torch.testing.assert_close(result.float(), wanted(case, window), rtol=tolerance, atol=1e-5)
+    expected = wanted(case, window, sinks)
+    torch.testing.assert_close(result.float(), expected, rtol=tolerance, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("heads", "cache"),
-    values_then_pairs(HEADS, [*product([torch.float32, torch.bfloat16], [False, True])]),
+    ("heads", "cache", "sinks"),
+    values_then_pairs(
+        HEADS,
+        [*product([torch.float32, torch.bfloat16], [False, True])],
+        [None, 0.0, 200.0, -200.0, float("-inf")],
+    ),
 )
-def test_shapes(heads: Heads, cache: tuple[torch.dtype, bool]) -> None:
+def test_shapes(heads: Heads, cache: tuple[torch.dtype, bool], sinks: float | None) -> None:
     dtype, in_fp8 = cache
+    own = None if sinks is None else torch.randn(heads.query) + sinks
     for block_size in (1, 16, 48):
         case = attention_case(
             LENS,
@@ -76,7 +85,7 @@ def test_shapes(heads: Heads, cache: tuple[torch.dtype, bool]) -> None:
             dtype=dtype,
             in_fp8=in_fp8,
         )
-        check(case)
+        check(case, sinks=own)
 
 
 @pytest.mark.parametrize(

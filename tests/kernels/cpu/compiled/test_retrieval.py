@@ -80,6 +80,7 @@ def test_what_is_not_compiled_is_the_reference(heads: Heads, window: int | None)
             case.meta,
             scale=SCALE,
             sliding_window=window,
+            sinks=torch.ones(4),
             codes=codes,
         )
         for ops in (cpu, reference)

@@ -85,7 +85,7 @@ def compile_attention(
     tables = dict.fromkeys(("query_start", "context_lens", "tree_lens"), "*i32")
     pointers = {
         "q": NAMES[q], "out": NAMES[q], "k_cache": NAMES[cache], "v_cache": NAMES[cache],
-        "tree": "*u8", "sinks": "*bf16", "block_tables": "*i32", **tables,
+        "tree": "*u8", "sinks": "*fp32", "block_tables": "*i32", **tables,
     }  # fmt: skip
     partials = {"partial": "*fp32", "scores": "*fp32"}
     wide = triton.next_power_of_2(head_dim)
