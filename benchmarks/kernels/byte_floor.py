@@ -115,11 +115,12 @@ def _matrices(model: ModelConfig, layer: LayerConfig) -> Iterator[_Matrix]:
 
 
 def _other_numbers(model: ModelConfig, layer: LayerConfig) -> int:
-    """Return the number of a layer's other weights: norms, biases, router, shared expert's gate."""
+    """Return the number of a layer's other weights: norms, biases, sinks, router, gate."""
     hidden = model.hidden_size
     numbers = 2 * hidden
     numbers += model.q_size + 2 * model.kv_size if model.qkv_bias else 0
     numbers += hidden if model.o_bias else 0
+    numbers += model.num_heads if model.has_sinks else 0
     if model.qk_norm == "head":
         numbers += 2 * model.head_dim
     elif model.qk_norm == "full":

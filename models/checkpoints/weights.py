@@ -56,8 +56,8 @@ class LayerWeights:
     input_norm [H], qkv [q + 2 kv, H] (query rows, then key, then value; the numbers of query and
     key heads in the order of models.checkpoints.head_order, those of their bias and norms too),
     qkv_bias [q + 2 kv], o [H, q], o_bias [H], q_norm and k_norm [head_dim] ("head") or [q], [kv]
-    ("full"), post_norm [H] (before the MLP), router [E, H], score_bias f32[E]. A layer has router
-    (and maybe shared) or dense, never both.
+    ("full"), sinks f32[heads], post_norm [H] (before the MLP), router [E, H], score_bias f32[E]. A
+    layer has router (and maybe shared) or dense, never both.
     """
 
     input_norm: Tensor
@@ -67,6 +67,7 @@ class LayerWeights:
     o_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
     post_norm: Tensor
     router: Tensor | None
     score_bias: Tensor | None
@@ -237,6 +238,12 @@ class _Reader:
         """Return tensor `name`, which must have `shape`."""
         return self.matrices.read([Source(name, shape[0])], *shape[1:])
 
+    def read_fp32(self, name: str, size: int) -> Tensor:
+        """Return vector `name`, f32[size], whatever the dtype of the others."""
+        out = torch.empty(size, dtype=torch.float32)
+        self.checkpoint.read_into(name, out)
+        return out.to(self.device)
+
     def read_rows(self, parts: Iterable[tuple[str, int]]) -> Tensor:
         """Return the named vectors, each with its number of rows, one behind the other."""
         return self.matrices.read([Source(*part) for part in parts])
@@ -313,6 +320,7 @@ def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
             if has_norm
             else None
         ),
+        sinks=reader.read_fp32(attn("sinks"), config.num_heads) if config.has_sinks else None,
         post_norm=reader.read(layer_name(layer_idx, "post_attention_layernorm.weight"), hidden),
         router=_load_router(reader, layer_idx) if is_moe else None,
         score_bias=_load_score_bias(reader, layer_idx) if is_moe else None,
@@ -336,9 +344,7 @@ def _load_score_bias(reader: _Reader, layer_idx: int) -> Tensor | None:
     if not moe.router.has_bias:
         return None
     block = moe_block(reader.matrices, reader.config, layer_idx)
-    out = torch.empty(moe.num_experts, dtype=torch.float32)
-    reader.checkpoint.read_into(layer_name(layer_idx, f"{block}.{moe.names.bias}"), out)
-    return out.to(reader.device)
+    return reader.read_fp32(layer_name(layer_idx, f"{block}.{moe.names.bias}"), moe.num_experts)
 
 
 def _load_shared(reader: _Reader, layer_idx: int) -> SharedExpertWeights | None:

@@ -44,11 +44,12 @@ class ModelConfig:
 
     dtype is the checkpoint's (the server may run another). qk_norm: "head" normalises each head
     after the projection, "full" the whole projection. clip_qkv clamps q, k and v to [-clip, clip]
-    after qk_norm and before RoPE. intermediate_size is the width of a dense MLP layer.
-    eos_token_ids end a generation, in no special order. quantisation: how the checkpoint stores its
-    projections; None: as numbers. num_mtp_layers: layers behind the others, for multi-token
-    prediction, that nobody reads. notes: sentences for the log about what the checkpoint says and
-    is not followed.
+    after qk_norm and before RoPE. has_sinks: each query head has a learnt score that takes part in
+    the softmax of every token, without a value. intermediate_size is the width of a dense MLP
+    layer. eos_token_ids end a generation, in no special order. quantisation: how the checkpoint
+    stores its projections; None: as numbers. num_mtp_layers: layers behind the others, for
+    multi-token prediction, that nobody reads. notes: sentences for the log about what the
+    checkpoint says and is not followed.
     """
 
     family: str
@@ -72,6 +73,7 @@ class ModelConfig:
     moe: MoeConfig | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    has_sinks: bool = False
     num_mtp_layers: int = 0
     quantisation: Quantisation | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -156,6 +158,7 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
         intermediate_size=fields.positive_int("intermediate_size"),
         moe=parts.moe if any(layer.is_moe for layer in parts.layers) else None,
         eos_token_ids=ending_token_ids(path, fields, vocab_size=vocab_size, notes=notes),
+        has_sinks=parts.has_sinks,
         num_mtp_layers=parts.num_mtp_layers,
         bos_token_id=fields.optional_int("bos_token_id"),
         quantisation=parse_quantisation(fields, notes),

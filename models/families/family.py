@@ -35,6 +35,7 @@ class FamilyParts:
     mlp_bias: bool = False
     qk_norm: QkNorm = "none"
     clip_qkv: float | None = None
+    has_sinks: bool = False
     rotary_factor: float | None = None
     """The share of a head's numbers that are rotated, unless the rotary options say another one;
     None: all are, always."""

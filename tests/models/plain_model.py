@@ -69,7 +69,9 @@ def _attention(config: ModelConfig, layer_idx: int, layer: LayerWeights, x: Tens
     window = config.layers[layer_idx].sliding_window
     hidden_from = (distance < 0) | (distance >= (len(x) if window is None else window))
     scores = scores.masked_fill(hidden_from, -math.inf)
-    out = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+    if layer.sinks is not None:
+        scores = torch.cat((scores, layer.sinks[:, None, None].expand(-1, len(x), 1)), dim=-1)
+    out = (scores.softmax(-1)[..., : len(x)] @ v).transpose(0, 1).flatten(1)
     return F.linear(out, layer.o, layer.o_bias)
 
 

@@ -18,6 +18,7 @@ from models.checkpoints.weights import AttentionWeights
 from models.description.config import ModelConfig, load_model_config
 from tests.checkpoints import MOE_VARIANTS, VARIANTS, make_checkpoint, oracle_model
 from tests.models.plain_model import plain_logits
+from tests.sinks import make_with_sinks
 from tests.weights import NodeExperts, load_attention_weights, load_expert_weights
 from topspin.errors import CheckpointError, ConfigError
 
@@ -166,6 +167,21 @@ def _edit(path: Path, change: Any) -> None:
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_sinks_are_read_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, name = make_with_sinks(tmp_path, monkeypatch), "model.layers.1.self_attn.sinks"
+    _assert_equals_oracle(path)
+    checkpoint = Checkpoint(path)
+    read = load_attention_weights(checkpoint, load_model_config(path), dtype=torch.bfloat16)
+    assert isinstance(read.layers, list)
+    stored = load_file(path / "model.safetensors")[name]
+    assert read.layers[1].sinks is not None
+    assert read.layers[1].sinks.dtype == torch.float32
+    assert torch.equal(read.layers[1].sinks, stored)
+    _edit(path, lambda tensors: tensors.update({name: stored[:-1].clone()}))
+    with pytest.raises(CheckpointError, match=f"{name}.*has shape"):
+        _load(path)
 
 
 @pytest.mark.parametrize(
