@@ -68,7 +68,7 @@ class Contexts:
         """`num_frames` blocks are in memory at once."""
         self.num_frames = num_frames
 
-    def warm_up(self, num_heads: int, dtype: torch.dtype) -> None:
+    def warm_up(self, model: ModelConfig, dtype: torch.dtype) -> None:
         """Select keys once, so that the first long request finds compiled kernels."""
 
     def warm_up_largest(self, model: ModelConfig, config: NodeConfig) -> None:
@@ -125,12 +125,12 @@ class LongContexts(Contexts):
         """Return what kernels are warmed up with; None: nothing."""
         return None
 
-    def warm_up(self, num_heads: int, dtype: torch.dtype) -> None:
-        self._index.warm_up(num_heads, dtype, host_keys=self._host_keys())
+    def warm_up(self, model: ModelConfig, dtype: torch.dtype) -> None:
+        self._index.warm_up(model, dtype, host_keys=self._host_keys())
 
     def warm_up_largest(self, model: ModelConfig, config: NodeConfig) -> None:
         self._index.warm_up(
-            model.num_heads,
+            model,
             getattr(torch, config.model.dtype),
             num_seqs=config.attention.max_num_seqs,
             max_len=config.model.max_model_len,

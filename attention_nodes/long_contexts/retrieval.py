@@ -175,7 +175,7 @@ class KeyIndex:
     @torch.inference_mode()
     def warm_up(
         self,
-        num_heads: int,
+        model: ModelConfig,
         dtype: torch.dtype,
         *,
         num_seqs: int = 1,
@@ -224,8 +224,9 @@ class KeyIndex:
             max_context_len=num_keys,
             retrieval=retrieval,
         )
-        query = torch.zeros(num_seqs, num_heads, keys.shape[3], dtype=dtype, device=device)
-        self._ops.paged_attention(query, keys, values, meta, scale=1.0, codes=codes)
+        query = torch.zeros(num_seqs, model.num_heads, keys.shape[3], dtype=dtype, device=device)
+        sinks = torch.zeros(model.num_heads, device=device) if model.has_sinks else None
+        self._ops.paged_attention(query, keys, values, meta, scale=1.0, sinks=sinks, codes=codes)
 
     def watch(self, micro_batches: Iterable[Slices]) -> Watch | None:
         """Return what compares a step's selections with the best keys; None, mostly: nothing.

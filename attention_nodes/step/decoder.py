@@ -51,6 +51,7 @@ class Layer:
     o_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
     router: LinearWeight | None
     routing: RoutingRule | None
     mlp: tuple[LinearWeight, LinearWeight] | None
@@ -131,6 +132,7 @@ class NodeLayers:
             o_bias=weights.o_bias,
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
+            sinks=weights.sinks,
             router=pack(weights.router) if weights.router is not None else None,
             routing=routing,
             mlp=(pack(mlp.gate_up, of_mlp), pack(mlp.down, of_mlp)) if mlp is not None else None,
@@ -161,7 +163,8 @@ class NodeLayers:
         )
         query = self.layers[0].input_norm.new_zeros(num_rows, config.num_heads, config.head_dim)
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        self.ops.paged_attention(query, keys, values, meta, scale=1.0)
+        sinks = self.layers[0].sinks
+        self.ops.paged_attention(query, keys, values, meta, scale=1.0, sinks=sinks)
 
     def attention_half(
         self, layer: Layer, residual: Tensor, delta: Tensor | None, inputs: MicroBatchInputs
@@ -195,6 +198,7 @@ class NodeLayers:
             inputs.meta,
             scale=self._scale,
             sliding_window=layer.sliding_window,
+            sinks=layer.sinks,
             codes=self.codes.get(layer.idx),
         )
         if self.watch is not None:

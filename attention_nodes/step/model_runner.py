@@ -194,7 +194,7 @@ class ModelRunner:
         self._sampler.draw(self._decoder.logits(residual), asked)
         self._table.clear()
         self._decoder.warm_up()
-        self._contexts.warm_up(self._model.num_heads, residual.dtype)
+        self._contexts.warm_up(self._model, residual.dtype)
 
     @property
     def num_frames(self) -> int:
