@@ -97,7 +97,8 @@ class ModelShape:
 
     Sizes as in models.description.config.ModelConfig. `expert_width` and `shared_width` are the
     widths of a routed and of the shared expert, 0: there is none; `num_router_biases` the fp32
-    numbers beside a router; `itemsize` the bytes of a number that is not quantised.
+    numbers beside a router, `has_sinks` says whether each query head has one too; `itemsize` the
+    bytes of a number that is not quantised.
     """
 
     vocab_size: int
@@ -118,6 +119,7 @@ class ModelShape:
     has_o_bias: bool
     has_mlp_bias: bool
     layers: tuple[LayerKind, ...]
+    has_sinks: bool = False
     itemsize: int = 2
 
     @classmethod
@@ -143,6 +145,7 @@ class ModelShape:
             has_o_bias=config.o_bias,
             has_mlp_bias=config.mlp_bias,
             layers=tuple(LayerKind(each.sliding_window, each.is_moe) for each in config.layers),
+            has_sinks=config.has_sinks,
             itemsize=DTYPE_BYTES[dtype],
         )
 
@@ -215,7 +218,8 @@ class ModelShape:
         return sum(matrix.numbers for matrix in self.matrices(part, layer))
 
     def other_bytes(self, layer: int) -> int:
-        """Return a layer's bytes that no format changes: norms, biases, router, gate."""
+        """Return a layer's bytes that no format changes: norms, biases, sinks, router, gate."""
+        in_fp32 = self.num_heads if self.has_sinks else 0
         hidden, found = self.hidden_size, 2 * self.hidden_size
         found += self.q_size + 2 * self.kv_size if self.has_qkv_bias else 0
         found += hidden if self.has_o_bias else 0
@@ -225,10 +229,10 @@ class ModelShape:
             found += self.q_size + self.kv_size
         if self.layers[layer].is_moe:
             found += self.num_experts * hidden + (hidden if self.shared_is_gated else 0)
-            return found * self.itemsize + 4 * self.num_router_biases
-        if self.has_mlp_bias:
+            in_fp32 += self.num_router_biases
+        elif self.has_mlp_bias:
             found += 2 * self.intermediate_size + hidden
-        return found * self.itemsize
+        return found * self.itemsize + 4 * in_fp32
 
     def embedding_bytes(self) -> int:
         """Return the bytes of the embeddings and the final norm."""

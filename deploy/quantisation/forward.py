@@ -92,11 +92,26 @@ def _attention(
     q, k, v = (
         each.view(num_seqs, length, -1, config.head_dim).transpose(1, 2) for each in (q, k, v)
     )
+    if weights.sinks is not None:
+        k, v, seen = _with_sinks(k, v, seen, weights.sinks)
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
     mixed = mixed.transpose(1, 2).reshape(len(rows), config.q_size)
     if observe is not None:
         observe(OUT, mixed)
     return F.linear(mixed, _tensor(weights.o), weights.o_bias).view_as(normed)
+
+
+def _with_sinks(
+    keys: Tensor, values: Tensor, seen: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys and values [S, G, T + 1, D], the last of zeros, and what is added to scores.
+
+    That is f32[N, T, T + 1], which hides what is not `seen` bool[T, T]; the last key's are `sinks`.
+    """
+    added = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float("-inf"))
+    added = F.pad(added, (0, 1)).repeat(len(sinks), 1, 1)
+    added[:, :, -1] = sinks[:, None]
+    return F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1)), added
 
 
 def _normed_heads(

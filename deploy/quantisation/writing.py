@@ -204,7 +204,8 @@ def _copy_tensors(
             if weight_format == UNQUANTISED:
                 shards.add_tensor(published, checkpoint.read(name))
     # Only modules of the class Linear have to be named, and no vectors.
-    for module in [each for each in formats if each.endswith(("norm", "embed_tokens", "bias"))]:
+    vectors = ("norm", "embed_tokens", "bias", "sinks")
+    for module in [each for each in formats if each.endswith(vectors)]:
         del formats[module]
 
 

@@ -76,6 +76,7 @@ class RandomWeights:
             o_bias=self._normal(hidden) if model.o_bias else None,
             q_norm=self._ones(q_norm) if q_norm is not None else None,
             k_norm=self._ones(k_norm) if k_norm is not None else None,
+            sinks=self._normal(model.num_heads, std=1.0).float() if model.has_sinks else None,
             post_norm=self._ones(hidden),
             router=self._normal(model.moe.num_experts, hidden) if is_moe and model.moe else None,
             score_bias=self._score_bias() if is_moe else None,

@@ -105,5 +105,7 @@ def test_layers_have_their_own_parts() -> None:
     assert shape.weight_bytes("experts", 1, "none") == 0
     assert shape.weight_bytes("mlp", 1, "none") == 2 * 3 * 70 * 80
     assert shape.weight_bytes("experts", 0, "none") == 2 * 3 * 40 * 80
+    with_sinks = ModelShape.from_config(model(has_sinks=True))
+    assert [with_sinks.other_bytes(idx) - shape.other_bytes(idx) for idx in (0, 1)] == [16, 16]
     assert shape.seen_keys(0, 100.0) == 100.0
     assert shape.seen_keys(1, 100.0) == 8.0
