@@ -113,10 +113,11 @@ def _mix(
     if mask is not None:
         mask = torch.zeros_like(mask, dtype=queries.dtype).masked_fill_(~mask, float("-inf"))
     # What the public function calls here; only this one returns the sums of exponentials too.
+    result: Tensor
     result, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries, keys, values, attn_mask=mask, scale=scale
     )
-    share: Tensor = torch.sigmoid(log_sums - sinks)[..., None]
+    share = torch.sigmoid(log_sums - sinks)[..., None]
     return (result * share).to(queries.dtype)
 
 
