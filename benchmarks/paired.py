@@ -11,6 +11,7 @@ command writes.
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.experiment import Experiment, Result, TextTable, rounds_in_turn, table
+from benchmarks.experiment import Experiment, Result, TextTable, rounds_in_turn, spread, table
 from topspin.errors import ConfigError
 
 ROOT: Final = Path(__file__).parents[1]
@@ -60,9 +61,20 @@ def run(tree: Path, name: str, words: Sequence[str]) -> dict[str, float]:
 
 
 def layout(result: Result) -> Iterator[TextTable]:
-    """Yield every figure, before and now, and the summary of their ratios."""
-    columns = {"figure": "{figure}", "before": "{before}", "now": "{now}", "ratio": "{ratio:.3f}"}
-    yield table(columns, result["figures"])
+    """Yield the ratios of the figures of one name; each figure is in the file only."""
+    ratios: dict[str, list[float]] = {}
+    for each in result["figures"]:
+        if not math.isnan(each["ratio"]):
+            ratios.setdefault(each["figure"].rpartition(".")[2], []).append(each["ratio"])
+    columns = {
+        "now / before": "{name}",
+        "figures": "{count}",
+        "median": "{median:.3f}",
+        "least": "{least:.3f}",
+        "greatest": "{greatest:.3f}",
+    }
+    rows = ({"name": name, "count": len(of), **spread(of)._asdict()} for name, of in ratios.items())
+    yield table(columns, rows)
 
 
 EXPERIMENT = Experiment(

@@ -44,6 +44,8 @@ INLINE_CONVERTED_BYTES = 4 * 1024
 INLINE_LOGPROBS = 2048
 # Names the fields of the request that were accepted and have no effect.
 IGNORED_HEADER = "x-topspin-ignored"
+# The model's own chat template shows no tools: a generic prompt has them.
+TOOLS_HEADER = "x-topspin-tools"
 
 Prepare = Callable[..., PreparedRequest]
 
@@ -90,6 +92,8 @@ class Handler:
             )
         else:
             response = json_response(await self._whole_answer(run, replies, params))
+        if prepared.tools_as_text:
+            response.headers[TOOLS_HEADER] = "generic"
         return _with_ignored(response, prepared.ignored)
 
     async def count(self, request: Request, *, prepare: Prepare) -> Response:

@@ -51,7 +51,8 @@ class PreparedRequest(NamedTuple):
     """A checked request: its parameters, its prompts, and the field that held them.
 
     `ignored` names the fields that were given and have no effect. `make_replies` gives the
-    encoder of the answer. `message`: how the answers' text is read; None: it is shown as it is.
+    encoder of the answer. `tools_as_text`: the model's template shows no tools, so that they are in
+    a generic prompt. `message`: how the answers' text is read; None: it is shown as it is.
     """
 
     params: RequestParams
@@ -60,6 +61,7 @@ class PreparedRequest(NamedTuple):
     ignored: Sequence[str]
     make_replies: Callable[[ReplyHead], Replies]
     message: MessageOptions | None = None
+    tools_as_text: bool = False
 
 
 class Dialect(Protocol):

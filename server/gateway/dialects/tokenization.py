@@ -22,6 +22,7 @@ from server.gateway.bodies.fields import (
     check_fields,
     items_of,
 )
+from server.gateway.dialects.chat.generic_tools import shown_chat
 from server.gateway.dialects.chat.prompt import chat_prompt
 from server.gateway.dialects.chat.request import (
     ChatBody,
@@ -134,8 +135,9 @@ def _chat_tokens(body: TokenizeBody, model: ServedModel) -> list[int]:
         tool_choice="none",  # tools are only shown here, whether or not calls could be read
         **{name: getattr(body, name) for name in CHAT_FIELDS},
     )
-    tools = tool_use(chat, template=template, formats=model.formats)
-    return chat_prompt(chat, checked_messages(body.messages, {}), model=model, tools=tools).ids
+    tools = tool_use(chat, formats=model.formats)
+    shown = shown_chat(chat, checked_messages(body.messages, {}), tools, template)
+    return chat_prompt(chat, shown.messages, model=model, tools=shown.tools).ids
 
 
 def detokenize(data: bytes, *, model: ServedModel) -> Detokenized:

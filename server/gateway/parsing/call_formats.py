@@ -421,8 +421,10 @@ def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
     """Return the format `name`: of FORMATS, "none", or "auto", the template's if it has one."""
     if name != "auto":
         return FORMATS.get(name)
-    if template is None or not template.mentions("tools"):
+    if template is None:
         return None
+    if not template.mentions("tools"):
+        return HERMES  # of server.gateway.dialects.chat.generic_tools
     if template.has_text("<function="):
         return None  # Qwen3-Coder's, which has `<tool_call>` too
     if template.has_text(HERMES.begin):

@@ -12,6 +12,7 @@ from functools import partial
 
 import msgspec
 
+from server.gateway.dialects.chat.generic_tools import shown_chat
 from server.gateway.dialects.chat.prompt import ChatPrompt, chat_prompt, reasoning_variables
 from server.gateway.dialects.chat.reply import ChatAnswer, ChatChunk, ChatReplies
 from server.gateway.dialects.chat.request import ChatBody, ChatMessage, DecodedChat, decode_chat
@@ -84,13 +85,16 @@ def prepared_chat(
     if body.tools and body.tool_choice == "none" and not template.mentions("tools"):
         # Agents send them with every request, to any model.
         body, ignored = msgspec.structs.replace(body, tools=None), ("tools", *ignored)
-    tools = tool_use(body, template=template, formats=formats)
+    tools = tool_use(body, formats=formats)
+    shown = shown_chat(body, messages, tools, template)
     check_fewest = None
     if max_tokens is not None:
         check_fewest = partial(
             params.check_prompt, limit=max_tokens, param="messages", at_least=True
         )
-    prompt = chat_prompt(body, messages, model=model, tools=tools, check_fewest=check_fewest)
+    prompt = chat_prompt(
+        body, shown.messages, model=model, tools=shown.tools, check_fewest=check_fewest
+    )
     if body.reasoning_effort and not reasoning_variables(body, template):
         ignored = ("reasoning_effort", *ignored)
     names = body.chat_template_kwargs or ()
@@ -123,7 +127,8 @@ def prepared_chat(
         and (params.text.num_logprobs is not None or params.return_token_ids),
     )
     made = [Prompt(ids=prompt.ids)]
-    return PreparedRequest(params, made, "messages", ignored, replies_to(prompt), options)
+    replies = replies_to(prompt)
+    return PreparedRequest(params, made, "messages", ignored, replies, options, shown.is_generic)
 
 
 def _params(body: ChatBody, model: ServedModel) -> RequestParams:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.text.chat_template import ChatTemplate
 from server.gateway.bodies.decoding import check_depth
 from server.gateway.dialects.chat.request import ChatBody, NamedToolChoice, Tool
 from server.gateway.errors import truncated
@@ -62,7 +61,7 @@ class ToolUse:
         return [_plain_tool(tool, idx) for idx, tool in enumerate(self.tools)] or None
 
 
-def tool_use(body: ChatBody, *, template: ChatTemplate, formats: MessageFormats) -> ToolUse:
+def tool_use(body: ChatBody, *, formats: MessageFormats) -> ToolUse:
     """Return the tools of a request; raises InvalidRequest for what cannot be done with them."""
     tools, choice = tuple(body.tools or ()), body.tool_choice
     if not tools:
@@ -73,8 +72,6 @@ def tool_use(body: ChatBody, *, template: ChatTemplate, formats: MessageFormats)
     for idx, name in enumerate(names):
         if name in names[:idx]:
             raise InvalidRequest(f"two `tools` are called `{name}`", param=f"tools[{idx}]")
-    if not template.mentions("tools"):
-        raise InvalidRequest("the model's chat template shows no tools", param="tools")
     if choice != "none" and formats.calls is None:
         raise InvalidRequest(
             "this server does not know the format in which the model calls tools; "

@@ -128,20 +128,18 @@ LISTED = {**CALL, "function": {"name": "f", "arguments": "[1]"}}
 @pytest.mark.parametrize(
     ("messages", "source", "param"),
     [
-        ([USER, RESULT], None, "messages[1].role"),
-        ([USER, CALLING], None, "messages[1].tool_calls"),
-        ([{**CALLING, "role": "user", "content": "x"}], TEMPLATE, "messages[0].tool_calls"),
+        ([{**CALLING, "role": "user", "content": "x"}], TOOL_TEMPLATE, "messages[0].tool_calls"),
         (
             [{**CALLING, "tool_calls": [LISTED]}],
-            *(TEMPLATE, "messages[0].tool_calls[0].function.arguments"),
+            *(TOOL_TEMPLATE, "messages[0].tool_calls[0].function.arguments"),
         ),
     ],
 )
 def test_tools_that_the_template_cannot_show_are_refused(
-    messages: list[dict[str, Any]], source: str | None, param: str
+    messages: list[dict[str, Any]], source: str, param: str
 ) -> None:
-    options = {} if source is None else {"template": template_of(source)}
-    response = answer_to(CHAT, {**CHAT_BODY, "messages": messages}, **options)
+    body = {**CHAT_BODY, "messages": messages}
+    response = answer_to(CHAT, body, template=template_of(source))
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 

@@ -212,7 +212,7 @@ def test_reasoning_is_shown_apart_and_counted(opens: bool) -> None:
         ("{{ tools }}[TOOL_CALLS]name[ARGS]", MISTRAL),
         ("<|start_header_id|>{{ tools }}{{ '\"parameters\"' }}", LLAMA3),
         ("{{ tools }}<tool_call><function=f>", None),
-        ("{{ messages }}<tool_call>", None),
+        ("{{ messages }}", HERMES),
         ("{{ tools }}", None),
     ],
 )
@@ -234,7 +234,7 @@ def test_settings_choose_the_formats() -> None:
 @pytest.mark.parametrize(
     ("fields", "source", "settings", "param"),
     [
-        ({}, "{{ messages }}", {}, "tools"),
+        ({"report_prefix_cache": True}, "{{ messages }}", {}, "report_prefix_cache"),
         ({}, "{{ tools }}", {}, "tools"),
         ({"tool_choice": {"function": {"name": "sub"}}}, SOURCE, {}, "tool_choice"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, SOURCE, {}, "tools[1]"),
@@ -269,6 +269,45 @@ def test_tools_that_may_not_be_called_are_ignored_by_a_template_without_them() -
         answer = post(path, body, fake, template=plain)
         assert answer.headers["x-topspin-ignored"] == "tools"
         assert prompt_of(fake.added[0]) == "hi"
+
+
+def test_a_template_without_tools_gets_a_generic_prompt() -> None:
+    turn = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    result = {"role": "tool", "tool_call_id": "c", "content": "3"}
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": "1 + 2, 3 + 4?"},
+        called('{"a": 1, "b": 2}'),
+        result,
+        {**result, "content": "7"},
+    ]
+    fake = FakeEngine(saying(CALL, finish_reason="stop"))
+    body = {**CHAT_BODY, "tools": TOOLS, "messages": messages}
+    answer = post(CHAT, body, fake, template=template_of(turn), max_request_tokens=2000)
+    assert answer.headers["x-topspin-tools"] == "generic"
+    [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    prompt = prompt_of(fake.added[0])
+    assert prompt.startswith("[system]Be brief.\n")
+    head, user, said, results = (
+        prompt.removeprefix("[system]").replace("[assistant]", "[user]").split("[user]")
+    )
+    assert json.dumps(TOOLS[0]["function"]) in head
+    assert user == "1 + 2, 3 + 4?"
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    assert said == f"so\n{written}"
+    assert results == "<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response>"
+
+
+def test_without_a_system_message_the_generic_prompt_is_one() -> None:
+    turn = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    fake = FakeEngine(saying("No."))
+    body = {**CHAT_BODY, "tools": TOOLS}
+    answer = post(CHAT, body, fake, template=template_of(turn), max_request_tokens=2000)
+    assert answer.json()["choices"][0]["message"]["content"] == "No."
+    assert prompt_of(fake.added[0]).startswith("[system]You can call these functions.")
+    plain = post(CHAT, CHAT_BODY, FakeEngine(saying("Yes.")), template=template_of(turn))
+    assert "x-topspin-tools" not in plain.headers
 
 
 def in_steps(text: str, step: int) -> FakeEngine:
