@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -289,9 +290,7 @@ def test_a_template_without_tools_gets_a_generic_prompt() -> None:
     assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
     prompt = prompt_of(fake.added[0])
     assert prompt.startswith("[system]Be brief.\n")
-    head, user, said, results = (
-        prompt.removeprefix("[system]").replace("[assistant]", "[user]").split("[user]")
-    )
+    head, user, said, results = re.split(r"\[user\]|\[assistant\]", prompt)
     assert json.dumps(TOOLS[0]["function"]) in head
     assert user == "1 + 2, 3 + 4?"
     written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
