@@ -190,7 +190,7 @@ VARIANTS: dict[str, Variant] = {
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.6,
+                "partial_rotary_factor": 0.5,
             },
         },
     ),

@@ -35,6 +35,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
     "qwen3_moe": {},
     "olmoe": {"intermediate_size": 64},
+    "glm4_moe": {},
+    "minimax_m2": {"intermediate_size": 64, "head_dim": 32},
 }
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
