@@ -85,7 +85,9 @@ def test_the_numbers_are_the_librarys(tmp_path: Path, family: str, form: str) ->
     tokens = [(7 * idx * idx + 3) % 250 for idx in range(24)]
     with torch.no_grad():
         ours = plain_logits(config, coded, coded_experts, tokens)
-        theirs = transformers_model(tmp_path, family, form)(input_ids=torch.tensor([tokens])).logits[0]
+        theirs = transformers_model(tmp_path, family, form)(
+            input_ids=torch.tensor([tokens])
+        ).logits[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
     if moe is None:
         return
