@@ -12,12 +12,13 @@ B cache blocks. Of coded keys: M sub-spaces of W = D / M numbers, C centroids ea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import UNQUANTISED, Format
 from topspin.plan.retrieval import SEGMENT_TOKENS
 from topspin.trace import Kind
@@ -261,6 +262,10 @@ class LinearWeight:
     weight_format: Format = field(default=UNQUANTISED, kw_only=True)
 
 
+Biases = tuple[Tensor, Tensor]
+"""Of gate_up and down: [E, 2F] (the gate's first) and [E, H] of E experts, [2F] and [H] of one."""
+
+
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
     """The gated MLPs of E local experts, in the layout of the implementation that packed them.
@@ -280,6 +285,25 @@ class PackedExperts:
     joined: bool = False
     addresses: Tensor | None = field(default=None, kw_only=True)
     """i64[E, 3], by slot the addresses of gate, up and down, for kernels that know the layout."""
+    biases: Biases | None = field(default=None, kw_only=True)
+    """By slot, in fp32 and contiguous; None: the experts have none."""
+    activation: ExpertActivation = field(default=SWIGLU, kw_only=True)
+
+    def completed(self, biases: Biases | None, activation: ExpertActivation) -> Self:
+        """Return these experts with biases, of any dtype, and an activation."""
+        if biases is not None:
+            gate_up, down = (each.float().contiguous() for each in biases)
+            assert gate_up.shape == (self.num_experts, 2 * self.ffn_size), tuple(gate_up.shape)
+            assert down.shape == (self.num_experts, self.hidden_size), tuple(down.shape)
+            biases = gate_up, down
+        return replace(self, biases=biases, activation=activation)
+
+    def biases_of(self, slot: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return the biases [2F] and [H] of a slot in the experts' dtype."""
+        if self.biases is None:
+            return None, None
+        gate_up, down = self.biases
+        return gate_up[slot].to(self.dtype), down[slot].to(self.dtype)
 
 
 class ExpertMatrices(NamedTuple):
@@ -290,6 +314,7 @@ class ExpertMatrices(NamedTuple):
     down: Matrix
     """[H, F]."""
     weight_format: Format = UNQUANTISED
+    biases: Biases | None = None
 
 
 class RoutingRule(NamedTuple):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.coded import numbers
 from kernels.contracts import (
+    Biases,
     ExpertMatrices,
     ExpertOutput,
     LinearWeight,
@@ -32,6 +33,7 @@ from kernels.deterministic_attention import paged_attention
 from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.reference import add_counts, code_keys, embed, permute, route, selected_keys
 from kernels.sampling import SampleResult, SamplingBatch
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import UNQUANTISED, Format
 
 __all__ = [
@@ -143,6 +145,18 @@ def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     return torch.mul(units, up, out=out)
 
 
+def units_of(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    """Return the hidden units [R, F] of gate_up [R, 2F]; see `kernels.reference.units_of`."""
+    if activation.is_swiglu:
+        return swiglu(gate_up)
+    limit = activation.limit
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    units = gate.mul(-activation.alpha).exp_().add_(1.0)
+    units = torch.div(gate, units, out=units).mul_(up.add_(activation.offset))
+    return units.to(gate_up.dtype)
+
+
 PACKING: Final = Packing(pack_linear, pack_linear, collect_experts)
 
 
@@ -152,9 +166,11 @@ def pack_experts(
     *,
     formats: Sequence[Format] | None = None,
     share_per_row: float = 0.0,
+    biases: Biases | None = None,
+    activation: ExpertActivation = SWIGLU,
 ) -> PackedExperts:
     """Prepack E experts, always by slot; see `kernels.reference.pack_experts`."""
-    return pack_slots(PACKING, gate_up, down, formats)
+    return pack_slots(PACKING, gate_up, down, formats, biases, activation)
 
 
 def rebuild_experts(
@@ -184,10 +200,15 @@ def pair_mlp(hidden: Tensor, slots: Tensor, experts: PackedExperts) -> ExpertOut
     busy = [(slot, rows) for slot, rows in enumerate(inputs) if rows.shape[0]]
     if not busy:
         return ExpertOutput(hidden.new_empty(0, experts.hidden_size), sizes)
-    units = swiglu(torch.cat([linear(rows, experts.gate_up[slot]) for slot, rows in busy]))
+    biases = {slot: experts.biases_of(slot) for slot, _ in busy}
+    gate_up = [linear(rows, experts.gate_up[slot], biases[slot][0]) for slot, rows in busy]
+    units = units_of(torch.cat(gate_up), experts.activation)
     parts = torch.split(units, [rows.shape[0] for _, rows in busy])
     results = torch.cat(
-        [linear(rows, experts.down[slot]) for (slot, _), rows in zip(busy, parts, strict=True)]
+        [
+            linear(rows, experts.down[slot], biases[slot][1])
+            for (slot, _), rows in zip(busy, parts, strict=True)
+        ]
     )
     # Back to (row, choice) order: `order` has each pair's index in that order.
     place = torch.empty(slots.numel(), dtype=torch.int64)

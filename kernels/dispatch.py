@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.contracts import (
     AttentionMeta,
+    Biases,
     ExpertMatrices,
     ExpertOutput,
     HeadRows,
@@ -30,6 +31,7 @@ from kernels.contracts import (
 )
 from kernels.sampling import SampleResult, SamplingBatch
 from topspin.errors import ConfigError
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import KERNEL_FORMATS, UNQUANTISED, Format
 
 __all__ = ["Ops", "select_ops"]
@@ -99,6 +101,8 @@ class Ops(Protocol):
         *,
         formats: Sequence[Format] | None = None,
         share_per_row: float = 0.0,
+        biases: Biases | None = None,
+        activation: ExpertActivation = SWIGLU,
     ) -> PackedExperts: ...
 
     def rebuild_experts(

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.coded import numbers
 from kernels.contracts import (
     AttentionMeta,
+    Biases,
     ExpertMatrices,
     ExpertOutput,
     HeadRows,
@@ -37,6 +38,7 @@ from kernels.retrieval import code_keys as code_keys
 from kernels.retrieval import select
 from kernels.retrieval import selected_keys as selected_keys
 from kernels.sampling import sample as sample
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import UNQUANTISED, Format
 
 name: Final = "reference"
@@ -249,6 +251,16 @@ def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _deliver(F.silu(gate) * up, out)
 
 
+def units_of(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    """Return the hidden units [R, F] of an expert's gate_up [R, 2F]; see `ExpertActivation`."""
+    if activation.is_swiglu:
+        return swiglu(gate_up)
+    limit = activation.limit
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + activation.offset) * (gate * torch.sigmoid(gate * activation.alpha))
+
+
 def dense_mlp(
     x: Tensor,
     gate_up: LinearWeight,
@@ -326,6 +338,8 @@ def pack_experts(
     *,
     formats: Sequence[Format] | None = None,
     share_per_row: float = 0.0,
+    biases: Biases | None = None,
+    activation: ExpertActivation = SWIGLU,
 ) -> PackedExperts:
     """Convert E experts' gate_up [2F, H] and down [H, F] to this implementation's layout.
 
@@ -333,9 +347,9 @@ def pack_experts(
     these are consumed one at a time. There is at least one expert. `formats` are the experts'
     (None: all unquantised). `share_per_row` is the share of a layer's experts that a token is
     routed to (top_k / experts of the layer, 0: unknown or of several formats); an implementation
-    may choose its layout by it.
+    may choose its layout by it. `biases` are the experts' ([E, 2F], [E, H], of any dtype).
     """
-    return pack_slots(PACKING, gate_up, down, formats)
+    return pack_slots(PACKING, gate_up, down, formats, biases, activation)
 
 
 def rebuild_experts(
@@ -359,6 +373,7 @@ def grouped_mlp(
 ) -> ExpertOutput:
     """Sum each row's local experts: sum_k weights[r, k] * mlp(slots[r, k], hidden[r]).
 
+    An mlp is down @ activation(gate_up @ x + bias) + bias; see `PackedExperts`.
     hidden [R, H], slots i32[R, K] (negative: not here, contributes nothing), weights
     f32[R, K]. `out` [R, H] may have another dtype than hidden (a wider one keeps the
     fp32 sum's precision); without `out` the result has the dtype of hidden. The K contributions are
@@ -376,7 +391,10 @@ def grouped_mlp(
         if pairs.numel() == 0:
             continue
         rows = groups.row_of[bounds[slot] : bounds[slot + 1]]
-        result = dense_mlp(hidden[rows], experts.gate_up[slot], experts.down[slot])
+        gate_up_bias, down_bias = experts.biases_of(slot)
+        gate_up = linear(hidden[rows], experts.gate_up[slot], gate_up_bias)
+        units = units_of(gate_up, experts.activation)
+        result = linear(units, experts.down[slot], down_bias)
         parts[pairs] = result.float() * flat_weights[pairs]
     total = torch.zeros(num_rows, experts.hidden_size, dtype=torch.float32, device=hidden.device)
     for choice in parts.view(num_rows, top_k, experts.hidden_size).unbind(1):

@@ -82,11 +82,11 @@ def label_of(kernel: str, block: np.ndarray) -> tuple[str, float]:
         num_in, num_out = word(quantised.L_INPUTS), word(quantised.L_OUTPUTS)
         bits = word(quantised.L_BITS)
         return f"int{bits} linear {num_in} to {num_out}", weight_bytes(num_out, num_in, bits)
-    if kernel == "_experts":
+    if kernel in ("_experts", "_formed_experts"):
         shape = word(experts.HIDDEN_SIZE), word(experts.FFN_SIZE)
         pairs = word(experts.TOP_K) * word(experts.NUM_TOKENS)
         return name, 3 * pairs * weight_bytes(*shape, 16)
-    if kernel == "quantised_experts":
+    if kernel in ("quantised_experts", "quantised_formed_experts"):
         shape = word(quantised_experts.E_WIDTH), GROUP * word(quantised_experts.E_UNITS)
         pairs = word(quantised_experts.E_CHOICES) * word(quantised_experts.E_ROWS)
         first = ctypes.c_int64.from_address(

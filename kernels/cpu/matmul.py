@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kernels.coded import numbers
 from kernels.contracts import (
+    Biases,
     ExpertMatrices,
     ExpertOutput,
     LinearWeight,
@@ -36,8 +37,16 @@ from kernels.contracts import (
 from kernels.cpu.compiled.matmul import experts as numba_experts
 from kernels.cpu.compiled.matmul import linear as numba_matmul
 from kernels.cpu.huge_pages import Arena
-from kernels.experts.slots import Packing, check_expert, collect_experts, pack_slots, rebuild_slots
-from kernels.reference import count_slots, permute, swiglu
+from kernels.experts.slots import (
+    Packing,
+    check_expert,
+    collect_experts,
+    pack_slots,
+    rebuild_biases,
+    rebuild_slots,
+)
+from kernels.reference import count_slots, permute, units_of
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import UNQUANTISED, Format
 
 # Join only experts of which a row uses nearly half (else the wasted arithmetic exceeds the saved
@@ -120,6 +129,8 @@ def pack_experts(
     *,
     formats: Sequence[Format] | None = None,
     share_per_row: float = 0.0,
+    biases: Biases | None = None,
+    activation: ExpertActivation = SWIGLU,
 ) -> PackedExperts:
     """Prepack E experts; see `kernels.reference.pack_experts`.
 
@@ -132,9 +143,10 @@ def pack_experts(
         assert formats is None or set(formats) == {UNQUANTISED}, formats
         size_bytes = firsts[0].nbytes + seconds[0].nbytes
         if size_bytes <= MAX_JOINED_EXPERT_BYTES and can_prepack(firsts[0].dtype):
-            return _join(torch.stack(firsts), torch.stack(seconds))
+            joined = _join(torch.stack(firsts), torch.stack(seconds))
+            return joined.completed(biases, activation)
         gate_up, down = firsts, seconds
-    return pack_slots(PACKING, gate_up, down, formats)
+    return pack_slots(PACKING, gate_up, down, formats, biases, activation)
 
 
 def _join(gate_up: Tensor, down: Tensor) -> PackedExperts:
@@ -164,6 +176,7 @@ def rebuild_experts(
     if not experts.joined:
         return (yield from rebuild_slots(PACKING_ALONE, experts, slots))
     rebuilt = yield from _rebuild_joined(experts, slots)
+    rebuilt = rebuilt.completed(rebuild_biases(experts, slots), experts.activation)
     return numba_experts.with_addresses(rebuilt)
 
 
@@ -194,7 +207,7 @@ def _rebuild_joined(
     del plain
     yield
     down = pack_linear(wide.view(hidden_size, -1))
-    return replace(experts, gate_up=[gate_up], down=[down], num_experts=len(slots))
+    return replace(experts, gate_up=[gate_up], down=[down], num_experts=len(slots), biases=None)
 
 
 def grouped_mlp(
@@ -249,12 +262,12 @@ def _mlp_by_slot(
     grouped = hidden.index_select(0, groups.row_of[:num_pairs])
     results = []
     if busy:
-        inputs = torch.split(grouped, busy_sizes)
-        units = swiglu(
-            torch.cat([linear(x, experts.gate_up[s]) for x, s in zip(inputs, busy, strict=True)])
-        )
-        inputs = torch.split(units, busy_sizes)
-        results = [linear(x, experts.down[s]) for x, s in zip(inputs, busy, strict=True)]
+        biases = {slot: experts.biases_of(slot) for slot in busy}
+        inputs = zip(torch.split(grouped, busy_sizes), busy, strict=True)
+        gate_up = [linear(x, experts.gate_up[slot], biases[slot][0]) for x, slot in inputs]
+        units = units_of(torch.cat(gate_up), experts.activation)
+        inputs = zip(torch.split(units, busy_sizes), busy, strict=True)
+        results = [linear(x, experts.down[slot], biases[slot][1]) for x, slot in inputs]
     results.append(hidden.new_zeros(1, experts.hidden_size))
     # Back to (row, choice) order; pairs of experts elsewhere read the row of zeros at the end.
     position = torch.empty_like(groups.order)
@@ -281,18 +294,23 @@ def _joined_mlp(
     columns = torch.where(slots < 0, num_experts, slots).long()
     scales = torch.zeros(num_rows, num_experts + 1).scatter_add_(1, columns, weights)
     used = torch.zeros(num_rows, num_experts + 1, dtype=torch.bool).scatter_(1, columns, True)
+    gate_up_bias = None
+    if experts.biases is not None:
+        halves = experts.biases[0].view(num_experts, 2, experts.ffn_size).transpose(0, 1)
+        gate_up_bias = halves.flatten().to(experts.dtype)
     if out is None:
         out = torch.empty_like(hidden)
     for begin in range(0, num_rows, JOINED_ROWS):
         rows = slice(begin, begin + JOINED_ROWS)
-        units = swiglu(linear(hidden[rows], experts.gate_up[0])).view(
-            -1, num_experts, experts.ffn_size
-        )
+        gate_up = linear(hidden[rows], experts.gate_up[0], gate_up_bias)
+        units = units_of(gate_up, experts.activation).view(-1, num_experts, experts.ffn_size)
         scaled = (units * scales[rows, :num_experts, None]).to(hidden.dtype)
         result = linear(scaled.view(-1, num_experts * experts.ffn_size), experts.down[0])
         if not bool(result.isfinite().all()):
             # 0 * infinity is NaN: an expert that a row does not use must not affect it.
             scaled.masked_fill_(~used[rows, :num_experts, None], 0)
             result = linear(scaled.view(-1, num_experts * experts.ffn_size), experts.down[0])
+        if experts.biases is not None:
+            result = result.float() + scales[rows, :num_experts] @ experts.biases[1]
         out[rows] = result
     return ExpertOutput(out, counts)

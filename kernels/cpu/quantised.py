@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kernels.coded import holds, numbers, steps_and_lows
 from kernels.contracts import (
+    Biases,
     ExpertMatrices,
     ExpertOutput,
     LinearWeight,
@@ -32,7 +33,11 @@ from kernels.contracts import (
 )
 from kernels.cpu import ops as plain
 from kernels.cpu.compiled.matmul.quantised import quantise_weight, quantised_linear
-from kernels.cpu.compiled.matmul.quantised_experts import quantised_experts
+from kernels.cpu.compiled.matmul.quantised_experts import (
+    quantised_experts,
+    quantised_formed_experts,
+)
+from kernels.cpu.compiled.matmul.units import form_words, has_form
 from kernels.cpu.compiled.runtime import launch
 from kernels.cpu.huge_pages import Arena
 from kernels.cpu.matmul import collect_slots, pack_in
@@ -40,6 +45,7 @@ from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, SCALE_BYTES, group
 from kernels.cpu.simd.lanes import LANES
 from kernels.experts.mixed import MixedExperts, collect_by_format, mixed_mlp
 from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import UNQUANTISED, Format
 
 BITS: Final[dict[Format, int]] = {"int4": 4, "int8": 8}
@@ -194,7 +200,7 @@ def quantised_mlp(
     codes = torch.empty(num_rows * groups * ROW_GROUP_BYTES, dtype=torch.uint8)
     pair_codes = torch.empty(num_pairs * units * ROW_GROUP_BYTES, dtype=torch.uint8)
     launch(
-        quantised_experts,
+        quantised_formed_experts if has_form(experts) else quantised_experts,
         [
             hidden.data_ptr(),
             hidden.stride(0) * hidden.itemsize,
@@ -216,6 +222,8 @@ def quantised_mlp(
             pairs,
             codes.data_ptr(),
             pair_codes.data_ptr(),
+            experts.ffn_size,
+            *form_words(experts),
         ],
         num_threads=torch.get_num_threads(),
     )
@@ -270,14 +278,18 @@ class QuantisedOps:
         *,
         formats: Sequence[Format] | None = None,
         share_per_row: float = 0.0,
+        biases: Biases | None = None,
+        activation: ExpertActivation = SWIGLU,
     ) -> PackedExperts:
         """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`.
 
         Quantised experts have one layout, whatever `share_per_row`.
         """
         if formats is None or set(formats) == {UNQUANTISED}:
-            return plain.pack_experts(gate_up, down, share_per_row=share_per_row)
-        return pack_slots(_packing(self._arena), gate_up, down, formats)
+            return plain.pack_experts(
+                gate_up, down, share_per_row=share_per_row, biases=biases, activation=activation
+            )
+        return pack_slots(_packing(self._arena), gate_up, down, formats, biases, activation)
 
     def rebuild_experts(
         self, experts: PackedExperts, slots: Sequence[int | ExpertMatrices]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels import deterministic
-from kernels.contracts import ExpertOutput, Matrix, PackedExperts
+from kernels.contracts import Biases, ExpertOutput, Matrix, PackedExperts
 from kernels.dispatch import Ops
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import Format, Rules, format_of
 
 
@@ -26,6 +27,7 @@ class LayerExperts(NamedTuple):
     num_experts: int
     top_k: int
     rules: Rules
+    activation: ExpertActivation = SWIGLU
 
     def formats(self, experts: Iterable[int]) -> list[Format]:
         """Return the formats of logical `experts`."""
@@ -41,11 +43,22 @@ class LayerExperts(NamedTuple):
         return 0.0 if is_mixed else self.top_k / self.num_experts
 
     def pack(
-        self, ops: Ops, gate_up: Iterable[Matrix], down: Iterable[Matrix], held: Sequence[int]
+        self,
+        ops: Ops,
+        gate_up: Iterable[Matrix],
+        down: Iterable[Matrix],
+        held: Sequence[int],
+        *,
+        biases: Biases | None = None,
     ) -> PackedExperts:
-        """Pack the logical experts `held`, whose matrices come in that order."""
+        """Pack the logical experts `held`, whose matrices and biases come in that order."""
         return ops.pack_experts(
-            gate_up, down, formats=self.formats(held), share_per_row=self.share_per_row
+            gate_up,
+            down,
+            formats=self.formats(held),
+            share_per_row=self.share_per_row,
+            biases=biases,
+            activation=self.activation,
         )
 
 

@@ -10,14 +10,15 @@ Used by `kernels.cpu.quantised` and `kernels.triton.ops`. Dimension letters as i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from kernels.contracts import ExpertOutput, LinearWeight, PackedExperts
+from kernels.contracts import Biases, ExpertOutput, LinearWeight, PackedExperts
 from kernels.experts.slots import Collect
+from topspin.expert_activation import ExpertActivation
 from topspin.plan.precision import Format
 
 
@@ -31,6 +32,14 @@ class MixedExperts(PackedExperts):
     """i64[E of the group], per group the layer's slots of its experts."""
     places: tuple[Tensor, ...] = field(kw_only=True)
     """i32[1 + E], per group: entry 1 + slot is the slot in the group, -1 in others; entry 0 -1."""
+
+    def completed(self, biases: Biases | None, activation: ExpertActivation) -> Self:
+        """Return these experts, and those of each group, with biases and an activation."""
+        groups = []
+        for group, slots in zip(self.groups, self.members, strict=True):
+            own = None if biases is None else (biases[0][slots], biases[1][slots])
+            groups.append(group.completed(own, activation))
+        return replace(super().completed(biases, activation), groups=tuple(groups))
 
 
 def collect_by_format(

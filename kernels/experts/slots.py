@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.contracts import ExpertMatrices, LinearWeight, Matrix, PackedExperts
+from kernels.contracts import Biases, ExpertMatrices, LinearWeight, Matrix, PackedExperts
+from topspin.expert_activation import ExpertActivation
 from topspin.plan.precision import UNQUANTISED, Format
 
 Pack = Callable[[Matrix, Format], LinearWeight]
@@ -32,11 +33,13 @@ def pack_slots(
     gate_up: Iterable[Matrix],
     down: Iterable[Matrix],
     formats: Sequence[Format] | None,
+    biases: Biases | None,
+    activation: ExpertActivation,
 ) -> PackedExperts:
     """Pack experts one matrix after the other; see `kernels.reference.pack_experts`."""
     firsts, dtype = _pack_each(packing.gate_up, gate_up, formats)
     seconds, _ = _pack_each(packing.down, down, formats)
-    return packing.collect(firsts, seconds, dtype)
+    return packing.collect(firsts, seconds, dtype).completed(biases, activation)
 
 
 def _pack_each(
@@ -70,7 +73,22 @@ def rebuild_slots(
         yield
         down.append(packing.down(source.down, source.weight_format))
         yield
-    return packing.collect(gate_up, down, experts.dtype)
+    rebuilt = packing.collect(gate_up, down, experts.dtype)
+    return rebuilt.completed(rebuild_biases(experts, slots), experts.activation)
+
+
+def rebuild_biases(experts: PackedExperts, slots: Sequence[int | ExpertMatrices]) -> Biases | None:
+    """Return the biases of experts whose slots change as in `rebuild_experts`."""
+    if experts.biases is None:
+        return None
+    gate_up, down = map(list, experts.biases)
+    firsts, seconds = [], []
+    for source in slots:
+        own = (gate_up[source], down[source]) if isinstance(source, int) else source.biases
+        assert own is not None
+        firsts.append(own[0].float())
+        seconds.append(own[1].float())
+    return torch.stack(firsts), torch.stack(seconds)
 
 
 def collect_experts(
@@ -95,3 +113,4 @@ def check_expert(experts: PackedExperts, matrices: ExpertMatrices) -> None:
     assert gate_up.shape == (2 * experts.ffn_size, experts.hidden_size), tuple(gate_up.shape)
     assert down.shape == (experts.hidden_size, experts.ffn_size), tuple(down.shape)
     assert gate_up.dtype == down.dtype == experts.dtype, f"{gate_up.dtype}, {down.dtype}"
+    assert (matrices.biases is None) == (experts.biases is None), "biases of some experts only"

@@ -26,6 +26,7 @@ import triton
 from torch import Tensor
 
 from kernels.contracts import (
+    Biases,
     ExpertMatrices,
     ExpertOutput,
     HeadRows,
@@ -52,6 +53,7 @@ from kernels.triton.sampling import launches as triton_sampling
 from kernels.triton.swiglu import swiglu
 from kernels.triton.toolchain import check_toolchain
 from topspin.errors import ConfigError
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import UNQUANTISED, Format
 
 
@@ -124,12 +126,14 @@ class TritonOps:
         *,
         formats: Sequence[Format] | None = None,
         share_per_row: float = 0.0,
+        biases: Biases | None = None,
+        activation: ExpertActivation = SWIGLU,
     ) -> PackedExperts:
         """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`.
 
         There is one layout, whatever `share_per_row`.
         """
-        return pack_slots(PACKING, gate_up, down, formats)
+        return pack_slots(PACKING, gate_up, down, formats, biases, activation)
 
     def rebuild_experts(
         self, experts: PackedExperts, slots: Sequence[int | ExpertMatrices]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import deterministic, reference
-from kernels.contracts import ExpertMatrices, LinearWeight, PackedExperts
+from kernels.contracts import Biases, ExpertMatrices, LinearWeight, PackedExperts
 from kernels.cpu import ops as cpu
 from kernels.cpu.quantised import QuantisedOps, QuantisedWeight
 from kernels.dispatch import Ops
@@ -21,9 +21,11 @@ from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
 from kernels.triton.ops import TritonOps
 from tests.kernels.cases.matrices import slow_rows, values_then_pairs
+from tests.kernels.cases.ops import CLAMPED
 from tests.kernels.cases.quantised import dequantise
 from tests.kernels.cpu.test_matmul import unpacked
 from tests.kernels.generators import finish
+from topspin.expert_activation import SWIGLU
 from topspin.plan.precision import Format
 
 HIDDEN, WIDTH = 72, 64
@@ -91,11 +93,15 @@ def rows(
 
 def plain(kernels: Kernels, experts: PackedExperts) -> PackedExperts:
     matrices = (map(kernels.meant, each) for each in (experts.gate_up, experts.down))
-    return reference.pack_experts(*matrices)
+    return reference.pack_experts(*matrices).completed(experts.biases, experts.activation)
+
+
+def draw_biases(count: int, device: torch.device) -> Biases:
+    return torch.randn(count, 2 * WIDTH).to(device), torch.randn(count, HIDDEN).to(device)
 
 
 @pytest.mark.parametrize(
-    ("asked", "num_rows", "dtype"),
+    ("asked", "num_rows", "dtype", "has_biases"),
     values_then_pairs(
         [
             ["int4"] * 6,
@@ -106,13 +112,19 @@ def plain(kernels: Kernels, experts: PackedExperts) -> PackedExperts:
         ],
         [9, 0, 1, 40],
         [torch.float32, torch.bfloat16],
+        [True, False],
     ),
 )
 def test_experts_are_those_of_what_their_weights_stand_for(
-    kernels: Kernels, asked: list[Format], num_rows: int, dtype: torch.dtype
+    kernels: Kernels, asked: list[Format], num_rows: int, dtype: torch.dtype, has_biases: bool
 ) -> None:
     ops, formats = kernels.ops, kernels.formats(asked)
-    experts = ops.pack_experts(*draw(6, dtype, kernels.device), formats=formats)
+    experts = ops.pack_experts(
+        *draw(6, dtype, kernels.device),
+        formats=formats,
+        biases=draw_biases(6, kernels.device) if has_biases else None,
+        activation=CLAMPED if has_biases else SWIGLU,
+    )
     assert [weight.weight_format for weight in experts.down] == formats
     x, slots, weights = rows(num_rows, 6, dtype, kernels.device)
     with NoSync() if ops.name == "triton" else nullcontext():
@@ -149,10 +161,12 @@ def test_rebuilt_experts_compute_as_fresh_ones(
     kernels = kernels_of(name, device)
     ops, formats = kernels.ops, kernels.formats(asked)
     gate_up, down = draw(6, torch.bfloat16, kernels.device)
+    biases = draw_biases(6, kernels.device)
 
     def fresh(experts: list[int]) -> PackedExperts:
         wanted = [formats[each] for each in experts]
-        return ops.pack_experts(gate_up[experts], down[experts], formats=wanted)
+        own = (biases[0][experts], biases[1][experts])
+        return ops.pack_experts(gate_up[experts], down[experts], formats=wanted, biases=own)
 
     held = [0, 3]
     experts = fresh(held)
@@ -162,7 +176,9 @@ def test_rebuilt_experts_compute_as_fresh_ones(
         slots = [
             held.index(each)
             if each in held
-            else ExpertMatrices(gate_up[each], down[each], formats[each])
+            else ExpertMatrices(
+                gate_up[each], down[each], formats[each], (biases[0][each], biases[1][each])
+            )
             for each in order
         ]
         num_new = len(set(order) - set(held))
@@ -180,9 +196,13 @@ def test_rebuilt_experts_compute_as_fresh_ones(
         if name == "cpu":
             kinds = {formats[each] != "none" for each in held}
             assert isinstance(experts, MixedExperts) == (len(kinds) > 1)
-    wrong = ExpertMatrices(gate_up[0], down[0].T, formats[0])
-    with pytest.raises(AssertionError):
-        finish(ops.rebuild_experts(experts, [wrong]))
+    own = (biases[0][0], biases[1][0])
+    for wrong in (
+        ExpertMatrices(gate_up[0], down[0].T, formats[0], own),
+        ExpertMatrices(gate_up[0], down[0], formats[0]),
+    ):
+        with pytest.raises(AssertionError):
+            finish(ops.rebuild_experts(experts, [wrong]))
 
 
 def test_one_format_is_what_its_own_ops_make() -> None:

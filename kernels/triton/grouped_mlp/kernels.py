@@ -1,7 +1,7 @@
 """Triton kernels of the grouped expert MLP, for weights in every format.
 
 `gate_up_tile` multiplies gathered rows by an expert's gate and up matrices in
-one loop and writes silu(gate) * up; `down_tile` multiplies those by the expert's down matrix
+one loop and writes the hidden units; `down_tile` multiplies those by the expert's down matrix
 and writes one weighted row per (row, choice) pair; `sum_choices` adds a row's pairs by
 ascending choice. So nothing depends on the order of programs, as it would with atomics, at
 the cost of writing and reading the pairs once. `quantise_groups` converts rows to fp8.
@@ -259,6 +259,26 @@ def multiply_tile(
     return sums
 
 
+@triton.jit
+def units_of(
+    gate: tl.tensor,
+    up: tl.tensor,
+    IS_SWIGLU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
+) -> tl.tensor:
+    """Return the hidden units of gates and ups in fp32; see `ExpertActivation`."""
+    if IS_SWIGLU:
+        units = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        units = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + OFFSET)
+    return units
+
+
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def gate_up_tile(
     x_ptr: tl.tensor,
@@ -270,6 +290,7 @@ def gate_up_tile(
     unit_scale_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     num_pairs: tl.tensor,
     E: tl.tensor,
     H: tl.tensor,
@@ -289,10 +310,15 @@ def gate_up_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     E_PAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     K: tl.constexpr,
+    IS_SWIGLU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
     P_PAD: tl.constexpr,
 ) -> None:
-    """Write silu(gate) * up of BLOCK_M pairs and BLOCK_N units to units [P, F]."""
+    """Write the hidden units of BLOCK_M pairs and BLOCK_N units to units [P, F]."""
     tile, block = place(num_tiles, num_blocks, GROUP_M)
     if P_PAD:
         if tl.program_id(0) == 0:
@@ -337,7 +363,12 @@ def gate_up_tile(
         )  # fmt: skip
         gate_step, gate_low = next_gate
         up_step, up_low = next_up
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    if HAS_BIAS:
+        places = bias_ptr + expert * 2 * F + outputs
+        ones = tl.full((BLOCK_M,), 1.0, tl.float32)
+        gate += _spread(ones, tl.load(places), SWAP)
+        up += _spread(ones, tl.load(places + F), SWAP)
+    result = units_of(gate, up, IS_SWIGLU, ALPHA, OFFSET, LIMIT)
     if SWAP:
         result = tl.trans(result)
     is_real = is_pair[:, None] & (units < F)[None, :]
@@ -359,6 +390,7 @@ def down_tile(
     weights_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     slots_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     num_pairs: tl.tensor,
     E: tl.tensor,
     H: tl.tensor,
@@ -377,6 +409,7 @@ def down_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     E_PAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     P_PAD: tl.constexpr,
 ) -> None:
     """Write the weighted results of BLOCK_M pairs and BLOCK_N outputs to parts [P, H]."""
@@ -402,6 +435,8 @@ def down_tile(
         units_ptr, unit_scale_ptr, rows, weight_ptr, outputs, scale_ptr, scales, 0, F, F,
         F, weight_stride, scale_stride, FORMAT, True, SWAP, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + expert * H + outputs)[None, :]
     weights = tl.load(weights_ptr + order, mask=is_pair, other=0.0)
     places = parts_ptr + order[:, None] * H + columns[None, :]
     is_real = is_pair[:, None] & (columns < H)[None, :]

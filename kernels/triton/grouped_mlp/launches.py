@@ -126,12 +126,24 @@ class _Launch(NamedTuple):
             # An expert wastes at most one tile, and one without pairs has no tile.
             num_tiles = num_pairs // tiles.block_m + min(num_pairs, shape.num_experts)
             few["P_PAD"] = 0
+        options: dict[str, float] = {}
         if op == GATE_UP:
-            few["K"] = shape.top_k
+            activation = experts.activation
+            options = {
+                "K": shape.top_k,
+                "IS_SWIGLU": activation.is_swiglu,
+                "ALPHA": activation.alpha,
+                "OFFSET": activation.offset,
+                "LIMIT": activation.limit,
+            }
+        bias = tensors[0]  # not read
+        if experts.biases is not None:
+            bias = experts.biases[0 if op == GATE_UP else 1]
         num_blocks = triton.cdiv(width, tiles.block_n)
         scales = weight.data if weight.scales is None else weight.scales
         kernel[(num_tiles * num_blocks,)](
             *tensors,
+            bias,
             num_pairs,
             shape.num_experts,
             experts.hidden_size,
@@ -152,7 +164,9 @@ class _Launch(NamedTuple):
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,
             E_PAD=triton.next_power_of_2(shape.num_experts),
+            HAS_BIAS=experts.biases is not None,
             **few,
+            **options,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.contracts import HeadRows, RoutingRule
 from kernels.dispatch import Ops
 from tests.kernels.cases.attention import BATCHES, Heads, attention_case, placed
+from topspin.expert_activation import SWIGLU, ExpertActivation
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DTYPES = [BF16, FP32]
@@ -280,6 +281,10 @@ def linear(ops: Ops, make: Maker, case: Any) -> Run:
     return lambda: delivered(ops.linear(x, weight, bias if has_bias else None, out), out)
 
 
+CLAMPED = ExpertActivation(alpha=1.702, offset=1.0, limit=0.8)
+"""A limit that normal numbers pass."""
+
+
 def routed(make: Maker, num_rows: int, num_experts: int, *, routes: str) -> tuple[Tensor, Tensor]:
     """Return slots i32[R, 3] and weights."""
     slots = make.order(num_rows, num_experts)[:, :3].int()
@@ -303,12 +308,21 @@ def routed(make: Maker, num_rows: int, num_experts: int, *, routes: str) -> tupl
     sizes=[(38, 64), (20, 13), (96, 64)],
     share=[0.0, 0.5],
     out_dtype=[None, *DTYPES],
+    form=[(False, SWIGLU), (True, CLAMPED), (True, SWIGLU), (False, CLAMPED)],
 )
 def grouped_mlp(ops: Ops, make: Maker, case: Any) -> Run:
     (hidden, width), num_rows, dtype = case.sizes, case.num_rows, case.dtype
     gate_up = (make(6, 2 * width, hidden) / hidden**0.5).to(dtype)
     down = (make(6, hidden, width) / width**0.5).to(dtype)
-    experts = ops.pack_experts(gate_up, down, share_per_row=case.share)
+    has_biases, activation = case.form
+    biases = (make(6, 2 * width, dtype=dtype), make(6, hidden, dtype=dtype))
+    experts = ops.pack_experts(
+        gate_up,
+        down,
+        share_per_row=case.share,
+        biases=biases if has_biases else None,
+        activation=activation,
+    )
     x = make.inside(num_rows, hidden, dtype=dtype)
     slots, weights = routed(make, num_rows, 6, routes=case.routes)
     weights[slots < 0] = float("nan")

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts import ExpertMatrices, LinearWeight, PackedExperts
+from kernels.contracts import Biases, ExpertMatrices, LinearWeight, PackedExperts
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled.matmul.linear import packs_blocks
 from kernels.cpu.huge_pages import CHUNK_BYTES
 from kernels.cpu.matmul import can_prepack
 from kernels.cpu.simd.matmul import TASK_OUTPUTS
+from tests.kernels.cases.ops import CLAMPED
 from tests.kernels.generators import finish
 from tests.pairwise import cover_pairs
+from topspin.expert_activation import SWIGLU
 
 DTYPES = [torch.float32, torch.bfloat16]
 needs_packing = pytest.mark.skipif(
@@ -114,11 +116,16 @@ def test_joined_experts_must_be_small_and_much_used() -> None:
 
 @SIZES
 @pytest.mark.parametrize(
-    ("dtype", "share", "order"),
-    cover_pairs(DTYPES, [0.0, 0.5], [(0, 3, 2), (3, 1, 0), (2, 3, 0, 1), (1, 0)]),
+    ("dtype", "share", "order", "has_biases"),
+    cover_pairs(DTYPES, [0.0, 0.5], [(0, 3, 2), (3, 1, 0), (2, 3, 0, 1), (1, 0)], [True, False]),
 )
 def test_rebuilt_experts_compute_like_fresh_ones(
-    order: tuple[int, ...], share: float, dtype: torch.dtype, hidden: int, ffn: int
+    order: tuple[int, ...],
+    share: float,
+    has_biases: bool,
+    dtype: torch.dtype,
+    hidden: int,
+    ffn: int,
 ) -> None:
     gate_up, down = (torch.randn(4, *s).to(dtype) for s in ((2 * ffn, hidden), (hidden, ffn)))
     x, slots = torch.randn(5, hidden).to(dtype), torch.tensor([[0, 1]] * 5, dtype=torch.int32)
@@ -127,11 +134,26 @@ def test_rebuilt_experts_compute_like_fresh_ones(
     def compute(experts: PackedExperts) -> Tensor:
         return cpu.grouped_mlp(x, slots, weights, experts).out
 
-    experts = cpu.pack_experts(gate_up[:3], down[:3], share_per_row=share)
+    biases = [torch.randn(4, size).to(dtype) for size in (2 * ffn, hidden)]
+
+    def biases_of(*experts: int) -> Biases | None:
+        return (biases[0][[*experts]], biases[1][[*experts]]) if has_biases else None
+
+    def pack(*held: int) -> PackedExperts:
+        return cpu.pack_experts(
+            gate_up[[*held]],
+            down[[*held]],
+            share_per_row=share,
+            biases=biases_of(*held),
+            activation=CLAMPED if has_biases else SWIGLU,
+        )
+
+    experts = pack(0, 1, 2)
     before = compute(experts)
-    new = ExpertMatrices(gate_up[3], down[3])
+    own = (biases[0][3], biases[1][3]) if has_biases else None
+    new = ExpertMatrices(gate_up[3], down[3], biases=own)
     rebuilt = finish(cpu.rebuild_experts(experts, [new if e == 3 else e for e in order]))
-    fresh = cpu.pack_experts(gate_up[[*order]], down[[*order]], share_per_row=share)
+    fresh = pack(*order)
     assert rebuilt.num_experts == len(order)
     assert torch.equal(compute(rebuilt), compute(fresh))
     # The old ones still give their results, and share the experts that stay.

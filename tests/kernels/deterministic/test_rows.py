@@ -14,7 +14,9 @@ from kernels import deterministic, reference
 from kernels.contracts import ExpertMatrices, LinearWeight, RoutingRule
 from kernels.cpu.plain import rotate
 from tests.kernels.cases.matrices import values_then_pairs
+from tests.kernels.cases.ops import CLAMPED
 from tests.kernels.generators import finish
+from topspin.expert_activation import SWIGLU, ExpertActivation
 
 DTYPES = (torch.float32, torch.bfloat16)
 # (outputs, inputs) of: the default model, Qwen3-MoE of the benchmarks, the tests' models.
@@ -163,19 +165,29 @@ def test_pairs_follow_the_reference(share: float, num_rows: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [SWIGLU, CLAMPED])
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "hidden_size", "ffn_size"), [(16, 8, 576, 192), (8, 2, 64, 32)]
 )
 def test_a_pair_among_others(
-    num_experts: int, top_k: int, hidden_size: int, ffn_size: int, dtype: torch.dtype
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    ffn_size: int,
+    activation: ExpertActivation,
+    dtype: torch.dtype,
 ) -> None:
     """Neither the other rows nor the slot of an expert changes a pair's result."""
     torch.manual_seed(4)
     gate_up = torch.randn(num_experts, 2 * ffn_size, hidden_size).mul(0.05).to(dtype)
     down = torch.randn(num_experts, hidden_size, ffn_size).mul(0.05).to(dtype)
-    experts = deterministic.pack_experts(gate_up, down)
-    turned = deterministic.pack_experts(gate_up.flip(0), down.flip(0))
-    first = ExpertMatrices(gate_up[0], down[0])
+    biases = torch.randn(num_experts, 2 * ffn_size), torch.randn(num_experts, hidden_size)
+    from_last = biases[0].flip(0), biases[1].flip(0)
+    experts = deterministic.pack_experts(gate_up, down, biases=biases, activation=activation)
+    turned = deterministic.pack_experts(
+        gate_up.flip(0), down.flip(0), biases=from_last, activation=activation
+    )
+    first = ExpertMatrices(gate_up[0], down[0], biases=(biases[0][0], biases[1][0]))
     turned = finish(deterministic.rebuild_experts(turned, [first, *range(1, num_experts)]))
     row = torch.randn(hidden_size).to(dtype)
     alone, _ = deterministic.pair_mlp(row[None], torch.tensor([[0]]).int(), experts)

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.llama.modeling_llama import (
     LlamaConfig,
     LlamaMLP,
@@ -35,6 +35,7 @@ from kernels import reference
 from kernels.contracts import Routing, RoutingRule
 from tests.kernels.cases.matrices import values_then_pairs
 from tests.pairwise import cover_pairs
+from topspin.expert_activation import ExpertActivation
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -258,6 +259,50 @@ def test_experts_compute_as_transformers(name: str) -> None:
     wanted = block(x, routing.experts, routing.weights)
     torch.testing.assert_close(result.out, wanted, rtol=1e-5, atol=1e-4)
     assert torch.equal(result.counts, torch.bincount(routing.experts.flatten(), minlength=7))
+
+
+GPT_OSS = GptOssConfig(
+    hidden_size=24, intermediate_size=10, num_local_experts=7, num_experts_per_tok=3
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_routes_as_gpt_oss(dtype: torch.dtype) -> None:
+    """Logits have a bias, and the weights are a softmax over those of the chosen experts."""
+    router = GptOssTopKRouter(GPT_OSS).to(dtype).requires_grad_(False)
+    for parameter in router.parameters():
+        parameter.normal_()
+    x = torch.randn(50, 24).to(dtype)
+    logits, weights, experts = router(x)
+    found = reference.linear(x, reference.pack_linear(router.weight), router.bias)
+    assert torch.equal(found, logits)
+    routing = reference.route(found, RoutingRule(3, scores="logits", weights_dtype=dtype))
+    assert torch.equal(routing.experts, experts)
+    assert torch.equal(routing.weights, weights.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_compute_as_gpt_oss(dtype: torch.dtype) -> None:
+    """Its matrices are transposed, and rows of gate and up are in turn."""
+    block = GptOssExperts(GPT_OSS).to(dtype).requires_grad_(False)
+    for parameter in block.parameters():
+        parameter.normal_()
+    x, weights = torch.randn(20, 24).to(dtype), torch.rand(20, 3)
+    experts = torch.rand(20, 7).argsort(-1)[:, :3]
+
+    def gates_above_ups(rows: Tensor) -> Tensor:
+        return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
+
+    packed = reference.pack_experts(
+        gates_above_ups(block.gate_up_proj.transpose(1, 2)),
+        block.down_proj.transpose(1, 2),
+        biases=(gates_above_ups(block.gate_up_proj_bias), block.down_proj_bias),
+        activation=ExpertActivation(1.702, offset=1.0, limit=7.0),
+    )
+    result = reference.grouped_mlp(x, experts.int(), weights, packed).out
+    wanted = block(x, experts, weights.to(dtype))
+    error = (result - wanted).float().norm() / wanted.float().norm()
+    assert error < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_partial_sums_of_two_nodes_make_the_whole() -> None:

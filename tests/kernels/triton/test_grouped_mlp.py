@@ -32,7 +32,7 @@ from kernels.triton.grouped_mlp.weights import (
 from kernels.triton.ops import TritonOps
 from tests.kernels.cases.against_reference import compare_all
 from tests.kernels.cases.matrices import slow_rows
-from tests.kernels.cases.ops import OPS
+from tests.kernels.cases.ops import CLAMPED, OPS
 from tests.pairwise import cover_values
 from topspin.plan.precision import UNQUANTISED, Format
 
@@ -110,7 +110,7 @@ def test_any_tiles(
     device: torch.device,
 ) -> None:
     use_tiles(monkeypatch, swap=swap, group_m=1 + swap)
-    row = ("partly absent", num_rows, torch.float32, sizes, 0.0, None)
+    row = ("partly absent", num_rows, torch.float32, sizes, 0.0, None, (True, CLAMPED))
     compare_all(OPS["grouped_mlp"], TritonOps(), device, [row])
 
 

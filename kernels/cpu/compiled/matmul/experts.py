@@ -17,6 +17,15 @@ from torch import Tensor
 
 from kernels.contracts import ExpertOutput, PackedExperts
 from kernels.cpu.compiled.matmul.linear import block_width
+from kernels.cpu.compiled.matmul.units import (
+    DOWN_BIAS,
+    GATE_UP_BIAS,
+    IS_SWIGLU,
+    add_bias,
+    clamped_units,
+    form_words,
+    has_form,
+)
 from kernels.cpu.compiled.runtime import (
     Kernel,
     inlined,
@@ -43,9 +52,10 @@ _VECTOR: Final = 4 * simd.LANES
 
 (
     HIDDEN, HIDDEN_STRIDE, SLOTS, WEIGHTS, NUM_TOKENS, TOP_K, EXPERTS, NUM_EXPERTS, HIDDEN_SIZE,
-    FFN_SIZE, DOWN_INPUTS, WIDTH, UNITS, COUNTS, RESULT, RESULT_STRIDE, RESULT_IS_BF16,
-) = offsets(17)  # fmt: skip
-"""The arguments of `_experts`. DOWN_INPUTS is the width I of the matrix that contains DOWN."""
+    FFN_SIZE, DOWN_INPUTS, WIDTH, UNITS, COUNTS, RESULT, RESULT_STRIDE, RESULT_IS_BF16, FORM,
+) = offsets(18)  # fmt: skip
+"""The arguments of `_experts`. DOWN_INPUTS is the width I of the matrix that contains DOWN; FORM
+is the first word of the experts' form: the last arguments, of `_formed_experts` only."""
 
 
 def with_addresses(experts: PackedExperts) -> PackedExperts:
@@ -114,8 +124,10 @@ def mlp_of_rows(
         out.data_ptr(),
         out.stride(0) * out.itemsize,
         int(out.dtype == torch.bfloat16),
+        *form_words(experts),
     )
-    launch(_experts, arguments, num_threads=torch.get_num_threads())
+    kernel = _formed_experts if has_form(experts) else _experts
+    launch(kernel, arguments, num_threads=torch.get_num_threads())
     # Replays do not look: their slots come from tables and checked frames.
     assert is_recording() or not int(counts[-1]), f"a slot is not below num_experts {num_experts}"
     return ExpertOutput(out, counts[:-1])
@@ -191,9 +203,16 @@ def _count_wrong(block: int) -> int:
 
 @inlined
 def _compute_units(
-    block: int, task: int, following: int, groups: int, rows: int, gates: int, ups: int
+    block: int,
+    task: int,
+    following: int,
+    groups: int,
+    rows: int,
+    gates: int,
+    ups: int,
+    form: int,
 ) -> None:
-    """Write 64 hidden units, silu(gate) * up, of all rows of an expert.
+    """Write 64 hidden units of all rows of an expert.
 
     The experts that have rows are in turn; `following` is the task that this thread does next.
     """
@@ -210,7 +229,10 @@ def _compute_units(
     ahead += following % parts * task_bytes(hidden_size)
     gate_second = second_half(gate_weight, hidden_size, TASK_OUTPUTS)
     up_second = second_half(up_weight, hidden_size, TASK_OUTPUTS)
-    one = vectors.splat(np.float32(1))
+    bias = simd.read_i64(form + GATE_UP_BIAS) if form else 0
+    is_swiglu = simd.read_i64(form + IS_SWIGLU) if form else 1
+    gate_bias = bias + 4 * (2 * expert * ffn_size + part * TASK_OUTPUTS)
+    up_bias = gate_bias + 4 * ffn_size
     for first in range(begin, end, MAX_ROWS):
         count = min(end - first, MAX_ROWS)
         for idx in range(count):
@@ -220,21 +242,49 @@ def _compute_units(
         num_pairs, outputs = hidden_size // 2, TASK_OUTPUTS
         multiply(rows, count, gate_weight, gate_second, up_weight, width, num_pairs, outputs, gates)
         multiply(rows, count, up_weight, up_second, ahead, width, num_pairs, outputs, ups)
+        if bias:
+            add_bias(gates, SUM_BYTES, count, gate_bias, TASK_OUTPUTS, TASK_OUTPUTS)
+            add_bias(ups, SUM_BYTES, count, up_bias, TASK_OUTPUTS, TASK_OUTPUTS)
         for idx in range(count):
             units = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
-            for column in range(0, TASK_OUTPUTS, simd.LANES):
-                place = idx * SUM_BYTES + 4 * column
-                gate = vectors.round_bf16(vectors.load_f32(gates + place))
-                up = vectors.round_bf16(vectors.load_f32(ups + place))
-                decay = vectors.exp(vectors.sub(vectors.splat(np.float32(0)), gate))
-                silu = vectors.round_bf16(vectors.div(gate, vectors.add(one, decay)))
-                unit = units + 2 * (part * TASK_OUTPUTS + column)
-                vectors.store_bf16(unit, vectors.mul(silu, up))
+            unit = units + 2 * part * TASK_OUTPUTS
+            if is_swiglu:
+                _write_swiglu(gates + idx * SUM_BYTES, ups + idx * SUM_BYTES, unit)
+            else:
+                _write_clamped(form, gates + idx * SUM_BYTES, ups + idx * SUM_BYTES, unit)
+
+
+@inlined
+def _write_swiglu(gates: int, ups: int, units: int) -> None:
+    """Write 64 units, silu(gate) * up."""
+    one = vectors.splat(np.float32(1))
+    for column in range(0, TASK_OUTPUTS, simd.LANES):
+        gate = vectors.round_bf16(vectors.load_f32(gates + 4 * column))
+        up = vectors.round_bf16(vectors.load_f32(ups + 4 * column))
+        decay = vectors.exp(vectors.sub(vectors.splat(np.float32(0)), gate))
+        silu = vectors.round_bf16(vectors.div(gate, vectors.add(one, decay)))
+        vectors.store_bf16(units + 2 * column, vectors.mul(silu, up))
+
+
+@inlined
+def _write_clamped(form: int, gates: int, ups: int, units: int) -> None:
+    """Write 64 units by the activation of a form."""
+    for column in range(0, TASK_OUTPUTS, simd.LANES):
+        gate = vectors.round_bf16(vectors.load_f32(gates + 4 * column))
+        up = vectors.round_bf16(vectors.load_f32(ups + 4 * column))
+        vectors.store_bf16(units + 2 * column, clamped_units(form, gate, up))
 
 
 @inlined
 def _sum_outputs(
-    block: int, part: int, num_busy: int, groups: int, rows: int, sums: int, totals: int
+    block: int,
+    part: int,
+    num_busy: int,
+    groups: int,
+    rows: int,
+    sums: int,
+    totals: int,
+    form: int,
 ) -> None:
     """Write 64 outputs of all tokens: their experts' results times the routing weights."""
     num_tokens, num_experts = simd.read_i64(block + NUM_TOKENS), simd.read_i64(block + NUM_EXPERTS)
@@ -245,6 +295,7 @@ def _sum_outputs(
         vectors.store_f32(totals + place, zeros)
     down_inputs, width = simd.read_i64(block + DOWN_INPUTS), simd.read_i64(block + WIDTH)
     offset, outputs = part * task_bytes(down_inputs), hidden_size - part * TASK_OUTPUTS
+    bias = simd.read_i64(form + DOWN_BIAS) if form else 0
     for idx in range(num_busy):
         expert = _busy_expert(block, groups, idx)
         begin, end = simd.read_i64(groups + 8 * expert), simd.read_i64(groups + 8 * (expert + 1))
@@ -258,6 +309,9 @@ def _sum_outputs(
                 unit = simd.read_i64(block + UNITS) + 2 * ((first + row) * ffn_size)
                 simd.write_i64(rows + 8 * row, unit)
             multiply(rows, count, weight, second, ahead, width, ffn_size // 2, outputs, sums)
+            if bias:
+                place = bias + 4 * (expert * hidden_size + part * TASK_OUTPUTS)
+                add_bias(sums, SUM_BYTES, count, place, outputs, TASK_OUTPUTS)
             for row in range(count):
                 pair = simd.read_i64(pairs + 8 * (first + row))
                 scale = vectors.splat(simd.read_f32(simd.read_i64(block + WEIGHTS) + 4 * pair))
@@ -280,6 +334,17 @@ def _sum_outputs(
 
 @Kernel
 def _experts(block: int) -> None:
+    _sum_experts(block, 0)
+
+
+@Kernel
+def _formed_experts(block: int) -> None:
+    _sum_experts(block, block + FORM)
+
+
+@inlined
+def _sum_experts(block: int, form: int) -> None:
+    """Compute units, then sums; `form` is the form's address, 0 for SwiGLU without biases."""
     rows, sums, totals, groups = _row_list(), _sums(), _totals(), _groups()
     num_experts = simd.read_i64(block + NUM_EXPERTS)
     # Every thread groups the pairs itself: faster than waiting for another thread.
@@ -290,7 +355,7 @@ def _experts(block: int) -> None:
         # Claimed early, so that its weights can be prefetched.
         following = claim_task(block, 0)
         ahead = following if following < num_tasks else task
-        _compute_units(block, task, ahead, groups, rows, sums, totals)
+        _compute_units(block, task, ahead, groups, rows, sums, totals, form)
         finish_task(block, 0)
         task = following
     wait_for_tasks(block, 0, num_tasks)
@@ -303,7 +368,7 @@ def _experts(block: int) -> None:
             simd.write_i64(simd.read_i64(block + COUNTS) + 8 * expert, count)
         simd.write_i64(simd.read_i64(block + COUNTS) + 8 * num_experts, _count_wrong(block))
     while task < parts:
-        _sum_outputs(block, task, num_busy, groups, rows, sums, totals)
+        _sum_outputs(block, task, num_busy, groups, rows, sums, totals, form)
         finish_task(block, 1)
         task = claim_task(block, 1)
     wait_for_tasks(block, 1, parts)

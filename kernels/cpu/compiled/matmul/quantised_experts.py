@@ -13,6 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from kernels.cpu.compiled.matmul.units import (
+    DOWN_BIAS,
+    GATE_UP_BIAS,
+    IS_SWIGLU,
+    add_bias,
+    clamped_units,
+)
 from kernels.cpu.compiled.runtime import Kernel, inlined, offsets
 from kernels.cpu.simd.integers import (
     GROUP,
@@ -44,8 +51,9 @@ four_tiles_on_stack = stack(UNIT_BLOCKS * TILE_BYTES)
 
 (E_HIDDEN, E_STRIDE, E_IS_BF16, E_ROWS, E_CHOICES, E_SLOTS, E_SCALES, E_EXPERTS) = offsets(8)
 (E_TABLE, E_UNITS, E_WIDTH, E_OUT, E_OUT_IS_BF16, E_SUMS, E_COUNTS, E_STARTS) = offsets(16)[8:]
-(E_USED, E_PAIRS, E_CODES, E_PAIR_CODES) = offsets(20)[16:]
-"""The arguments of `quantised_experts`; E_USED has room for a number and all experts."""
+(E_USED, E_PAIRS, E_CODES, E_PAIR_CODES, E_FFN_SIZE, E_FORM) = offsets(22)[16:]
+"""The arguments of `quantised_experts`; E_USED has room for a number and all experts, E_FORM is
+the first word of the experts' form: the last arguments, of `quantised_formed_experts` only."""
 T_GATE_UP, T_DOWN, T_BITS, T_ROW = range(0, 32, 8)
 """The words of an expert in E_TABLE: the addresses of its weights, and their bits."""
 
@@ -85,7 +93,19 @@ def _group_pairs(block: int) -> None:
 
 @Kernel
 def quantised_experts(block: int) -> None:
-    """Sum each row's experts: group pairs and quantise rows, gate and up, then down."""
+    """Sum each row's experts without biases and with SwiGLU."""
+    _sum_experts(block, 0)
+
+
+@Kernel
+def quantised_formed_experts(block: int) -> None:
+    """Sum each row's experts of any form."""
+    _sum_experts(block, block + E_FORM)
+
+
+@inlined
+def _sum_experts(block: int, form: int) -> None:
+    """Group pairs and quantise rows, gate and up, then down; `form` 0: see the kernels."""
     num_rows, width = read_i64(block + E_ROWS), read_i64(block + E_WIDTH)
     hidden, is_bf16 = read_i64(block + E_HIDDEN), read_i64(block + E_IS_BF16)
     one_row = (width + GROUP - 1) // GROUP * ROW_GROUP_BYTES
@@ -107,7 +127,7 @@ def quantised_experts(block: int) -> None:
         if claimed >= num_tasks:
             break
         place = claimed // units
-        _gate_and_up(block, read_i64(used + 8 + 8 * place), claimed - place * units)
+        _gate_and_up(block, read_i64(used + 8 + 8 * place), claimed - place * units, form)
         finish_task(block, 1)
     wait_for_tasks(block, 1, num_tasks)
     num_blocks = (width + LANES - 1) // LANES
@@ -116,13 +136,13 @@ def quantised_experts(block: int) -> None:
         start = claim_task(block, 2) * DOWN_BLOCKS
         if start >= num_blocks:
             break
-        _down(block, start, min(start + DOWN_BLOCKS, num_blocks))
+        _down(block, start, min(start + DOWN_BLOCKS, num_blocks), form)
         finish_task(block, 2)
     wait_for_tasks(block, 2, num_tasks)
 
 
 @inlined
-def _gate_and_up(block: int, expert: int, unit: int) -> None:
+def _gate_and_up(block: int, expert: int, unit: int, form: int) -> None:
     """Write a unit's activations, quantised, for all pairs of an expert."""
     entry = read_i64(block + E_TABLE) + expert * T_ROW
     bits, choices = read_i64(entry + T_BITS), read_i64(block + E_CHOICES)
@@ -135,6 +155,11 @@ def _gate_and_up(block: int, expert: int, unit: int) -> None:
     results = read_i64(block + E_PAIR_CODES) + unit * ROW_GROUP_BYTES
     one_result = read_i64(block + E_UNITS) * ROW_GROUP_BYTES
     rows, products = rows_on_stack(), four_tiles_on_stack()
+    bias = read_i64(form + GATE_UP_BIAS) if form else 0
+    is_swiglu = read_i64(form + IS_SWIGLU) if form else 1
+    ffn_size = read_i64(block + E_FFN_SIZE)
+    gate_bias = bias + 4 * (2 * expert * ffn_size + unit * GROUP)
+    left = ffn_size - unit * GROUP
     for first in range(0, num_pairs, MAX_TILE):
         count = min(MAX_TILE, num_pairs - first)
         for idx in range(MAX_TILE):
@@ -143,6 +168,21 @@ def _gate_and_up(block: int, expert: int, unit: int) -> None:
         for part in range(UNIT_BLOCKS):
             place = weights + part * one_block
             multiply(place, num_groups, bits, rows, count, products + part * TILE_BYTES)
+        if bias:
+            for part in range(UNIT_BLOCKS):
+                # Two blocks of gates, then two of ups.
+                first_column = part % 2 * LANES
+                place = gate_bias + 4 * (part // 2 * ffn_size + first_column)
+                tile = products + part * TILE_BYTES
+                add_bias(tile, SCALE_BYTES, count, place, left - first_column, LANES)
+        if not is_swiglu:
+            for idx in range(count):
+                at = products + idx * SCALE_BYTES
+                a = clamped_units(form, load_f32(at), load_f32(at + 2 * TILE_BYTES))
+                b = clamped_units(form, load_f32(at + TILE_BYTES), load_f32(at + 3 * TILE_BYTES))
+                pair = read_i64(pairs + 8 * (first + idx))
+                quantise_group(a, b, results + pair * one_result)
+            continue
         for idx in range(count):
             at = products + idx * SCALE_BYTES
             a = _swiglu(load_f32(at), load_f32(at + 2 * TILE_BYTES))
@@ -158,7 +198,7 @@ def _swiglu(gate: Any, up: Any) -> Any:
 
 
 @inlined
-def _down(block: int, start: int, end: int) -> None:
+def _down(block: int, start: int, end: int, form: int) -> None:
     """Write outputs of blocks start..end - 1 of all rows, adding experts in slot order."""
     num_rows, width = read_i64(block + E_ROWS), read_i64(block + E_WIDTH)
     one_sum = (width + LANES - 1) // LANES * SCALE_BYTES
@@ -169,7 +209,7 @@ def _down(block: int, start: int, end: int) -> None:
             store_f32(sums + row * one_sum + index * SCALE_BYTES, zeros)
     used = read_i64(block + E_USED)
     for place in range(read_i64(used)):
-        _add_expert(block, read_i64(used + 8 + 8 * place), start, end)
+        _add_expert(block, read_i64(used + 8 + 8 * place), start, end, form)
     out, size = read_i64(block + E_OUT), 2 if is_bf16 else 4
     for row in range(num_rows):
         for index in range(start, end):
@@ -179,7 +219,7 @@ def _down(block: int, start: int, end: int) -> None:
 
 
 @inlined
-def _add_expert(block: int, expert: int, start: int, end: int) -> None:
+def _add_expert(block: int, expert: int, start: int, end: int, form: int) -> None:
     """Add an expert's weighted outputs of blocks start..end - 1 to its rows' sums."""
     entry = read_i64(block + E_TABLE) + expert * T_ROW
     bits, units = read_i64(entry + T_BITS), read_i64(block + E_UNITS)
@@ -191,6 +231,7 @@ def _add_expert(block: int, expert: int, start: int, end: int) -> None:
     codes, one_row = read_i64(block + E_PAIR_CODES), units * ROW_GROUP_BYTES
     sums, one_sum = read_i64(block + E_SUMS), (width + LANES - 1) // LANES * SCALE_BYTES
     scales, rows, products = read_i64(block + E_SCALES), rows_on_stack(), tile_on_stack()
+    bias = read_i64(form + DOWN_BIAS) if form else 0
     for index in range(start, end):
         for first in range(0, num_pairs, MAX_TILE):
             count = min(MAX_TILE, num_pairs - first)
@@ -198,6 +239,10 @@ def _add_expert(block: int, expert: int, start: int, end: int) -> None:
                 pair = read_i64(pairs + 8 * (first + min(idx, count - 1)))
                 write_i64(rows + 8 * idx, codes + pair * one_row)
             multiply(weights + index * one_block, units, bits, rows, count, products)
+            if bias:
+                column = index * LANES
+                place = bias + 4 * (expert * width + column)
+                add_bias(products, SCALE_BYTES, count, place, width - column, LANES)
             for idx in range(count):
                 pair = read_i64(pairs + 8 * (first + idx))
                 place = sums + pair // choices * one_sum + index * SCALE_BYTES

@@ -20,6 +20,7 @@ from kernels.triton.router.launches import ELEMENTS_PER_WARP, MAX_WARPS
 from kernels.triton.sampling import filters
 from kernels.triton.sampling import kernels as sampling
 from tests.kernels.triton.hopper.attention import NAMES, compile_kernel
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import Format
 
 GROUPING = {
@@ -44,7 +45,15 @@ def compile_grouping(width: int, block_rows: int, *, single: bool, **ones: int) 
     compile_kernel(place_block, GROUPING, {**pairs, "CHUNK": 16}, num_warps=warps)
 
 
-def compile_mlp(weight_format: Format, dtype: torch.dtype, num_rows: int, **ones: int) -> None:
+def compile_mlp(
+    weight_format: Format,
+    dtype: torch.dtype,
+    num_rows: int,
+    *,
+    activation: ExpertActivation = SWIGLU,
+    has_biases: bool = False,
+    **ones: int,
+) -> None:
     """Compile both products with the default tiles of Qwen3-30B-A3B's shape."""
     types = {"none": NAMES[dtype], "fp8": "*fp8e4nv", "int8": NAMES[dtype], "int4": NAMES[dtype]}
     plain = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
@@ -53,7 +62,7 @@ def compile_mlp(weight_format: Format, dtype: torch.dtype, num_rows: int, **ones
     shape = MlpShape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
     common = {
         "table_ptr": "*i64", "offsets_ptr": "*i64", "unit_scale_ptr": "*fp32",
-        "units_ptr": types[weight_format], "slots_ptr": "*i32",
+        "units_ptr": types[weight_format], "slots_ptr": "*i32", "bias_ptr": "*fp32",
     }  # fmt: skip
     rows = {
         **common,
@@ -70,10 +79,11 @@ def compile_mlp(weight_format: Format, dtype: torch.dtype, num_rows: int, **ones
             "SWAP": bool(tiles.swap), "EVEN": True, "GROUP_M": tiles.group_m, "E_PAD": 128,
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
             # Few pairs are not grouped.
-            "P_PAD": 8 * num_rows if num_rows <= 8 else 0,
+            "P_PAD": 8 * num_rows if num_rows <= 8 else 0, "HAS_BIAS": has_biases,
         }  # fmt: skip
         if op == GATE_UP:
-            constants["K"] = 8
+            constants |= {"K": 8, "IS_SWIGLU": activation.is_swiglu, "ALPHA": activation.alpha}
+            constants |= {"OFFSET": activation.offset, "LIMIT": activation.limit}
         constants |= {name: one for name, one in ones.items() if name in kernel.arg_names}
         compile_kernel(
             kernel, pointers, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages
@@ -124,6 +134,9 @@ def main() -> None:
     for weight_format in FORMATS:
         for num_rows in (1, 8, 256, 1024, 8192):
             compile_mlp(weight_format, torch.bfloat16, num_rows)
+    for weight_format, num_rows in (("none", 1), ("none", 1024), ("fp8", 8), ("int4", 256)):
+        own = ExpertActivation(1.702, 1.0, 7.0)
+        compile_mlp(weight_format, torch.bfloat16, num_rows, activation=own, has_biases=True)
     compile_mlp("none", torch.float32, 1)
     compile_mlp("fp8", torch.bfloat16, 1, E=1, F=1, num_tiles=1, num_blocks=1, weight_stride=1)
     compile_mlp("int4", torch.bfloat16, 1, E=1, H=1, num_tiles=1, num_blocks=1, x_stride=1)
