@@ -42,5 +42,6 @@ def load_expert_weights(
     layers = []
     for each in stream_expert_weights(checkpoint, config, experts=experts, **options):
         gate_up = joined(list(each.gate_up))
-        layers.append(ExpertLayerWeights(gate_up=gate_up, down=joined(list(each.down))))
+        down = joined(list(each.down))
+        layers.append(ExpertLayerWeights(gate_up=gate_up, down=down, biases=each.biases))
     return NodeExperts(layers)

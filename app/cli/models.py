@@ -25,7 +25,7 @@ from topspin.errors import ConfigError
 from topspin.plan.precision import KERNEL_FORMATS, rules_of
 from topspin.units import format_size
 
-_METHODS = "fp8, GPTQ, AWQ, compressed-tensors"
+_METHODS = "fp8, GPTQ, AWQ, compressed-tensors, mxfp4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

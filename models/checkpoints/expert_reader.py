@@ -11,6 +11,7 @@ from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.expert_sources import ExpertSources
@@ -23,10 +24,11 @@ PIECE_BYTES = 2 * 2**20
 
 
 class ExpertTensors(NamedTuple):
-    """One expert: gate_up [2F, H] (gate rows above up rows), down [H, F]."""
+    """One expert: gate_up [2F, H] (gate rows above up rows), down [H, F], and biases [2F], [H]."""
 
     gate_up: Matrix
     down: Matrix
+    biases: tuple[Tensor, Tensor] | None = None
 
 
 class ExpertReader:
@@ -65,7 +67,12 @@ class ExpertReader:
         (_, hidden), (_, width) = sources.gate_up_shape, sources.down_shape
         gate_up = yield from self._matrix(sources.gate_up(expert), hidden, keep_codes)
         down = yield from self._matrix(sources.down(expert), width, keep_codes)
-        return ExpertTensors(gate_up, down)
+        places = sources.biases(expert)
+        if places is None:
+            return ExpertTensors(gate_up, down)
+        of_gate_up, of_down = map(self._reader.read, places)
+        yield
+        return ExpertTensors(gate_up, down, (of_gate_up, of_down))
 
     def close(self) -> None:
         """Unmap the file; reading opens it again."""

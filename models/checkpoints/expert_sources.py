@@ -1,4 +1,4 @@
-"""The places of routed experts' matrices in a checkpoint, in either layout.
+"""The places of routed experts' matrices and biases in a checkpoint, in either layout.
 
 Owns the choice between an expert's own tensors and a layer's stacked ones, and finding the MoE
 block's name. Reads no tensor. Called by models.checkpoints.weights and
@@ -40,25 +40,45 @@ class ExpertSources:
         self._width, self._hidden = width, hidden
         self.gate_up_shape = (2 * width, hidden)
         self.down_shape = (hidden, width)
+        self._has_biases = config.moe.has_biases
         self._is_fused = self._fused("gate_up_proj") in reader
-        if self._is_fused:
-            num_experts = config.moe.num_experts
-            expect_shape = reader.checkpoint.expect_shape
-            expect_shape(self._fused("gate_up_proj"), (num_experts, *self.gate_up_shape))
-            expect_shape(self._fused("down_proj"), (num_experts, *self.down_shape))
+        shapes = {"gate_up_proj": self.gate_up_shape, "down_proj": self.down_shape}
+        for name, shape in shapes.items() if self._is_fused else ():
+            # Others are quantised, and checked when they are read.
+            if self._fused(name) in reader.checkpoint:
+                stored = shape[::-1] if self._names.is_transposed else shape
+                expected = (config.moe.num_experts, *stored)
+                reader.checkpoint.expect_shape(self._fused(name), expected)
 
     def gate_up(self, expert_id: int) -> list[Source]:
         """Return the parts of gate_up [2F, H]."""
         if self._is_fused:
-            return [Source(self._fused("gate_up_proj"), 2 * self._width, expert_id)]
+            return self._fused_gate_up("gate_up_proj", expert_id)
         names = (self._names.gate, self._names.up)
         return [Source(self._name(name, expert_id), self._width) for name in names]
 
     def down(self, expert_id: int) -> list[Source]:
         """Return the parts of down [H, F]."""
         if self._is_fused:
-            return [Source(self._fused("down_proj"), self._hidden, expert_id)]
+            return [self._fused_source("down_proj", self._hidden, expert_id)]
         return [Source(self._name(self._names.down, expert_id), self._hidden)]
+
+    def biases(self, expert_id: int) -> tuple[list[Source], list[Source]] | None:
+        """Return the parts of the biases [2F] and [H]; None: the experts have none."""
+        if not self._has_biases:
+            return None
+        down = Source(self._fused("down_proj_bias"), self._hidden, expert_id)
+        return self._fused_gate_up("gate_up_proj_bias", expert_id), [down]
+
+    def _fused_gate_up(self, name: str, expert_id: int) -> list[Source]:
+        whole = self._fused_source(name, 2 * self._width, expert_id)
+        if not self._names.is_interleaved:
+            return [whole]
+        return [whole._replace(num_rows=self._width, start=start, step=2) for start in (0, 1)]
+
+    def _fused_source(self, name: str, num_rows: int, expert_id: int) -> Source:
+        is_transposed = self._names.is_transposed
+        return Source(self._fused(name), num_rows, expert_id, is_transposed=is_transposed)
 
     def _fused(self, projection: str) -> str:
         return fused_expert_name(self._layer_idx, block=self._block, projection=projection)

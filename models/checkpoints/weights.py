@@ -56,8 +56,8 @@ class LayerWeights:
     input_norm [H], qkv [q + 2 kv, H] (query rows, then key, then value; the numbers of query and
     key heads in the order of models.checkpoints.head_order, those of their bias and norms too),
     qkv_bias [q + 2 kv], o [H, q], o_bias [H], q_norm and k_norm [head_dim] ("head") or [q], [kv]
-    ("full"), sinks f32[heads], post_norm [H] (before the MLP), router [E, H], score_bias f32[E]. A
-    layer has router (and maybe shared) or dense, never both.
+    ("full"), sinks f32[heads], post_norm [H] (before the MLP), router [E, H], router_bias [E] (of
+    its logits), score_bias f32[E]. A layer has router (and maybe shared) or dense, never both.
     """
 
     input_norm: Tensor
@@ -70,6 +70,7 @@ class LayerWeights:
     sinks: Tensor | None
     post_norm: Tensor
     router: Tensor | None
+    router_bias: Tensor | None
     score_bias: Tensor | None
     shared: SharedExpertWeights | None
     dense: DenseMlpWeights | None
@@ -89,21 +90,23 @@ class AttentionWeights:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayerWeights:
     """The experts of one MoE layer in slot order: gate_up [slots, 2F, H] (gate rows above
-    up rows), down [slots, H, F]."""
+    up rows), down [slots, H, F], and biases [slots, 2F] and [slots, H], if they have some."""
 
     gate_up: Tensor
     down: Tensor
+    biases: tuple[Tensor, Tensor] | None = None
 
 
 class ExpertStream(NamedTuple):
     """The experts of one MoE layer in slot order, each matrix read when it is taken.
 
     Take all of gate_up, [2F, H] each, before down, [H, F] each, and both before the next
-    layer's.
+    layer's. Biases are as in ExpertLayerWeights, and read.
     """
 
     gate_up: Iterable[Matrix]
     down: Iterable[Matrix]
+    biases: tuple[Tensor, Tensor] | None = None
 
 
 def take(items: list[Item] | Iterator[Item]) -> Iterator[Item]:
@@ -192,8 +195,21 @@ def _stream_experts(reader: _Reader, experts: Sequence[Sequence[int]]) -> Iterat
         yield ExpertStream(
             gate_up=(reader.matrix(sources.gate_up(e), hidden, f) for e, f in of_each),
             down=(reader.matrix(sources.down(e), width, f) for e, f in of_each),
+            biases=_stack_biases(reader, sources, expert_ids),
         )
     reader.checkpoint.close()
+
+
+def _stack_biases(
+    reader: _Reader, sources: ExpertSources, expert_ids: Sequence[int]
+) -> tuple[Tensor, Tensor] | None:
+    found = [sources.biases(each) for each in expert_ids]
+    places = [each for each in found if each is not None]
+    if not places:
+        return None
+    read = reader.matrices.read
+    gate_up = torch.stack([read(of_gate_up) for of_gate_up, _ in places])
+    return gate_up, torch.stack([read(of_down) for _, of_down in places])
 
 
 def _check_experts(config: ModelConfig, experts: Sequence[Sequence[int]]) -> None:
@@ -323,6 +339,7 @@ def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
         sinks=reader.read_fp32(attn("sinks"), config.num_heads) if config.has_sinks else None,
         post_norm=reader.read(layer_name(layer_idx, "post_attention_layernorm.weight"), hidden),
         router=_load_router(reader, layer_idx) if is_moe else None,
+        router_bias=_load_router_bias(reader, layer_idx) if is_moe else None,
         score_bias=_load_score_bias(reader, layer_idx) if is_moe else None,
         shared=_load_shared(reader, layer_idx) if is_moe else None,
         dense=None if is_moe else _load_dense(reader, layer_idx),
@@ -335,6 +352,15 @@ def _load_router(reader: _Reader, layer_idx: int) -> Tensor:
     block = moe_block(reader.matrices, reader.config, layer_idx)
     name = layer_name(layer_idx, f"{block}.{moe.names.router}.weight")
     return reader.read(name, moe.num_experts, reader.config.hidden_size)
+
+
+def _load_router_bias(reader: _Reader, layer_idx: int) -> Tensor | None:
+    moe = reader.config.moe
+    assert moe is not None
+    if not moe.router.has_logit_bias:
+        return None
+    block = moe_block(reader.matrices, reader.config, layer_idx)
+    return reader.read(layer_name(layer_idx, f"{block}.{moe.names.router}.bias"), moe.num_experts)
 
 
 def _load_score_bias(reader: _Reader, layer_idx: int) -> Tensor | None:

@@ -45,10 +45,15 @@ class ConfigFields:
         self.raw = {**defaults, **raw}
         self.source = source
         self._given = frozenset(raw)
+        self._defaults = defaults
 
     def is_default(self, option: str) -> bool:
         """Return whether the object itself lacks the option."""
         return option not in self._given
+
+    def default(self, option: str) -> object:
+        """Return the option's value in the defaults, {} if it has none."""
+        return self._defaults.get(option, {})
 
     def error(self, option: str, reason: str) -> ConfigError:
         """Return the error for `option`: its value and the `reason`."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from topspin.expert_activation import SWIGLU, ExpertActivation
+
 QkNorm = Literal["none", "head", "full"]
 
 
@@ -17,14 +19,16 @@ class RouterConfig:
     """The choice of `top_k` experts for a token from the router's logits [T, E].
 
     Fields as in `kernels.contracts.RoutingRule`. has_bias: a bias of the scores, fp32 whatever the
-    model's dtype, counts for the choice only. fp32_logits: logits are not rounded to the model's
-    dtype. rounded: weights are, before they are used.
+    model's dtype, counts for the choice only. has_logit_bias: the logits have a bias, in the
+    model's dtype. fp32_logits: logits are not rounded to the model's dtype. rounded: weights are,
+    before they are used.
     """
 
     top_k: int
     renormalise: bool
     scores: Literal["softmax", "sigmoid", "logits"] = "softmax"
     has_bias: bool = False
+    has_logit_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
     best_of_group: Literal[1, 2] = 2
@@ -40,7 +44,9 @@ class ExpertNames:
 
     blocks: names of the MoE block inside a layer, as published first. gate, up, down: the three
     projections of one routed expert. router, bias, shared: inside the block, its router, the bias
-    of the router's scores and the shared expert.
+    of the router's scores and the shared expert. is_interleaved: where a layer's experts are in one
+    tensor, rows of gate and up are in turn. is_transposed: such a tensor of numbers is
+    [E, inputs, outputs].
     """
 
     blocks: tuple[str, ...] = ("mlp",)
@@ -50,6 +56,8 @@ class ExpertNames:
     router: str = "gate"
     bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert"
+    is_interleaved: bool = False
+    is_transposed: bool = False
 
 
 USUAL_NAMES: Final = ExpertNames()
@@ -61,7 +69,7 @@ class MoeConfig:
 
     intermediate_size is the width F of one routed expert. shared_intermediate_size is the
     width of the shared expert that every token also takes, or None. shared_is_gated: it is scaled
-    by a sigmoid gate.
+    by a sigmoid gate. activation: that of the routed experts; has_biases: they have biases.
     """
 
     num_experts: int
@@ -69,6 +77,8 @@ class MoeConfig:
     router: RouterConfig
     shared_intermediate_size: int | None = None
     shared_is_gated: bool = False
+    activation: ExpertActivation = SWIGLU
+    has_biases: bool = False
     names: ExpertNames = USUAL_NAMES
 
     @property

@@ -80,11 +80,12 @@ def parse_rope(
 
     `rotary_factor` is the family's share of a head that is rotated, if others than all are
     possible. As in transformers 5, a non-empty `rope_scaling` wins over `rope_parameters`, and
-    rope_theta inside either wins over rope_theta beside it. Raises ConfigError for rope
-    types and options that are not supported.
+    rope_theta inside either wins over rope_theta beside it; without both the family's default
+    counts. Raises ConfigError for rope types and options that are not supported.
     """
     option = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
-    raw = fields.raw.get(option) or {}
+    raw = fields.raw.get(option)
+    raw = fields.default(option) if raw is None else raw or {}
     if not isinstance(raw, dict):
         raise fields.error(option, "must be an object or null")
     rope = ConfigFields(raw, source=f"{fields.source}: {option}")

@@ -46,8 +46,8 @@ class StoredMatrix:
             self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros
         )
 
-    def rows(self, order: Tensor) -> StoredMatrix:
-        """Return the matrix of the rows i64[R]."""
+    def rows(self, order: Tensor | slice) -> StoredMatrix:
+        """Return the matrix of the rows i64[R], or of a slice of the rows."""
         zeros = None if self.zeros is None else self.zeros[order]
         return replace(self, codes=self.codes[order], scales=self.scales[order], zeros=zeros)
 

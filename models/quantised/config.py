@@ -1,9 +1,9 @@
 """Parses `quantization_config` of config.json into schemes, or refuses it by name.
 
-Owns the methods fp8 (blocks, as DeepSeek and Qwen3 publish), GPTQ (also as AutoRound writes it)
-and AWQ; models.quantised.compressed_tensors has the last. What a configuration says of activations
-is not followed: rows stay in the kernels' own precision, which is no coarser. Imports no torch.
-Called by models.description.config.
+Owns the methods fp8 (blocks, as DeepSeek and Qwen3 publish), GPTQ (also as AutoRound writes it),
+AWQ and mxfp4 (as gpt-oss is published); models.quantised.compressed_tensors has the last. What a
+configuration says of activations is not followed: rows stay in the kernels' own precision, which is
+no coarser. Imports no torch. Called by models.description.config.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ from typing import Final
 
 from models.description.config_fields import ConfigFields
 from models.quantised.compressed_tensors import parse_compressed_tensors
-from models.quantised.scheme import EVERY, Quantisation, Scheme, SchemeRule
+from models.quantised.scheme import (
+    EVERY,
+    MXFP4_BITS,
+    MXFP4_GROUP,
+    Quantisation,
+    Scheme,
+    SchemeRule,
+)
 from topspin.errors import ConfigError
 
-METHODS: Final = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq")
+METHODS: Final = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 _PLAIN_BITS: Final = 16
 """AutoRound's word for what is not quantised."""
 _OPTIONS: Final = ("quantization_config", "compression_config")
@@ -49,6 +56,10 @@ def parse_quantisation(fields: ConfigFields, notes: list[str] | None = None) -> 
         return Quantisation(method=method, rules=_auto_round(own))
     if method == "awq":
         return Quantisation(method=method, rules=(SchemeRule(EVERY, _awq(own)),))
+    if method == "mxfp4":
+        # As in fp8, the tensors say which modules are converted, not modules_to_not_convert.
+        scheme = Scheme(layout="mxfp4", bits=MXFP4_BITS, group_size=MXFP4_GROUP)
+        return Quantisation(method=method, rules=(SchemeRule(EVERY, scheme),))
     raise own.error("quant_method", f"supported: {', '.join(METHODS)}")
 
 

@@ -1,11 +1,11 @@
 """Unpacks rows of a quantised matrix from the tensors of a checkpoint.
 
 Owns the layouts: plain codes, compressed-tensors' words, GPTQ's and AWQ's (both of the transposed
-matrix). Reads the tensors of the asked rows only. Knows no model and no destination. Called by
-models.quantised.matrices.
+matrix), and mxfp4's blocks. Reads the tensors of the asked rows only. Knows no model and no
+destination. Called by models.quantised.matrices.
 
-Sources: compressed-tensors (compressors), AutoGPTQ (qlinear_cuda_old), AutoAWQ (gemm), and
-DeepSeek-V3's description of its weights.
+Sources: compressed-tensors (compressors), AutoGPTQ (qlinear_cuda_old), AutoAWQ (gemm),
+DeepSeek-V3's description of its weights, and the OCP microscaling specification 1.0 (mxfp4).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.quantised.coded import StoredMatrix
-from models.quantised.scheme import Scheme, StoredNames
+from models.quantised.scheme import MXFP4_GROUP, Scheme, StoredNames
 from topspin.errors import CheckpointError
 
 ROW_STEP: Final = 32
@@ -27,6 +27,9 @@ _WIDE: Final = ("F32", "BF16", "F16", "F8_E8M0")
 _PACKED: Final = ("I32",)
 # The place of each output of eight in a word of AWQ.
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+# Twice the e2m1 numbers of the codes 0 to 7; those of 8 to 15 are their negatives.
+_DOUBLED_E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12)
+_E8M0_BIAS: Final = 127
 
 
 class StoredShape(NamedTuple):
@@ -46,6 +49,7 @@ def check_codes(checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape)
         "packed": (num_out, -(-num_in * bits // _WORD_BITS)),
         "gptq": (num_in * bits // _WORD_BITS, num_out),
         "awq": (num_in, num_out * bits // _WORD_BITS),
+        "mxfp4": (num_out, -(-num_in // MXFP4_GROUP), MXFP4_GROUP // 2),
     }
     expected = sizes[layout]
     if slice_idx is not None:
@@ -69,6 +73,8 @@ def read_rows(
         return _plain(checkpoint, stored, shape, rows, dtype)
     if stored.scheme.layout == "packed":
         return _packed(checkpoint, stored, shape, rows, dtype)
+    if stored.scheme.layout == "mxfp4":
+        return _mxfp4(checkpoint, stored, shape, rows, dtype)
     return _transposed(checkpoint, stored, shape, rows, dtype)
 
 
@@ -115,6 +121,23 @@ def _packed(
     )
 
 
+def _mxfp4(
+    checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape, rows: range, dtype: torch.dtype
+) -> StoredMatrix:
+    """Read blocks of e2m1 numbers as integers: a number is half of one, times its block's scale."""
+    # check_codes has seen the blocks: there is a scale for each.
+    checkpoint.expect_shape(stored.scales, checkpoint.shape(stored.codes)[:-1])
+    highest = max(_DOUBLED_E2M1)
+    blocks = checkpoint.read_raw(stored.codes, ("U8",), index=shape.slice_idx, rows=rows)
+    exponents = checkpoint.read_raw(stored.scales, ("U8",), index=shape.slice_idx, rows=rows)
+    code_of = [highest + sign * each for sign in (1, -1) for each in _DOUBLED_E2M1]
+    places = _unpack(blocks.flatten(1), 4)[:, : shape.num_in].int()
+    codes = torch.tensor(code_of, dtype=torch.uint8)[places]
+    scales = torch.full(exponents.shape, 0.5).ldexp_(exponents.int() - _E8M0_BIAS)
+    zeros = torch.full_like(scales, highest)
+    return StoredMatrix(codes, scales, zeros, MXFP4_GROUP, stored.scheme.bits, dtype)
+
+
 def _transposed(
     checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape, rows: range, dtype: torch.dtype
 ) -> StoredMatrix:
@@ -155,7 +178,10 @@ def _outputs(packed: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the codes u8[n, words * 32 / bits] of words i32[n, words], the lowest bits first."""
+    """Return the codes u8[n, words * 32 / bits] of words i32[n, words], the lowest bits first.
+
+    Words may be bytes too.
+    """
     # Not contiguous(): it returns a single column as it is, whose stride no other dtype can have.
     codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:

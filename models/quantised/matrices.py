@@ -7,6 +7,7 @@ models.checkpoints.weights and models.checkpoints.expert_reader.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -25,11 +26,27 @@ _PIECE_NUMBERS: Final = 1 << 22
 
 
 class Source(NamedTuple):
-    """A matrix in a checkpoint: its name, its rows, and its place if several are in one tensor."""
+    """A matrix in a checkpoint: its name, its rows, and its place if several are in one tensor.
+
+    It may be rows start, start + step, ... of what is stored, up to the last one. is_transposed:
+    unless it is quantised, outputs are stored as columns.
+    """
 
     name: str
     num_rows: int
     slice_idx: int | None = None
+    start: int = 0
+    step: int = 1
+    is_transposed: bool = False
+
+    @property
+    def num_stored(self) -> int:
+        """Return the rows of what is stored."""
+        return self.num_rows * self.step
+
+    def of(self, rows: int) -> slice:
+        """Return which of so many stored rows, a multiple of `step`, are the matrix's."""
+        return slice(self.start, rows, self.step)
 
 
 class MatrixReader:
@@ -84,6 +101,8 @@ class MatrixReader:
             stored = self._stored(source.name)
             if stored is not None:
                 yield from self._dequantise(source, stored, part, num_numbers or _PIECE_NUMBERS)
+            elif source.step > 1 or (source.is_transposed and part.ndim > 1):
+                yield from self._rearrange(source, part, num_numbers or _PIECE_NUMBERS)
             elif num_numbers is None:
                 self.checkpoint.read_into(source.name, part, index=source.slice_idx)
                 yield
@@ -94,15 +113,41 @@ class MatrixReader:
                     self.checkpoint.read_into(source.name, piece, index=source.slice_idx, rows=rows)
                     yield
 
+    def _rearrange(self, source: Source, out: Tensor, num_numbers: int) -> Iterator[None]:
+        """Read columns into rows, or rows that do not follow one another."""
+        is_transposed = source.is_transposed and out.ndim > 1
+        columns = (source.num_stored,) if is_transposed else out.shape[1:]
+        count = out.shape[1] if is_transposed else source.num_stored
+        width = math.prod(columns)
+        for rows in _ranges(count, width, num_numbers, multiple=source.step):
+            piece = torch.empty(len(rows), *columns, dtype=self._dtype)
+            self.checkpoint.read_into(source.name, piece, index=source.slice_idx, rows=rows)
+            if is_transposed:
+                out[:, rows.start : rows.stop] = piece[:, source.of(source.num_stored)].t()
+            else:
+                first, last = rows.start // source.step, rows.stop // source.step
+                out[first:last] = piece[source.of(len(rows))]
+            yield
+
     def _dequantise(
         self, source: Source, stored: StoredNames, out: Tensor, num_numbers: int
     ) -> Iterator[None]:
-        shape = StoredShape(source.num_rows, out.shape[1], source.slice_idx)
-        check_codes(self.checkpoint, stored, shape)
-        for rows in _ranges(source.num_rows, shape.num_in, num_numbers):
-            found = read_rows(self.checkpoint, stored, shape, rows, dtype=self._dtype)
-            out[rows.start : rows.stop].copy_(found.dequantised())
+        start = 0
+        for piece in self._coded_rows(source, stored, out.shape[1], num_numbers):
+            found = piece.dequantised()
+            out[start : start + len(found)].copy_(found)
+            start += len(found)
             yield
+
+    def _coded_rows(
+        self, source: Source, stored: StoredNames, num_in: int, num_numbers: int
+    ) -> Iterator[StoredMatrix]:
+        """Yield a quantised matrix's rows, about `num_numbers` at a time."""
+        shape = StoredShape(source.num_stored, num_in, source.slice_idx)
+        check_codes(self.checkpoint, stored, shape)
+        for rows in _ranges(source.num_stored, num_in, num_numbers):
+            piece = read_rows(self.checkpoint, stored, shape, rows, dtype=self._dtype)
+            yield piece if source.step == 1 else piece.rows(source.of(len(rows)))
 
     def coded(self, sources: Sequence[Source], num_in: int) -> StoredMatrix | None:
         """Return matrices [rows, num_in] above one another as codes, on the device.
@@ -125,10 +170,7 @@ class MatrixReader:
             return
         for source, stored in zip(sources, found, strict=True):
             assert stored is not None
-            shape = StoredShape(source.num_rows, num_in, source.slice_idx)
-            check_codes(self.checkpoint, stored, shape)
-            for rows in _ranges(source.num_rows, num_in, num_numbers):
-                piece = read_rows(self.checkpoint, stored, shape, rows, dtype=self._dtype)
+            for piece in self._coded_rows(source, stored, num_in, num_numbers):
                 yield piece.to(self._device)
 
     def read_ahead(self, source: Source) -> None:

@@ -15,10 +15,14 @@ from typing import Final, Literal, NamedTuple
 from models.checkpoints.checkpoint_index import TensorEntry
 from topspin.errors import CheckpointError
 
-Layout = Literal["plain", "packed", "gptq", "awq"]
+Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4"]
 
 EVERY: Final = "Linear"
 """The target that covers every projection."""
+MXFP4_GROUP: Final = 32
+MXFP4_BITS: Final = 5
+"""Of the integer codes that the numbers of e2m1 are read as: twice their value, and no less than 0.
+The steps between them are not equal, so that four bits would not hold them."""
 _CODE_DTYPES: Final = ("F8_E4M3", "I8")
 
 
@@ -28,7 +32,8 @@ class Scheme:
 
     `layout` plain: codes [O, I] as int8 or fp8 (e4m3). packed: `bits` wide, in int32 words along
     the inputs (compressed-tensors). gptq: words along the inputs of the transposed matrix. awq:
-    along its outputs, in AWQ's order. `group_size`: inputs that share a scale; None: all of them,
+    along its outputs, in AWQ's order. mxfp4: pairs of e2m1 numbers in bytes, and powers of two as
+    scales (OCP microscaling). `group_size`: inputs that share a scale; None: all of them,
     or `block` (outputs, inputs). `symmetric`: the zero is in the middle of the codes and is not
     stored. `any_order`: the inputs of a group may lie anywhere (GPTQ's desc_act).
     `zero_offset` is added to a stored zero (1 in GPTQ's first format).
@@ -106,6 +111,8 @@ def find_stored(
         layouts = ("packed",)
     elif f"{module}.qweight" in tensors:
         layouts = ("gptq", "awq")
+    elif f"{module}_blocks" in tensors:
+        layouts = ("mxfp4",)
     else:
         return None
     scheme = quantisation.scheme_of(module)
@@ -132,6 +139,9 @@ def _stored(
         scales = _first(tensors, f"{module}.weight_scale")
         zeros = None if scheme.symmetric else _first(tensors, f"{module}.weight_zero_point")
         order = f"{module}.weight_g_idx"
+    elif scheme.layout == "mxfp4":
+        codes, zeros = f"{module}_blocks", None
+        scales = _first(tensors, f"{module}_scales")
     else:
         codes = f"{module}.qweight"
         scales = _first(tensors, f"{module}.scales")

@@ -99,12 +99,16 @@ def _mlp(
     assert layer.router is not None
     assert experts is not None
     rule = routing_rule(config.moe.router, bias=layer.score_bias, dtype=torch.float32)
-    chosen, weights = reference.route(F.linear(x, layer.router), rule)
+    chosen, weights = reference.route(F.linear(x, layer.router, layer.router_bias), rule)
     out = torch.zeros_like(x)
     for token in range(len(x)):
         for weight, expert_id in zip(weights[token], chosen[token], strict=True):
-            inner = _gated(x[token], experts.gate_up[expert_id])
-            out[token] += weight * F.linear(inner, experts.down[expert_id])
+            biases = (None, None)
+            if experts.biases is not None:
+                biases = tuple(each[expert_id] for each in experts.biases)
+            gate_up = F.linear(x[token], experts.gate_up[expert_id], biases[0])
+            inner = reference.units_of(gate_up, config.moe.activation)
+            out[token] += weight * F.linear(inner, experts.down[expert_id], biases[1])
     if layer.shared is not None:
         shared = F.linear(_gated(x, layer.shared.gate_up), layer.shared.down)
         if layer.shared.gate is not None:

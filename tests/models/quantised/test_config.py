@@ -59,7 +59,7 @@ def test_names_come_before_patterns_and_classes() -> None:
 FP8_METHOD = {"quant_method": "fp8"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
-METHODS = "supported: auto-round, awq, compressed-tensors, fp8, gptq"
+METHODS = "supported: auto-round, awq, compressed-tensors, fp8, gptq, mxfp4"
 # An option that does not go with the others of a configuration, or of the weights of a group.
 REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
     ({}, "quant_method", "bitsandbytes", METHODS),

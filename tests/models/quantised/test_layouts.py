@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from kernels.cpu.quantised import QuantisedOps, QuantisedWeight
 from models.checkpoints.checkpoint import Checkpoint
 from models.description.config_fields import ConfigFields
 from models.quantised.config import parse_quantisation
 from models.quantised.matrices import MatrixReader, Source
+from tests.kernels.cases.quantised import dequantise
 from tests.models.quantised.forms import FORMS
 from topspin.errors import CheckpointError
 
@@ -35,12 +38,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def reader_of(path: Path, config: dict[str, Any]) -> MatrixReader:
+def reader_of(
+    path: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32
+) -> MatrixReader:
     (path / "config.json").write_text("{}", encoding="utf-8")
     quantisation = parse_quantisation(
         ConfigFields({"quantization_config": config}, source="config.json")
     )
-    return MatrixReader(Checkpoint(path), quantisation, dtype=torch.float32)
+    return MatrixReader(Checkpoint(path), quantisation, dtype=dtype)
 
 
 @pytest.mark.parametrize(("name", "config"), CASES)
@@ -64,6 +69,33 @@ def test_the_first_pattern_that_matches_gives_dynamic_options(tmp_path: Path) ->
     assert torch.equal(reader.read([Source("autogptq-8.proj.weight", 32)], 64), wanted)
     with pytest.raises(CheckpointError, match=r"desc-act.proj is quantised .* it is not"):
         reader.read([Source("autogptq-4-desc-act.proj.weight", 32)], 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacked_blocks_of_mxfp4(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Every number exactly, with all steps; int8 on a CPU holds the numbers exactly too."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (3, 96, 2, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(100, 140, (3, 96, 2), generator=generator).to(torch.uint8)
+    save_file({"a.up_blocks": blocks, "a.up_scales": scales}, tmp_path / "model.safetensors")
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    reader = reader_of(tmp_path, config, dtype=dtype)
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
+    assert "a.up" in reader
+    assert torch.equal(reader.read([Source("a.up", 96, 1)], 64), wanted[1])
+    halves = [Source("a.up", 48, 2, start=start, step=2) for start in (0, 1)]
+    in_turn = torch.cat((wanted[2, ::2], wanted[2, 1::2]))
+    out = torch.zeros(96, 64, dtype=dtype)
+    assert len(list(reader.pieces(halves, out, num_numbers=32 * 64))) == 6
+    assert torch.equal(out, in_turn)
+    coded = reader.coded(halves, 64)
+    assert coded is not None
+    assert torch.equal(coded.dequantised(), in_turn)
+    packed = QuantisedOps().pack_linear(coded, "int8")
+    assert isinstance(packed, QuantisedWeight)
+    assert torch.equal(dequantise(packed), in_turn.float())
+    with pytest.raises(CheckpointError, match=r"a.up_blocks has shape \[3, 96, 2, 16\]"):
+        reader.read([Source("a.up", 96, 1)], 96)
 
 
 @pytest.mark.parametrize("form", FORMS)

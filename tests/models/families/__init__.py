@@ -1,0 +1,1 @@
+"""Families whose parts need tests of their own."""
