@@ -80,8 +80,11 @@ class ColocatedExperts:
         packed: dict[int, PackedExperts] = {}
         for idx, (layer, stream) in enumerate(zip(model.moe_layers, streams, strict=True)):
             if held[idx]:
-                own = LayerExperts(layer, num_experts, top_k, precision)
-                packed[idx] = own.pack(ops, stream.gate_up, stream.down, every)
+                activation = model.moe.activation
+                own = LayerExperts(layer, num_experts, top_k, precision, activation)
+                packed[idx] = own.pack(
+                    ops, stream.gate_up, stream.down, every, biases=stream.biases
+                )
         return cls(
             packed,
             ops,

@@ -71,14 +71,16 @@ class Experts:
         self.slowdown: Slowdown | None = None
         num_experts, top_k = config.moe.num_experts, config.moe.top_k
         self._layers = [
-            LayerExperts(idx, num_experts, top_k, precision) for idx in config.moe_layers
+            LayerExperts(idx, num_experts, top_k, precision, config.moe.activation)
+            for idx in config.moe_layers
         ]
         layers: list[PackedExperts | None] = []
         for read in weights:
             layer = len(layers)
             mine = held[layer]
             pack = self._layers[layer].pack
-            layers.append(pack(ops, read.gate_up, read.down, mine) if mine else None)
+            biases = read.biases
+            layers.append(pack(ops, read.gate_up, read.down, mine, biases=biases) if mine else None)
         self._dtype = next((each.dtype for each in layers if each is not None), torch.float32)
         self._versions = Versions(make_version(version, held, layers, self.runtime.device))
 
@@ -192,7 +194,8 @@ class Experts:
                 else:
                     (own,) = self._layers[layer].formats([expert])
                     tensors = yield from reader.read(layer, expert, keep_codes=own != UNQUANTISED)
-                    sources.append(ExpertMatrices(*tensors, own))
+                    gate_up, down, biases = tensors
+                    sources.append(ExpertMatrices(gate_up, down, own, biases))
             packed = yield from self._ops.rebuild_experts(before, sources)
             layers.append(packed)
         # Another thread's streams may read the experts as soon as a step names the table.

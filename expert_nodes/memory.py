@@ -46,6 +46,7 @@ def measure_expert(
     packed = ops.pack_experts([gate_up], [down], formats=[weight_format])
     kept = sum(_nbytes(weight) for weight in (*packed.gate_up, *packed.down))
     is_plain = kept == gate_up.nbytes + down.nbytes
+    kept += 4 * (2 * width + hidden) if model.moe.has_biases else 0
     copies = 0 if is_plain else gate_up.nbytes + _PACKING_COPIES * gate_up.numel() * 4
     return ExpertSize(kept, copies)
 

@@ -53,6 +53,7 @@ class Layer:
     k_norm: Tensor | None
     sinks: Tensor | None
     router: LinearWeight | None
+    router_bias: Tensor | None
     routing: RoutingRule | None
     mlp: tuple[LinearWeight, LinearWeight] | None
     mlp_biases: tuple[Tensor | None, Tensor | None]
@@ -134,6 +135,7 @@ class NodeLayers:
             k_norm=weights.k_norm,
             sinks=weights.sinks,
             router=pack(weights.router) if weights.router is not None else None,
+            router_bias=weights.router_bias,
             routing=routing,
             mlp=(pack(mlp.gate_up, of_mlp), pack(mlp.down, of_mlp)) if mlp is not None else None,
             mlp_biases=(
@@ -235,7 +237,8 @@ class NodeLayers:
         if self.config.moe.router.fp32_logits:
             shape = (len(normed), self.config.moe.num_experts)
             logits = normed.new_empty(shape, dtype=torch.float32)
-        return self.ops.route(self.ops.linear(normed, layer.router, out=logits), layer.routing)
+        logits = self.ops.linear(normed, layer.router, layer.router_bias, out=logits)
+        return self.ops.route(logits, layer.routing)
 
     def routed_experts(
         self,

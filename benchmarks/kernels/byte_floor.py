@@ -9,7 +9,7 @@ on a CPU, by benchmarks.load.compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from benchmarks.kernels.roofline import BF16, weight_bytes
@@ -68,7 +68,7 @@ def decode_floor(
             sum(map(size, _matrices(model, layer))) + _other_numbers(model, layer) * itemsize
             for layer in model.layers
         ),
-        "experts": sum(touched) * sum(map(size, _expert(model))) if touched else 0,
+        "experts": sum(touched) * _expert_bytes(model, size) if touched else 0,
         "kv": 2 * model.kv_size * (seen + written) * itemsize,
         "lm_head": size(_Matrix("lm_head", model.vocab_size, hidden)) + hidden * itemsize,
         "embed": len(contexts) * hidden * itemsize,
@@ -94,6 +94,14 @@ def _expert(model: ModelConfig) -> list[_Matrix]:
     """Return the matrices of one routed expert."""
     assert model.moe is not None
     return list(_mlp("experts", model.hidden_size, model.moe.intermediate_size))
+
+
+def _expert_bytes(model: ModelConfig, size: Callable[[_Matrix], int]) -> int:
+    """Return the bytes of one routed expert: its matrices of a `size`, and biases in fp32."""
+    assert model.moe is not None
+    matrices = _expert(model)
+    num_biases = sum(matrix.num_out for matrix in matrices) if model.moe.has_biases else 0
+    return sum(map(size, matrices)) + 4 * num_biases
 
 
 def _mlp(part: Part, hidden: int, width: int) -> Iterator[_Matrix]:
@@ -128,5 +136,5 @@ def _other_numbers(model: ModelConfig, layer: LayerConfig) -> int:
     if not layer.is_moe:
         return numbers + (2 * model.intermediate_size + hidden if model.mlp_bias else 0)
     assert model.moe is not None
-    numbers += model.moe.num_experts * hidden
+    numbers += model.moe.num_experts * (hidden + int(model.moe.router.has_logit_bias))
     return numbers + (hidden if model.moe.shared_is_gated else 0)

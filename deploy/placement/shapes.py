@@ -97,8 +97,8 @@ class ModelShape:
 
     Sizes as in models.description.config.ModelConfig. `expert_width` and `shared_width` are the
     widths of a routed and of the shared expert, 0: there is none; `num_router_biases` the fp32
-    numbers beside a router, `has_sinks` says whether each query head has one too; `itemsize` the
-    bytes of a number that is not quantised.
+    numbers beside a router, of its scores; `has_sinks` says whether each query head has one too;
+    `itemsize` the bytes of a number that is not quantised.
     """
 
     vocab_size: int
@@ -120,6 +120,8 @@ class ModelShape:
     has_mlp_bias: bool
     layers: tuple[LayerKind, ...]
     has_sinks: bool = False
+    has_logit_bias: bool = False
+    has_expert_biases: bool = False
     itemsize: int = 2
 
     @classmethod
@@ -146,6 +148,8 @@ class ModelShape:
             has_mlp_bias=config.mlp_bias,
             layers=tuple(LayerKind(each.sliding_window, each.is_moe) for each in config.layers),
             has_sinks=config.has_sinks,
+            has_logit_bias=moe is not None and moe.router.has_logit_bias,
+            has_expert_biases=moe is not None and moe.has_biases,
             itemsize=DTYPE_BYTES[dtype],
         )
 
@@ -202,7 +206,11 @@ class ModelShape:
         self, part: Part, layer: int | None, weight_format: Format, *, kernels: Kernels = "cpu"
     ) -> int:
         """Return the packed bytes of a part in a layer; of part "experts" those of ONE expert."""
-        return sum(
+        # Kernels keep biases in fp32.
+        matrices = self.matrices(part, layer)
+        has_biases = part == "experts" and self.has_expert_biases
+        biases = 4 * sum(matrix.num_out for matrix in matrices) if has_biases else 0
+        return biases + sum(
             matrix_bytes(
                 matrix,
                 weight_format,
@@ -210,7 +218,7 @@ class ModelShape:
                 kernels=kernels,
                 in_units=part == "experts" and matrix.halves == 2,
             )
-            for matrix in self.matrices(part, layer)
+            for matrix in matrices
         )
 
     def numbers(self, part: Part, layer: int | None = None) -> int:
@@ -229,6 +237,7 @@ class ModelShape:
             found += self.q_size + self.kv_size
         if self.layers[layer].is_moe:
             found += self.num_experts * hidden + (hidden if self.shared_is_gated else 0)
+            found += self.num_experts if self.has_logit_bias else 0
             in_fp32 += self.num_router_biases
         elif self.has_mlp_bias:
             found += 2 * self.intermediate_size + hidden

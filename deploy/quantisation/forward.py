@@ -174,7 +174,7 @@ def _routed(
 ) -> Tensor:
     assert config.moe is not None
     assert layer.weights.router is not None
-    logits = F.linear(rows, layer.weights.router)
+    logits = F.linear(rows, layer.weights.router, layer.weights.router_bias)
     rule = routing_rule(config.moe.router, bias=layer.weights.score_bias, dtype=torch.float32)
     chosen, weights = reference.route(logits, rule)
     shares = torch.zeros_like(logits).scatter_(1, chosen, weights)
@@ -183,13 +183,16 @@ def _routed(
     out = torch.zeros_like(rows)
     for expert in range(config.moe.num_experts):
         (own,) = torch.where(shares[:, expert] != 0)
-        units = reference.swiglu(
-            F.linear(rows[own] if observe is None else rows, experts.gate_up[expert])
-        )
+        gate_up_bias, down_bias = None, None
+        if experts.biases is not None:
+            gate_up_bias, down_bias = (each[expert] for each in experts.biases)
+        inputs = rows[own] if observe is None else rows
+        gate_up = F.linear(inputs, experts.gate_up[expert], gate_up_bias)
+        units = reference.units_of(gate_up, config.moe.activation)
         if observe is not None:
             observe(EXPERT_DOWN, units, expert)
             units = units[own]
-        result = F.linear(units, experts.down[expert])
+        result = F.linear(units, experts.down[expert], down_bias)
         out.index_add_(0, own, result * shares[own, expert, None])
     return out
 

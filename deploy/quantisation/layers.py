@@ -94,9 +94,8 @@ def _layers(
         if config.layers[idx].is_moe:
             stream = next(streams)
             gate_up = _stacked(stream.gate_up, len(everyone[0]))
-            experts = ExpertLayerWeights(
-                gate_up=gate_up, down=_stacked(stream.down, len(everyone[0]))
-            )
+            down = _stacked(stream.down, len(everyone[0]))
+            experts = ExpertLayerWeights(gate_up=gate_up, down=down, biases=stream.biases)
         yield DecoderLayer(idx, weights, experts)
 
 

@@ -25,8 +25,10 @@ from deploy.quantisation.layers import Matrix, block_name, matrices, open_model
 from deploy.quantisation.rounding import quantised
 from deploy.quantisation.scheme import module_tensors, quantisation_config
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.tensor_names import EMBED, LM_HEAD
+from models.checkpoints.expert_sources import ExpertSources
+from models.checkpoints.tensor_names import EMBED, LM_HEAD, layer_name
 from models.description.config import ModelConfig, load_model_config
+from models.quantised.matrices import MatrixReader
 from topspin.errors import ConfigError
 from topspin.plan.precision import UNQUANTISED, Format, Rules, check_rules, format_of
 
@@ -197,7 +199,7 @@ def _copy_tensors(
             published = _published(name, config)
             if tied and name == LM_HEAD and formats["lm_head"] != UNQUANTISED:
                 published = EMBED
-            if ".experts." in published and not published.endswith(".weight"):
+            if ".experts." in published and not published.endswith((".weight", "bias")):
                 _copy_stacked(checkpoint, name, published, config, shards, formats)
                 continue
             weight_format = formats.setdefault(published.removesuffix(".weight"), UNQUANTISED)
@@ -221,18 +223,19 @@ def _copy_stacked(
     assert config.moe is not None
     names = config.moe.names
     block, _, projection = published.rpartition(".")
-    count, num_rows, num_in = checkpoint.shape(name)
-    projections = [names.down]
-    if projection == "gate_up_proj":
-        projections, num_rows = [names.gate, names.up], num_rows // 2
-    for expert in range(count):
-        for idx, own in enumerate(projections):
-            module = f"{block}.{expert}.{own}"
-            if formats[module] == UNQUANTISED:
-                rows = range(idx * num_rows, (idx + 1) * num_rows)
-                out = torch.empty(num_rows, num_in, dtype=scale_dtype(config))
-                checkpoint.read_into(name, out, index=expert, rows=rows)
-                shards.add_tensor(f"{module}.weight", out)
+    layer = next(idx for idx in config.moe_layers if name.startswith(layer_name(idx, "")))
+    reader = MatrixReader(checkpoint, None, dtype=scale_dtype(config))
+    places = ExpertSources(reader, config, layer)
+    is_first = projection == "gate_up_proj"
+    projections = [names.gate, names.up] if is_first else [names.down]
+    for expert in range(config.moe.num_experts):
+        modules = [f"{block}.{expert}.{own}" for own in projections]
+        if formats[modules[0]] == UNQUANTISED:
+            sources = places.gate_up(expert) if is_first else places.down(expert)
+            _, num_in = places.gate_up_shape if is_first else places.down_shape
+            parts = reader.read(sources, num_in).chunk(len(modules))
+            for module, part in zip(modules, parts, strict=True):
+                shards.add_tensor(f"{module}.weight", part)
 
 
 def _published(name: str, config: ModelConfig) -> str:

@@ -57,7 +57,12 @@ class RandomWeights:
             # One tensor per layer and matrix: the packed ones are views of it.
             gate_up = self._normal(moe.num_experts, 2 * size, model.hidden_size)
             down = self._normal(moe.num_experts, model.hidden_size, size)
-            yield ExpertStream(gate_up.unbind(), down.unbind())
+            biases = None
+            if moe.has_biases:
+                widths = (2 * size, model.hidden_size)
+                of_gate_up, of_down = (self._normal(moe.num_experts, each) for each in widths)
+                biases = (of_gate_up, of_down)
+            yield ExpertStream(gate_up.unbind(), down.unbind(), biases)
 
     def _layer(self, idx: int) -> LayerWeights:
         model = self._model
@@ -79,6 +84,7 @@ class RandomWeights:
             sinks=self._normal(model.num_heads, std=1.0).float() if model.has_sinks else None,
             post_norm=self._ones(hidden),
             router=self._normal(model.moe.num_experts, hidden) if is_moe and model.moe else None,
+            router_bias=self._router_bias() if is_moe else None,
             score_bias=self._score_bias() if is_moe else None,
             shared=self._shared(shared) if shared else None,
             dense=None if is_moe else self._dense(),
@@ -92,6 +98,12 @@ class RandomWeights:
             down=self._normal(hidden, size),
             gate=self._normal(1, hidden) if moe.shared_is_gated else None,
         )
+
+    def _router_bias(self) -> Tensor | None:
+        moe = self._model.moe
+        if moe is None or not moe.router.has_logit_bias:
+            return None
+        return self._normal(moe.num_experts, std=0.1)
 
     def _score_bias(self) -> Tensor | None:
         moe = self._model.moe

@@ -17,6 +17,7 @@ from expert_nodes.versions import Held
 from expert_nodes.worker import ExpertWorker, InlineNet
 from models.checkpoints import expert_reader
 from models.checkpoints.checkpoint import Checkpoint
+from models.families import FAMILIES, gpt_oss
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.nodes import (
     batch_of,
@@ -61,7 +62,8 @@ def outputs(
         *((torch.bfloat16, mode) for mode in ("none", "int4", "int8")),
     ],
 )
-@pytest.mark.parametrize("variant", ["mixtral", "olmoe"])  # one weight per slot; joined in bfloat16
+# One weight per slot; joined in bfloat16; so with biases.
+@pytest.mark.parametrize("variant", ["mixtral", "olmoe", "gpt_oss"])
 def test_a_prepared_table_computes_as_if_loaded_at_start(
     tmp_path: Path,
     variant: str,
@@ -70,7 +72,8 @@ def test_a_prepared_table_computes_as_if_loaded_at_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(expert_reader, "PIECE_BYTES", 2000)
-    path = make_checkpoint(tmp_path, variant)
+    monkeypatch.setitem(FAMILIES, "gpt_oss", gpt_oss.FAMILY)
+    path = make_checkpoint(tmp_path, variant, num_hidden_layers=2)
     experts, reader = load(path, FIRST, dtype=dtype, mode=mode), reader_of(path, dtype)
     before = outputs(experts, FIRST, 1, dtype)
     for version, held in ((2, SECOND), (3, THIRD)):

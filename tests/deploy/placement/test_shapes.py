@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -74,17 +76,22 @@ def test_matrices_on_a_gpu_have_the_packed_bytes(
     assert found == packed.data.nbytes + scales
 
 
+@pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("weight_format", ["none", "int8", "int4"])
-def test_an_expert_on_a_cpu_has_the_packed_bytes(weight_format: Format) -> None:
-    config = model()
+def test_an_expert_on_a_cpu_has_the_packed_bytes(weight_format: Format, has_biases: bool) -> None:
+    own = model().moe
+    assert own is not None
+    config = model(moe=replace(own, has_biases=has_biases))
     formats = () if weight_format == "none" else (weight_format,)
     ops = select_ops("cpu", torch.float32, formats)
     found = ModelShape.from_config(config, dtype="float32").weight_bytes(
         "experts", 0, weight_format
     )
     gate_up, down = torch.randn(80, 80), torch.randn(80, 40)
-    packed = ops.pack_experts([gate_up], [down], formats=[weight_format])
-    assert found == sum(each.data.nbytes for each in (*packed.gate_up, *packed.down))
+    biases = (torch.randn(1, 80), torch.randn(1, 80)) if has_biases else None
+    packed = ops.pack_experts([gate_up], [down], formats=[weight_format], biases=biases)
+    matrices = [each.data for each in (*packed.gate_up, *packed.down)]
+    assert found == sum(each.nbytes for each in (*matrices, *(packed.biases or ())))
     if weight_format == "none":
         assert found == measure_expert(ops, config, torch.float32, weight_format).kept
 
