@@ -194,9 +194,6 @@ VARIANTS: dict[str, Variant] = {
             },
         },
     ),
-}
-
-NOT_SERVED_YET: dict[str, Variant] = {
     "gpt_oss": Variant(
         "gpt_oss",
         {
@@ -212,7 +209,6 @@ NOT_SERVED_YET: dict[str, Variant] = {
         },
     ),
 }
-"""Families that models.families.FAMILIES does not have: tests of their parts register them."""
 
 MOE_VARIANTS: tuple[str, ...] = tuple(
     name for name, variant in VARIANTS.items() if variant.model_type != "llama"
@@ -235,11 +231,11 @@ class OracleResult:
 
 
 def make_checkpoint(path: Path, name: str, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write variant `name` (of VARIANTS or NOT_SERVED_YET) into directory `path` and return it.
+    """Write variant `name` (a key of VARIANTS) into directory `path` and return it.
 
     Weights depend on `seed` only. `overrides` change options of the HuggingFace config.
     """
-    variant = {**VARIANTS, **NOT_SERVED_YET}[name]
+    variant = VARIANTS[name]
     options = {**_COMMON, **variant.overrides, **overrides}
     model = _build(variant.model_type, options)
     _randomise(model, seed=seed)

@@ -1,7 +1,4 @@
-"""gpt-oss: experts with biases and a clamped activation, windows in every second layer.
-
-Not among models.families.FAMILIES yet: attention lacks its sinks.
-"""
+"""gpt-oss: attention sinks, clamped experts with biases, windows in every second layer."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def _parts(fields: ConfigFields, num_layers: int) -> FamilyParts:
         moe=_experts(fields),
         qkv_bias=has_bias,
         o_bias=has_bias,
-        # Here: has_sinks=True, and then the family into FAMILIES.
+        has_sinks=True,
     )
 
 
@@ -44,7 +41,7 @@ def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
 
 
 def _experts(fields: ConfigFields) -> MoeConfig:
-    num_experts = fields.aliased_int("num_local_experts", "num_experts")
+    num_experts = fields.aliased_int("num_local_experts", "num_experts", least=1)
     limit = fields.number("swiglu_limit")
     if limit <= 0:
         raise fields.error("swiglu_limit", "must be positive")

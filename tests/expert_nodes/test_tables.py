@@ -17,7 +17,6 @@ from expert_nodes.versions import Held
 from expert_nodes.worker import ExpertWorker, InlineNet
 from models.checkpoints import expert_reader
 from models.checkpoints.checkpoint import Checkpoint
-from models.families import FAMILIES, gpt_oss
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.nodes import (
     batch_of,
@@ -72,7 +71,6 @@ def test_a_prepared_table_computes_as_if_loaded_at_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(expert_reader, "PIECE_BYTES", 2000)
-    monkeypatch.setitem(FAMILIES, "gpt_oss", gpt_oss.FAMILY)
     path = make_checkpoint(tmp_path, variant, num_hidden_layers=2)
     experts, reader = load(path, FIRST, dtype=dtype, mode=mode), reader_of(path, dtype)
     before = outputs(experts, FIRST, 1, dtype)

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from deploy.quantisation.forward import last_hidden, log_probabilities
 from deploy.quantisation.grids import Rounding
 from deploy.quantisation.layers import open_model
 from deploy.quantisation.specification import parse_bits
@@ -25,24 +23,17 @@ from models.checkpoints.unused_tensors import unused_tensors
 from models.checkpoints.weights import stream_expert_weights
 from models.description.config import ModelConfig, load_model_config
 from models.description.parts import RouterConfig
-from models.families import FAMILIES, gpt_oss
 from models.quantised.coded import StoredMatrix
 from models.quantised.precision import checkpoint_rules
-from tests.checkpoints import make_checkpoint, oracle_model
+from tests.checkpoints import make_checkpoint
 from tests.kernels.generators import finish
-from tests.models.plain_model import plain_logits
-from tests.weights import load_attention_weights, load_expert_weights
+from tests.weights import load_expert_weights
 from topspin.errors import ConfigError
 from topspin.expert_activation import ExpertActivation
 from topspin.plan.precision import PrecisionRule, rules_of
 
 TOKENS = [(7 * idx * idx + 3) % 250 for idx in range(24)]
 EVERY = [range(8)] * 3
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "gpt_oss", gpt_oss.FAMILY)
 
 
 @pytest.fixture
@@ -54,14 +45,6 @@ def written(path: Path, **options: Any) -> ModelConfig:
     text = json.dumps({"model_type": "gpt_oss", "dtype": "bfloat16", **options})
     (path / "config.json").write_text(text)
     return load_model_config(path)
-
-
-def logits_without_sinks(path: Path) -> Tensor:
-    model = oracle_model(path)
-    for layer in model.model.layers:
-        layer.self_attn.sinks.data.fill_(-torch.inf)
-    logits: Tensor = model(input_ids=torch.tensor([TOKENS])).logits[0]
-    return logits
 
 
 def test_an_absent_option_has_transformers_default(tmp_path: Path) -> None:
@@ -99,21 +82,6 @@ def test_what_transformers_would_not_compute_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"layer_types|swiglu_limit"):
         written(tmp_path, **options)
-
-
-@torch.inference_mode()
-def test_what_is_read_computes_what_transformers_computes(checkpoint: Path) -> None:
-    config, opened = load_model_config(checkpoint), Checkpoint(checkpoint)
-    attention = load_attention_weights(opened, config, dtype=torch.float32)
-    unused = unused_tensors(opened.names, config, read=opened.tensors_read)
-    assert unused == [f"model.layers.{layer}.self_attn.sinks" for layer in range(3)]
-    experts = load_expert_weights(opened, config, dtype=torch.float32, experts=EVERY)
-    ours = plain_logits(config, attention, experts, TOKENS)
-    wanted = logits_without_sinks(checkpoint)
-    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=2e-4)
-    model = open_model(checkpoint)
-    scores = log_probabilities(model, last_hidden(model, torch.tensor([TOKENS])))[0]
-    torch.testing.assert_close(scores, wanted.log_softmax(-1), rtol=1e-4, atol=2e-4)
 
 
 @torch.inference_mode()

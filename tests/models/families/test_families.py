@@ -8,7 +8,7 @@ from pathlib import Path
 
 from models.families import FAMILIES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PRODUCT = ("app", "topspin", "models", "kernels", "m2n_comm", "spec_decode", "attention_nodes")
 OTHERS = ("expert_nodes", "draft_nodes", "server", "deploy")
 MOST_LINES = 150
