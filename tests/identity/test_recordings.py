@@ -22,7 +22,6 @@ from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
-from tests.sinks import make_with_sinks
 from topspin.plan.precision import Format, PrecisionRule
 from topspin.plan.settings import KvDtype, Transport
 from topspin.plan.speculation import Speculation
@@ -66,7 +65,9 @@ def run(path: Path, weights: Format, *, recordings: bool, **settings: Any) -> An
         pytest.param("llama", "none", 1, "auto", marks=pytest.mark.slow),
         pytest.param("olmoe_clip_qkv", "none", 1, "fp8", marks=pytest.mark.slow),
         ("qwen2_moe", "none", 1, "auto"),
-        ("sinks", "none", 1, "auto"),
+        ("gpt_oss", "none", 1, "auto"),
+        ("glm4_moe", "none", 1, "auto"),
+        ("minimax_m2", "none", 2, "auto"),
         pytest.param("olmoe", "none", 2, "auto", marks=pytest.mark.slow),
         pytest.param("mixtral", "none", 2, "auto", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "int8", 1, "fp8", marks=pytest.mark.slow),
@@ -78,18 +79,14 @@ def test_tokens_are_those_of_steps_layer_by_layer(
     weights: Format,
     expert_nodes: int,
     kv_cache_dtype: KvDtype,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "recordings")
     settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "expert_nodes": expert_nodes}
     sizes = dict(SIZES)
-    if not variant.startswith("qwen"):
+    if not variant.startswith(("qwen", "glm")):
         sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
-    if variant == "sinks":
-        path = make_with_sinks(tmp_path, monkeypatch, **sizes)
-    else:
-        path = make_checkpoint(tmp_path, variant, **sizes)
+    path = make_checkpoint(tmp_path, variant, **sizes)
     *plain, none = run(path, weights, recordings=False, **settings)
     *recorded, runs = run(path, weights, recordings=True, **settings)
     assert recorded == plain
