@@ -279,8 +279,11 @@ def route(logits: Tensor, rule: RoutingRule) -> Routing:
     logits = logits.float()
     if rule.scores == "softmax":
         scores = F.softmax(logits, dim=-1)
+    elif rule.scores == "sigmoid":
+        # torch's sigmoid rounds the last numbers of a tensor otherwise than those before.
+        scores = logits.neg().exp_().add_(1.0).reciprocal_()
     else:
-        scores = logits.sigmoid() if rule.scores == "sigmoid" else logits
+        scores = logits
     # Without a bias, logits are in the order of the scores, and fewer of them are equal.
     wanted = logits if rule.bias is None else scores + rule.bias
     # A NaN or -inf comes last, but is an expert like others.

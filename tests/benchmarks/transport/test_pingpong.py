@@ -18,7 +18,9 @@ def test_the_grid_is_whole_and_consistent(tmp_path: Path) -> None:
         (ratio, m) for ratio in pingpong.RATIOS for m in (1, 2, 3, 4)
     ]
     for row in rows:
-        assert row["of_formula"] == pytest.approx(row["formula_ms"] / row["measured_ms"], abs=0.01)
+        # The file has rounded times, and some are short.
+        of_formula = row["formula_ms"] / row["measured_ms"]
+        assert row["of_formula"] == pytest.approx(of_formula, rel=0.02, abs=0.01)
         # The formula assumes full overlap, so the pipeline model never predicts less.
         assert row["pipeline_ms"] >= row["formula_ms"] - 0.01
     for row in result["constant_batch"]:

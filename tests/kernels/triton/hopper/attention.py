@@ -28,7 +28,7 @@ SHARED_BYTES = 227 * 1024
 """Limits of one program on an H100 or H200."""
 
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
-FLOATS = ("scale", "v_scale", "k_factor", "v_factor", "eps")
+FLOATS = ("scale", "v_scale", "k_factor", "v_factor", "eps", "epsilon")
 SIZES = (
     "H", "F", "V", "num_in", "num_out", "split_size", "x_stride", "weight_stride", "scale_stride",
     "hidden_stride", "row_stride", "out_stride",

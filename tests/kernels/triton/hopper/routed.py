@@ -31,10 +31,22 @@ PAIRS = {"K": 8, "K_PAD": 8}
 
 
 def compile_router(num_experts: int) -> None:
-    """Compile the choice of experts."""
-    pointers = {"logits_ptr": "*bf16", "experts_ptr": "*i64", "weights_ptr": "*fp32"}
-    constants = {"RENORMALISE": True, "ROUND": True, "E_PAD": num_experts, "BLOCK_R": 1, **PAIRS}
-    compile_kernel(route_block, pointers, constants, num_warps=1)
+    """Compile the choice of experts: by softmax, and by sigmoids with a bias in groups."""
+    outputs = {"bias_ptr": "*fp32", "experts_ptr": "*i64", "weights_ptr": "*fp32"}
+    constants = {"RENORMALISE": True, "E_PAD": num_experts, "BLOCK_R": 1, **PAIRS}
+    for logits, is_grouped in (("*bf16", False), ("*fp32", True)):
+        groups = 8 if is_grouped else 1
+        rule = {
+            "SCORES": int(is_grouped),
+            "HAS_BIAS": is_grouped,
+            "GROUPS": groups,
+            "GROUP_SIZE": num_experts // groups,
+            "TOP_GROUPS": 4 if is_grouped else 1,
+            "BEST_OF_GROUP": 2,
+            "ROUND": not is_grouped,
+        }
+        pointers = {"logits_ptr": logits, **outputs}
+        compile_kernel(route_block, pointers, {**constants, **rule}, num_warps=1)
 
 
 def compile_grouping(width: int, block_rows: int, *, single: bool, **ones: int) -> None:
