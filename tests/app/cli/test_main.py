@@ -249,7 +249,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert version == f"topspin {topspin.__version__}"
     listed = re.findall(r"^    (\S+)", "\n".join(shown), flags=re.MULTILINE)
     assert listed == [
-        *("serve", "pull", "chat", "bench", "plan", "profile", "quantize", "sensitivity"),
+        *("serve", "pull", "models", "chat", "bench", "plan", "profile", "quantize", "sensitivity"),
         *("scheduler", "gateway", "node", "deploy", "probe", "keys", "trace", "collect-env"),
     ]
 
