@@ -29,6 +29,7 @@ Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc"]
 Dtype = Literal["float32", "bfloat16"]
 KvDtype = Literal["auto", "fp8", "fp8_e4m3"]
 Payload = Literal["bf16", "fp32", "fp8", "int8"]
+TaggedCallParser = Literal["glm45", "glm47", "minimax_m2", "qwen3_coder"]
 
 Count = Annotated[int, Meta(ge=1, le=2**20)]
 Natural = Annotated[int, Meta(ge=0, le=2**20)]
@@ -223,7 +224,7 @@ class GatewaySection(Section, frozen=True, kw_only=True):
         ),
     ] = True
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "mistral", "llama3_json"],
+        Literal["auto", "none", "hermes", "mistral", "llama3_json", TaggedCallParser],
         Setting(
             "the format in which the model calls tools; auto: that of its chat template",
             flag="--tool-call-parser",

@@ -1,15 +1,16 @@
 """JSON schemas before they become grammars: where they have schemas, and closed objects.
 
-Owns the table of keywords whose values are schemas, and the decision which objects have only the
-members that a schema names. Other values (`const`, `default`, `enum`, `examples`) are never read
-as schemas. Pure, and without recursion; knows no grammar. Called by
-server.gateway.grammars.structured_outputs and server.gateway.dialects.chat.tools.
+Owns the table of keywords whose values are schemas, the decision which objects have only the
+members that a schema names, and the types that a value may have. Other values (`const`, `default`,
+`enum`, `examples`) are never read as schemas. Pure, and without recursion; knows no grammar. Called
+by server.gateway.grammars.structured_outputs, server.gateway.dialects.chat.tools and
+server.gateway.parsing.tagged_calls.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby, permutations
 from operator import itemgetter
 from typing import Any, Final
@@ -36,6 +37,17 @@ _NAMING: Final = _SAME | _PARTS | _REFERENCES
 _SAYS_MORE: Final = _REFERENCES - {"$ref"} | {"unevaluatedProperties"}
 _MAX_BRANCHES: Final = 64
 """Of a `oneOf` whose objects are closed: each is compared with each other."""
+_TYPES: Final = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+ANY_TYPE: Final = frozenset(_TYPES.values())
+TEXT: Final = frozenset(("string",))
 # Closed here, the whole would fit more, or they join with other schemas.
 _OPEN: Final = _SAME - {"allOf", "anyOf", "oneOf"} | {"contains"}
 
@@ -64,6 +76,56 @@ def closed(schema: Any) -> Any:
         if open_ids is not None and id(part) not in open_ids and _names_all_members(part):
             part.setdefault("additionalProperties", False)
     return result
+
+
+def value_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a value of `schema`, a part of `root`, may have, as far as it tells."""
+    types: set[str] = set()
+    seen: set[int] = set()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        given = part if isinstance(part, dict) else {}
+        if "type" in given:
+            names = given["type"] if isinstance(given["type"], list) else [given["type"]]
+            types.update(name for name in names if isinstance(name, str))
+        elif "const" in given:
+            types.add(type_of(given["const"]))
+        elif isinstance(given.get("enum"), list):
+            types.update(type_of(value) for value in given["enum"])
+        elif "$ref" in given:
+            waiting.append(_target(root, given["$ref"]))  # None, if it leads nowhere: any type
+        elif isinstance(given.get("allOf"), list):
+            waiting += given["allOf"][:1]  # all of them fit, so that the first one tells enough
+        else:
+            branches = given.get("anyOf", given.get("oneOf"))
+            if not isinstance(branches, list):
+                return ANY_TYPE
+            waiting += branches
+    if "number" in types:
+        types.add("integer")
+    return frozenset(types) or ANY_TYPE
+
+
+def type_of(value: object) -> str:
+    """Return the type that JSON Schema gives a decoded value."""
+    return _TYPES[type(value)]
+
+
+def required_names(schema: Schema) -> list[str]:
+    """Return the members that an object needs."""
+    required = schema.get("required")
+    return (
+        [each for each in required if isinstance(each, str)] if isinstance(required, list) else []
+    )
+
+
+def resolved(root: Mapping[str, Any], schema: Schema) -> Schema:
+    """Return the schema that one is a reference to, or itself."""
+    return _target(root, schema["$ref"]) or schema if "$ref" in schema else schema
 
 
 def check_counts(schema: Schema, *, param: str) -> None:
@@ -117,7 +179,7 @@ def _open_ids(root: Schema) -> set[int] | None:
         if is_open or is_named_elsewhere:
             open_ids.add(id(schema))
         joined = {
-            keyword: _is_joined(schema, keyword, [_resolved(root, each) for _, each in group])
+            keyword: _is_joined(schema, keyword, [resolved(root, each) for _, each in group])
             for keyword, group in groupby(same, key=itemgetter(0))
         }
         for keyword, child in children:
@@ -133,7 +195,7 @@ def _is_of_parts(keyword: str) -> bool:
 def _adds_to(schema: Schema, child: Schema) -> bool:
     """Return whether `child`, of the same value, says of its members more than which it needs."""
     named = _named(schema)
-    return bool(_NAMING & child.keys()) or any(name not in named for name in _required(child))
+    return bool(_NAMING & child.keys()) or any(name not in named for name in required_names(child))
 
 
 def _is_joined(schema: Schema, keyword: str, branches: list[Schema]) -> bool:
@@ -155,7 +217,7 @@ def _excludes(one: Schema, other: Schema) -> bool:
         return False
     return any(
         name not in _named(one) or _differ(_named(one)[name], _named(other).get(name))
-        for name in _required(other)
+        for name in required_names(other)
     )
 
 
@@ -170,7 +232,7 @@ def _names_all_members(schema: Schema) -> bool:
     if not isinstance(named, dict) or not _SAYS_MORE.isdisjoint(schema):
         return False
     is_enough = isinstance(least, int) and least <= len(named)
-    return is_enough and all(name in named for name in _required(schema))
+    return is_enough and all(name in named for name in required_names(schema))
 
 
 def _named(schema: Schema) -> dict[str, Any]:
@@ -178,19 +240,7 @@ def _named(schema: Schema) -> dict[str, Any]:
     return named if isinstance(named, dict) else {}
 
 
-def _required(schema: Schema) -> list[str]:
-    required = schema.get("required")
-    return (
-        [each for each in required if isinstance(each, str)] if isinstance(required, list) else []
-    )
-
-
-def _resolved(root: Schema, schema: Schema) -> Schema:
-    """Return the schema that one is a reference to, or itself."""
-    return _target(root, schema["$ref"]) or schema if "$ref" in schema else schema
-
-
-def _target(root: Schema, reference: object) -> Schema | None:
+def _target(root: Mapping[str, Any], reference: object) -> Schema | None:
     """Return what a reference into the same schema leads to."""
     if not isinstance(reference, str) or reference[:2] not in ("#", "#/"):
         return None

@@ -1,8 +1,9 @@
 """The forms in which models write tool calls, and the one that a checkpoint's template uses.
 
-Owns, per format, its markers and the parser of a message. Arguments are passed on as the model
-wrote them, as they come; text that looked like a call and is none becomes content. Pure: knows
-no HTTP; the grammars that force a format are server.gateway.dialects.chat.tools'.
+Owns, per format, its markers and the parser of a message; the parser of calls in tags is
+server.gateway.parsing.tagged_calls'. JSON arguments are passed on as the model wrote them, as they
+come; text that looked like a call and is none becomes content. Pure: knows no HTTP; the grammars
+that force a format are server.gateway.dialects.chat.tools'.
 """
 
 from __future__ import annotations
@@ -10,15 +11,24 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from models.text.chat_template import ChatTemplate
 from server.gateway.parsing.json_scan import CallScan, ValueScan
+from server.gateway.parsing.marked_calls import Calls, MarkedCalls
 from server.gateway.parsing.markers import num_held
-from server.gateway.parsing.parts import CallArguments, CallBegin, CallParser, Content, Part
+from server.gateway.parsing.parts import CallParser, Content, Part
+from server.gateway.parsing.tagged_calls import (
+    GLM45_TAGS,
+    GLM47_TAGS,
+    MINIMAX_M2_TAGS,
+    QWEN3_CODER_TAGS,
+    CallTags,
+    TaggedCalls,
+)
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MISTRAL_ID_CHARS = 9
@@ -31,43 +41,31 @@ class CallFormat:
     """How a model writes calls.
 
     `begin` is the marker before a call, `end` the one after it (empty: none). `new_parser` takes
-    the names of the request's tools. `writes_names`: a call is its name and its arguments, not one
-    object. `id_chars`: the template takes only ids of this length.
+    the JSON schemas of the arguments of the request's tools, by the tools' names. `writes_names`: a
+    call is its name and its arguments, not one object. `tags`: a call has no JSON object, but these
+    tags. `id_chars`: the template takes only ids of this length.
     """
 
     name: str
     begin: str
     end: str
-    new_parser: Callable[[Collection[str]], CallParser]
+    new_parser: Callable[[Mapping[str, Mapping[str, Any]]], CallParser]
     writes_names: bool = False
+    tags: CallTags | None = None
     id_chars: int | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Return the texts that are shown to the parser even where they are special tokens."""
         between = (MistralCalls.id_marker, MistralCalls.separator) if self.writes_names else ()
-        return tuple(each for each in (self.begin, self.end, *between) if each)
-
-
-class _Calls:
-    """The parts of a message's calls, one after the other."""
-
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        self._new_id = new_id
-        self.num_begun = 0
-
-    def begin(self, name: str) -> CallBegin:
-        self.num_begun += 1
-        return CallBegin(self.num_begun - 1, self._new_id(), name)
-
-    def arguments(self, text: str) -> list[Part]:
-        return [CallArguments(self.num_begun - 1, text)] if text else []
+        tags = self.tags.all if self.tags else ()
+        return tuple(each for each in (self.begin, self.end, *between, *tags) if each)
 
 
 class _Object:
     """One call written as a JSON object; `raw` is its text until its name is known."""
 
-    def __init__(self, calls: _Calls) -> None:
+    def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self.scan = CallScan()
         self.has_begun = False
@@ -86,62 +84,17 @@ class _Object:
         return num_read
 
 
-class _MarkedCalls(ABC):
-    """Text with calls behind a marker; what is of `_behind` (None: blanks) follows a call."""
-
-    begin: str
-    _behind: str | None = None
-
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        self._calls = _Calls(new_id)
-        self._held = ""
-        # Before the marker of the present call; content, if that is none.
-        self._blanks = ""
-        self._object: _Object | None = None
-        self._is_behind_call = False
-
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that `text` completes: content, and calls."""
-        parts: list[Part] = []
-        self._held += text
-        while self._held and self._advance(parts):
-            pass
-        return parts
-
-    @abstractmethod
-    def _advance(self, parts: list[Part]) -> bool:
-        """Read what is held up to the next change of state; return whether there was one."""
-
-    @abstractmethod
-    def _begin_call(self) -> None:
-        """Take note of a marker; what is held stood behind it."""
-
-    def _read_text(self, parts: list[Part]) -> bool:
-        if self._is_behind_call:
-            self._held = self._held.lstrip(self._behind)
-            self._is_behind_call = not self._held
-        found = self._held.find(self.begin)
-        end = len(self._held) - num_held(self._held, self.begin) if found < 0 else found
-        # Blanks before a call do not belong to the content.
-        shown = self._held[:end].rstrip()
-        if shown:
-            parts.append(Content(shown))
-        if found < 0:
-            self._held = self._held[len(shown) :]
-            return False
-        self._blanks = self._held[len(shown) : found]
-        self._held = self._held[found + len(self.begin) :]
-        self._begin_call()
-        return True
-
-
-class HermesCalls(_MarkedCalls):
+class HermesCalls(MarkedCalls):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
 
     begin = "<tool_call>"
     end = "</tool_call>"
 
-    def _begin_call(self) -> None:
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        super().__init__(new_id, self.begin)
+        self._object: _Object | None = None
+
+    def _begin_call(self, marker: str) -> None:
         self._object = _Object(self._calls)
 
     def _advance(self, parts: list[Part]) -> bool:
@@ -186,7 +139,7 @@ class HermesCalls(_MarkedCalls):
         return [Content(self._blanks + self.begin + self._object.raw + held)]
 
 
-class MistralCalls(_MarkedCalls):
+class MistralCalls(MarkedCalls):
     """`[TOOL_CALLS]` and a list of objects, or `[TOOL_CALLS]name[ARGS]{...}` per call.
 
     Newer Mistral models write the second form, some without `[ARGS]`, and some with `[CALL_ID]` and
@@ -199,12 +152,13 @@ class MistralCalls(_MarkedCalls):
     _behind = _BLANKS + "}]"
 
     def __init__(self, new_id: Callable[[], str]) -> None:
-        super().__init__(new_id)
+        super().__init__(new_id, self.begin)
         self._state: Literal["text", "call", "list", "object", "arguments"] = "text"
+        self._object: _Object | None = None
         self._is_listed = False
         self._arguments = ValueScan()
 
-    def _begin_call(self) -> None:
+    def _begin_call(self, marker: str) -> None:
         self._state = "call"
 
     def _advance(self, parts: list[Part]) -> bool:
@@ -313,7 +267,7 @@ class LlamaCalls:
     begin = "<|python_tag|>"
 
     def __init__(self, new_id: Callable[[], str], names: Collection[str]) -> None:
-        self._calls = _Calls(new_id)
+        self._calls = Calls(new_id)
         self._names = names
         self._held = ""
         self._is_text = False
@@ -414,7 +368,21 @@ LLAMA3 = CallFormat(
     end="",
     new_parser=lambda names: LlamaCalls(_openai_id, names),
 )
-FORMATS = {each.name: each for each in (HERMES, MISTRAL, LLAMA3)}
+
+
+def _tagged(name: str, tags: CallTags) -> CallFormat:
+    new_parser = partial(TaggedCalls, _openai_id, tags)
+    return CallFormat(
+        name=name, begin=tags.begins[0], end=tags.end, new_parser=new_parser, tags=tags
+    )
+
+
+GLM45 = _tagged("glm45", GLM45_TAGS)
+GLM47 = _tagged("glm47", GLM47_TAGS)
+MINIMAX_M2 = _tagged("minimax_m2", MINIMAX_M2_TAGS)
+QWEN3_CODER = _tagged("qwen3_coder", QWEN3_CODER_TAGS)
+_ALL = (HERMES, MISTRAL, LLAMA3, GLM45, GLM47, MINIMAX_M2, QWEN3_CODER)
+FORMATS = {each.name: each for each in _ALL}
 
 
 def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
@@ -425,8 +393,14 @@ def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
         return None
     if not template.mentions("tools"):
         return HERMES  # of server.gateway.dialects.chat.generic_tools
-    if template.has_text("<function="):
-        return None  # Qwen3-Coder's, which has `<tool_call>` too
+    # Most of these have Hermes' `<tool_call>` too.
+    if template.has_text(GLM47_TAGS.key[0]):
+        return GLM47 if template.has_text(GLM47_TAGS.key[1] + GLM47_TAGS.value[0]) else GLM45
+    if template.has_text(MINIMAX_M2.begin):
+        return MINIMAX_M2
+    if template.has_text(QWEN3_CODER_TAGS.name[0]):
+        # Llama's `<function=` has JSON in it.
+        return QWEN3_CODER if template.has_text(QWEN3_CODER_TAGS.key[0]) else None
     if template.has_text(HERMES.begin):
         return HERMES
     if template.has_text(MISTRAL.begin):

@@ -6,9 +6,9 @@ the count of those spent on reasoning.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from server.gateway.parsing.call_formats import CallFormat
 from server.gateway.parsing.parts import (
@@ -26,14 +26,15 @@ from server.gateway.parsing.reasoning import BEGIN, END, ReasoningSplit
 class MessageOptions:
     """How the text of a request's answers becomes messages.
 
-    `calls` None: text is never read as a call; `tool_names` are those of the request's tools.
+    `calls` None: text is never read as a call; `tools` are the JSON schemas of the arguments of the
+    request's tools, by their names.
     `is_named`: the client named the function to be called. `reasons`: the model marks its
     reasoning; `is_inside_reasoning`: the prompt ends within it. `hides_reasoning_tokens`: the
     reasoning's tokens are not shown either.
     """
 
     calls: CallFormat | None = None
-    tool_names: Collection[str] = ()
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     only_one_call: bool = False
     is_named: bool = False
     reasons: bool = False
@@ -82,7 +83,7 @@ class AnswerMessage:
             ReasoningSplit(is_inside=options.is_inside_reasoning) if options.reasons else None
         )
         self._calls: CallParser | None = (
-            options.calls.new_parser(options.tool_names) if options.calls else None
+            options.calls.new_parser(options.tools) if options.calls else None
         )
         self.items: list[MessageText | MessageCall] = []
         self.calls: list[MessageCall] = []

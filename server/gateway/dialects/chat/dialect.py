@@ -16,11 +16,12 @@ from server.gateway.dialects.chat.generic_tools import shown_chat
 from server.gateway.dialects.chat.prompt import ChatPrompt, chat_prompt, reasoning_variables
 from server.gateway.dialects.chat.reply import ChatAnswer, ChatChunk, ChatReplies
 from server.gateway.dialects.chat.request import ChatBody, ChatMessage, DecodedChat, decode_chat
-from server.gateway.dialects.chat.tools import constrained, marker_terminal, tool_use
+from server.gateway.dialects.chat.tools import constrained, tool_use
 from server.gateway.dialects.dialect import PreparedRequest, Replies, ReplyHead
 from server.gateway.generation.params import RequestParams, request_params
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.served_model import ServedModel
+from server.gateway.grammars.lark import marker_terminal
 from server.gateway.grammars.structured_outputs import check_end
 from server.gateway.openapi.endpoint import CHUNKS, EXAMPLE_MODEL, OF_GENERATION, Endpoint
 from server.gateway.parsing.message import MessageOptions
@@ -116,7 +117,7 @@ def prepared_chat(
         params = params.with_grammar(grammar, field="tools")
     options = MessageOptions(
         calls=formats.calls if tools.may_call else None,
-        tool_names=tools.names,
+        tools=tools.schemas,
         only_one_call=tools.only_one,
         is_named=tools.is_named,
         reasons=formats.reasons,

@@ -14,14 +14,16 @@ server.gateway.grammars.structured_outputs. Pure; the text of calls is server.ga
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from server.gateway.bodies.decoding import check_depth
 from server.gateway.dialects.chat.request import ChatBody, NamedToolChoice, Tool
+from server.gateway.dialects.chat.tagged_grammar import TaggedGrammar
 from server.gateway.errors import truncated
 from server.gateway.grammars.json_schemas import closed
+from server.gateway.grammars.lark import Terminal, quoted
 from server.gateway.grammars.structured_outputs import WHITESPACE, checked_grammar
 from server.gateway.parsing.call_formats import HERMES, LLAMA3, CallFormat, MistralCalls
 from server.gateway.parsing.formats import MessageFormats
@@ -31,8 +33,6 @@ from topspin.errors import InvalidRequest
 # Keys of a schema that models read best first; the others follow in alphabetical order.
 _FIRST_KEYS = ("type", "title", "description", "enum", "const", "properties", "required", "items")
 _NAME_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-
-Terminal = Callable[[str], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +49,9 @@ class ToolUse:
     only_one: bool = False
 
     @property
-    def names(self) -> Collection[str]:
-        """Return the names of all tools."""
-        return {tool.function.name for tool in self.tools}
+    def schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the JSON schemas of all tools' arguments, by the tools' names."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
 
     def for_template(self) -> list[Mapping[str, object]] | None:
         """Return the tools as templates expect them, None if there are none.
@@ -180,16 +180,6 @@ def constrained(
     return checked_grammar(json.dumps({"grammars": [top, *text]}), param="tools")
 
 
-def marker_terminal(token_id: Callable[[str], int | None], special: frozenset[int]) -> Terminal:
-    """Return the Lark of markers for a tokenizer: special tokens have no text in a grammar."""
-
-    def terminal(marker: str) -> str:
-        found = token_id(marker)
-        return f"<[{found}]>" if found in special else _quoted(marker)
-
-    return terminal
-
-
 def _beginning(terminal: Terminal, *, reasons: bool, is_inside: bool) -> list[str]:
     if not reasons:
         return ["start: answer"]
@@ -208,6 +198,11 @@ def _calls(calls: CallFormat, use: ToolUse, terminal: Terminal) -> list[str]:
     tools: Sequence[Tool] = use.called or use.tools
     names = [f"call_{idx}" for idx in range(len(tools))]
     rules = [f"call: {' | '.join(names)}"]
+    if calls.tags is not None:
+        tagged = TaggedGrammar(calls.tags, terminal)
+        for name, tool in zip(names, tools, strict=True):
+            rules += tagged.call(name, tool.function)
+        return [*rules, *tagged.block(only_one=use.only_one)]
     for name, tool in zip(names, tools, strict=True):
         rules.append(f"{name}: {_call(calls, tool, f'{name}_arguments', terminal)}")
         rules.append(f"{name}_arguments: %json {json.dumps(_schema(tool))}")
@@ -229,10 +224,10 @@ def _call(calls: CallFormat, tool: Tool, arguments: str, terminal: Terminal) -> 
     name = tool.function.name
     if calls.writes_names:
         call_id = f"({terminal(MistralCalls.id_marker)} /[a-zA-Z0-9]{{9}}/)?"
-        return f"{_quoted(name)} {call_id} {terminal(MistralCalls.separator)} {arguments}"
+        return f"{quoted(name)} {call_id} {terminal(MistralCalls.separator)} {arguments}"
     key = "parameters" if calls is LLAMA3 else "arguments"
     head = f'{{"name": {json.dumps(name)}, "{key}": '
-    return f'{_quoted(head)} {arguments} "}}"'
+    return f'{quoted(head)} {arguments} "}}"'
 
 
 def _text_and_calls(calls: CallFormat, terminal: Terminal, *, is_answer: bool) -> list[str]:
@@ -244,7 +239,7 @@ def _text_and_calls(calls: CallFormat, terminal: Terminal, *, is_answer: bool) -
     if calls is LLAMA3:
         # Its calls have no marker: an answer that begins as an object is a call.
         return ["answer: calls | OTHER", f"OTHER: /[^{{](.|\\n)*/{limit}"]
-    begin = terminal(calls.begin)
+    begin = terminal(calls.tags.begins[-1] if calls.tags else calls.begin)
     texts = [f"FIRST: /(.|\\n)*/{limit}", "text: /(.|\\n)*/"]
     if begin.startswith("<["):
         return [*texts, f"answer: FIRST ({begin} rest text)*"]
@@ -266,7 +261,3 @@ def _named_text(grammar: str) -> dict[str, Any]:
     except ValueError:
         inner = {"lark_grammar": grammar}
     return {**inner, "name": "text"}
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from server.gateway.dialects.chat.request import FunctionDefinition, Tool
-from server.gateway.dialects.chat.tools import ToolUse, constrained, marker_terminal
+from server.gateway.dialects.chat.tools import ToolUse, constrained
+from server.gateway.grammars.lark import marker_terminal
 from server.gateway.grammars.structured_outputs import json_grammar
-from server.gateway.parsing.call_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_LIST, CallFormat
+from server.gateway.parsing.call_formats import (
+    FORMATS,
+    GLM45,
+    GLM47,
+    HERMES,
+    LLAMA3,
+    MINIMAX_M2,
+    MISTRAL,
+    MISTRAL_LIST,
+    QWEN3_CODER,
+    CallFormat,
+)
 from server.gateway.parsing.message import AnswerMessage, MessageOptions
 from tests.server.gateway.fakes import backend
+from tests.server.gateway.tagged import NAMES, written_call
 
 SPECIAL = "<|im_start|>"
 
@@ -30,11 +44,13 @@ def tool(name: str, *, strict: bool | None = None, **extra: Any) -> Tool:
 
 
 ADD, SUB = tool("add"), tool("sub")
+TAGGED = [FORMATS[name] for name in NAMES]
 WRITTEN = {
     HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
     MISTRAL: '[TOOL_CALLS]add[ARGS]{"a": 1}',
     MISTRAL_LIST: '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
     LLAMA3: '{"name": "add", "parameters": {"a": 1}}',
+    **{tagged: written_call(tagged.name, "add", [("a", "1")]) for tagged in TAGGED},
 }
 TWO = {
     HERMES: WRITTEN[HERMES] + "\n" + WRITTEN[HERMES],
@@ -44,8 +60,12 @@ TWO = {
         '{"name": "add", "arguments": {"a": 1}}]'
     ),
     LLAMA3: WRITTEN[LLAMA3] + "; " + WRITTEN[LLAMA3],
+    GLM45: WRITTEN[GLM45] + "\n" + WRITTEN[GLM45],
+    GLM47: WRITTEN[GLM47] * 2,
+    QWEN3_CODER: WRITTEN[QWEN3_CODER] + "\n" + WRITTEN[QWEN3_CODER],
+    MINIMAX_M2: re.sub("<invoke(.|\n)*</invoke>\n", r"\g<0>\g<0>", WRITTEN[MINIMAX_M2]),
 }
-FORMATS = pytest.mark.parametrize("calls", list(WRITTEN), ids=lambda each: each.name)
+EACH = pytest.mark.parametrize("calls", list(WRITTEN), ids=lambda each: each.name)
 
 
 def grammar_of(calls: CallFormat, use: ToolUse, text: str = "", **reasoning: bool) -> str:
@@ -66,7 +86,7 @@ def allows(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
-@FORMATS
+@EACH
 def test_a_required_call_is_all_that_is_allowed(calls: CallFormat) -> None:
     grammar = grammar_of(calls, ToolUse(tools=(ADD, SUB), called=(ADD, SUB), may_call=True))
     assert allows(grammar, WRITTEN[calls])
@@ -77,10 +97,10 @@ def test_a_required_call_is_all_that_is_allowed(calls: CallFormat) -> None:
         "hello " + WRITTEN[calls],
         WRITTEN[calls].replace("add", "mul"),
         WRITTEN[calls].replace("1", '"x"'),
-        WRITTEN[calls].replace('"a"', '"b"'),
+        re.sub('(?<=[">=])a(?=["<>])', "b", WRITTEN[calls]),
     ):
         assert not allows(grammar, wrong)
-    message = AnswerMessage(MessageOptions(calls=calls, tool_names={"add"}))
+    message = AnswerMessage(MessageOptions(calls=calls, tools={"add": {}}))
     message.push(TWO[calls], is_last=True)
     assert [(call.name, call.arguments) for call in message.calls] == [("add", '{"a": 1}')] * 2
     assert message.content == ""
@@ -92,7 +112,7 @@ def test_a_forced_call_may_have_an_id_where_its_format_has_one() -> None:
     assert not allows(grammar, '[TOOL_CALLS]add[CALL_ID]"[ARGS]{"a": 1}')
 
 
-@FORMATS
+@EACH
 def test_a_named_call_is_one_of_that_function(calls: CallFormat) -> None:
     use = ToolUse(tools=(ADD, SUB), called=(ADD,), is_named=True, may_call=True, only_one=True)
     grammar = grammar_of(calls, use)
@@ -101,7 +121,7 @@ def test_a_named_call_is_one_of_that_function(calls: CallFormat) -> None:
     assert not allows(grammar, TWO[calls])
 
 
-@FORMATS
+@EACH
 def test_where_the_model_decides_only_strict_tools_are_constrained(calls: CallFormat) -> None:
     assert grammar_of(calls, ToolUse(tools=(ADD,), may_call=True)) == ""
     use = ToolUse(tools=(tool("add", strict=True),), may_call=True)
@@ -115,7 +135,7 @@ def test_where_the_model_decides_only_strict_tools_are_constrained(calls: CallFo
     assert grammar_of(calls, ToolUse(tools=use.tools)) == ""
 
 
-@FORMATS
+@EACH
 def test_an_answer_with_a_schema_is_that_or_a_call(calls: CallFormat) -> None:
     text = json_grammar({"type": "array", "items": {"type": "integer"}}, param="x")
     grammar = grammar_of(calls, ToolUse(tools=(ADD,), may_call=True), text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from server.gateway.parsing.call_formats import FORMATS
 from server.gateway.parsing.message import AnswerMessage, MessageOptions
 
-NAMES = ("get_weather", "add")
+TOOLS: dict[str, dict[str, Any]] = {"get_weather": {}, "add": {}}
 HERMES_CALL = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "}\\"{<tool_call>"}}\n</tool_call>'
 )
@@ -33,7 +34,7 @@ def read(pieces: list[str], options: MessageOptions) -> Shape:
 
 
 def options_of(name: str, **others: bool) -> MessageOptions:
-    return MessageOptions(calls=FORMATS[name], tool_names=NAMES, **others)
+    return MessageOptions(calls=FORMATS[name], tools=TOOLS, **others)
 
 
 Calls = list[tuple[str, str]]
@@ -148,7 +149,7 @@ JSON = st.recursive(
 @settings(max_examples=60)
 @given(
     arguments=st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=3),
-    name=st.sampled_from(sorted(FORMATS)),
+    name=st.sampled_from(["hermes", "mistral", "llama3_json"]),
     indent=st.sampled_from([None, 2]),
     data=st.data(),
 )
@@ -180,6 +181,10 @@ PIECES = (
     "[ARGS]",
     "[CALL_ID]",
     "<|python_tag|>",
+    *("<function=add>", "<parameter=a>", "<parameter=", "</parameter>", "</function>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *('<invoke name="add">', '<parameter name="a">', "</invoke>"),
+    *("<minimax:tool_call>", "</minimax:tool_call>"),
     "<think>",
     "</think>",
     "add",
