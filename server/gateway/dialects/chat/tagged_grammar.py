@@ -27,7 +27,7 @@ _FOLLOWED: Final = _NOTES.union(
     ("type", "properties", "required", "additionalProperties", "$schema", "$id"), _DEFINITIONS
 )
 _FOLLOWED_BY_TEXT: Final = _NOTES.union(("type", "enum", "const"))
-_ANY_KEY: Final = r"/[^<> \t\r\n]+/"
+_ANY_KEY: Final = r'/[^<>" \t\r\n]+/'
 
 
 class TaggedGrammar:

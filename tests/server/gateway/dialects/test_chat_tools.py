@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from server.gateway.dialects.chat.request import FunctionDefinition, Tool
@@ -28,6 +31,7 @@ from server.gateway.parsing.call_formats import (
 from server.gateway.parsing.message import AnswerMessage, MessageOptions
 from tests.server.gateway.fakes import backend
 from tests.server.gateway.tagged import NAMES, written_call
+from topspin.errors import InvalidRequest
 
 SPECIAL = "<|im_start|>"
 
@@ -77,9 +81,14 @@ def grammar_of(calls: CallFormat, use: ToolUse, text: str = "", **reasoning: boo
     )
 
 
+@cache
+def ll_tokenizer() -> LLTokenizer:
+    return LLTokenizer(backend().to_str(), eos_token=backend().token_to_id(SPECIAL))
+
+
 def allows(grammar: str, text: str) -> bool:
     """Return whether the grammar allows `text` as a whole answer."""
-    tokenizer = LLTokenizer(backend().to_str(), eos_token=0)
+    tokenizer = ll_tokenizer()
     matcher = LLMatcher(tokenizer, grammar)
     assert not matcher.is_error(), matcher.get_error()
     token_ids = tokenizer.tokenize_str(text)
@@ -190,3 +199,113 @@ def test_a_strict_schema_that_no_grammar_has_is_refused_and_another_is_served() 
     strict = tool("add", strict=True, **odd)
     grammar = grammar_of(HERMES, ToolUse(tools=(strict,), called=(strict,), may_call=True))
     assert "unevaluatedProperties" in LLMatcher.validate_grammar(grammar)
+
+
+PARAMETERS: dict[str, Any] = {
+    "text": {"type": "string", "description": "any"},
+    "colour": {"$ref": "#/$defs/Colour"},
+    "unit": {"const": "cm"},
+    "number": {"type": "number", "minimum": 0},
+    "name": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "items": {"type": "array", "items": {"$ref": "#/$defs/Item"}},
+}
+DEFINITIONS = {
+    "Colour": {"type": "string", "enum": ["red", 'a "b"\n', "</b>"]},
+    "Item": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+}
+TEXTS = st.text(max_size=4) | st.sampled_from(["\n", "</", "</arg_value>", "</parameter>", '"\\'])
+
+
+@settings(max_examples=60)
+@given(
+    calls=st.sampled_from(TAGGED),
+    arguments=st.fixed_dictionaries(
+        {"text": TEXTS.filter(lambda text: ">" not in text), "number": st.integers(0, 99)},
+        optional={
+            "colour": st.sampled_from(DEFINITIONS["Colour"]["enum"]),
+            "unit": st.just("cm"),
+            "name": st.none() | TEXTS,
+            "items": st.lists(st.fixed_dictionaries({"x": TEXTS}), max_size=2),
+        },
+    ),
+    is_strict=st.booleans(),
+)
+def test_arguments_in_tags_are_read_back_as_the_grammar_has_them(
+    calls: CallFormat, arguments: dict[str, Any], is_strict: bool
+) -> None:
+    extra = {"properties": PARAMETERS, "required": ["number", "text"], "$defs": DEFINITIONS}
+    made = tool("f", strict=is_strict, **extra)
+    grammar = grammar_of(calls, ToolUse(tools=(made,), called=(made,), may_call=True))
+
+    def write(given: dict[str, Any]) -> str:
+        texts = {"text", "colour", "unit"}
+        pairs = [
+            (key, given[key] if key in texts else json.dumps(given[key], ensure_ascii=False))
+            for key in PARAMETERS
+            if key in given
+        ]
+        return written_call(calls.name, "f", pairs)
+
+    text = write(arguments)
+    assert allows(grammar, text)
+    schemas = {"f": made.function.parameters or {}}
+    message = AnswerMessage(MessageOptions(calls=calls, tools=schemas))
+    message.push(text, is_last=True)
+    assert [json.loads(call.arguments) for call in message.calls] == [arguments]
+    assert message.content == ""
+    for wrong in ({"colour": "green"}, {"number": -1}, {"name": 5}, {"items": [{"x": 1}]}):
+        assert not allows(grammar, write(arguments | wrong))
+    assert not allows(grammar, write({key: arguments[key] for key in arguments if key != "text"}))
+
+
+@pytest.mark.parametrize("calls", TAGGED, ids=lambda each: each.name)
+def test_a_strict_schema_that_tags_cannot_follow_is_refused_and_else_is_served(
+    calls: CallFormat,
+) -> None:
+    for extra in (
+        {"properties": {"a": {"type": "string", "pattern": "x+"}}},
+        {"anyOf": [{"required": ["a"]}]},
+    ):
+        lenient, strict = (tool("add", strict=is_strict, **extra) for is_strict in (False, True))
+        use = ToolUse(tools=(lenient,), called=(lenient,), may_call=True)
+        assert allows(grammar_of(calls, use), WRITTEN[calls])
+        with pytest.raises(InvalidRequest, match=r"`(pattern|anyOf)` in the schema of `add`"):
+            grammar_of(calls, ToolUse(tools=(strict,), may_call=True))
+    odd = tool("add", properties={"a<b": {}})
+    with pytest.raises(InvalidRequest, match="`a<b`"):
+        grammar_of(calls, ToolUse(tools=(odd,), called=(odd,), may_call=True))
+
+
+@pytest.mark.parametrize("calls", TAGGED, ids=lambda each: each.name)
+def test_a_schema_that_names_no_arguments_allows_any_in_tags(calls: CallFormat) -> None:
+    bare = written_call(calls.name, "add", [])
+    for schema, is_allowed in (
+        (None, True),
+        ({"$ref": "#/$defs/A"}, True),
+        ({"properties": {}}, False),
+        ({"additionalProperties": False}, False),
+    ):
+        made = Tool(function=FunctionDefinition(name="add", parameters=schema))
+        grammar = grammar_of(calls, ToolUse(tools=(made,), called=(made,), may_call=True))
+        assert allows(grammar, bare)
+        assert allows(grammar, WRITTEN[calls]) is is_allowed
+
+
+def test_tags_that_are_special_tokens_are_named_by_id_and_a_forgotten_one_hides_no_call() -> None:
+    strict = tool("add", strict=True)
+    special = {"</arg_value>": 7, "<tool_call>": 8}
+    grammar = constrained(
+        "",
+        ToolUse(tools=(strict,), may_call=True),
+        calls=GLM45,
+        terminal=marker_terminal(special.get, frozenset(special.values())),
+        reasons=False,
+        is_inside_reasoning=False,
+    )
+    rules = json.loads(grammar)["grammars"][0]["lark_grammar"]
+    assert "any_text: /(.|\\n)*/ <[7]>" in rules
+    assert "FIRST (<[8]> rest text)*" in rules
+    bare = WRITTEN[QWEN3_CODER].removeprefix("<tool_call>\n")
+    grammar = grammar_of(QWEN3_CODER, ToolUse(tools=(strict,), may_call=True))
+    assert allows(grammar, f"So: {bare}")
+    assert not allows(grammar, bare.replace("1", "x"))

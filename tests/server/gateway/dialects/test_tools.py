@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from server.gateway.parsing.call_formats import (
+    GLM45,
+    GLM47,
     HERMES,
     LLAMA3,
+    MINIMAX_M2,
     MISTRAL,
     MISTRAL_LIST,
+    QWEN3_CODER,
     CallFormat,
     call_format,
 )
@@ -92,6 +96,19 @@ def test_a_streamed_call_comes_in_pieces() -> None:
     assert all(set(call) == {"index", "function"} for call in more)
     assert "".join(call["function"]["arguments"] for call in more) == '{"a": 1, "b": 2}'
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_the_schemas_of_a_request_tell_the_values_of_a_call_in_tags() -> None:
+    template = template_of("{{ tools and 1 }}<tool_call><function=f><parameter=a>")
+    said = "<function=add>\n<parameter=a>\n5\n</parameter>\n<parameter=s>\n5\n</parameter>\n"
+    properties = {"a": {"type": "integer"}, "s": {"type": "string"}}
+    function = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+    body = {**CHAT_BODY, "tools": [{"type": "function", "function": function}]}
+    fake = FakeEngine(saying(said, finish_reason="stop"))
+    formats = message_formats(GatewaySection(), template)
+    response = answer_to(CHAT, body, fake=fake, template=template, formats=formats)
+    [call] = response.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 5, "s": "5"}'}
 
 
 NAMED = {"type": "function", "function": {"name": "add"}}
@@ -212,7 +229,11 @@ def test_reasoning_is_shown_apart_and_counted(opens: bool) -> None:
         ("{{ tools }}[TOOL_CALLS] [", MISTRAL_LIST),
         ("{{ tools }}[TOOL_CALLS]name[ARGS]", MISTRAL),
         ("<|start_header_id|>{{ tools }}{{ '\"parameters\"' }}", LLAMA3),
-        ("{{ tools }}<tool_call><function=f>", None),
+        ("{{ tools }}<tool_call><function=f><parameter=a>", QWEN3_CODER),
+        ("{{ tools }}<function=f>", None),
+        ("{{ tools }}<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>", GLM45),
+        ("{{ tools }}<tool_call>f<arg_key>a</arg_key><arg_value>", GLM47),
+        ("{{ tools }}<minimax:tool_call><invoke>", MINIMAX_M2),
         ("{{ messages }}", HERMES),
         ("{{ tools }}", None),
     ],

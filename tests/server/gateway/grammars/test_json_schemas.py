@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft7Validator, Draft202012Validator
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
-from server.gateway.grammars.json_schemas import closed, subschemas
+from server.gateway.grammars.json_schemas import ANY_TYPE, closed, subschemas, value_types
 from server.gateway.grammars.structured_outputs import json_grammar
 
 Schema = dict[str, Any]
@@ -155,3 +155,25 @@ def test_what_fits_a_closed_schema_fits_the_schema(seed: int) -> None:
         assert (False, True) not in fits, schema
         num_stricter += (True, False) in fits
     assert num_stricter > 10
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"type": "number"}, {"number", "integer"}),
+        ({"const": True}, {"boolean"}),
+        ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
+        ({"anyOf": [{"type": "string"}, {"oneOf": [{"type": "array"}]}]}, {"string", "array"}),
+        ({"anyOf": [{"type": "string"}, {}]}, ANY_TYPE),
+        ({"allOf": [{"$ref": "#/$defs/A"}, {"description": "x"}]}, {"string"}),
+        ({"$ref": "#/$defs/Self"}, ANY_TYPE),
+        ({"$ref": "elsewhere"}, ANY_TYPE),
+        *((odd, ANY_TYPE) for odd in (True, None, 5, {"anyOf": 5}, {"type": 5}, {"enum": "a"})),
+    ],
+)
+def test_the_types_of_a_value_are_those_that_its_schema_tells(
+    schema: object, types: set[str] | frozenset[str]
+) -> None:
+    definitions = {"A": {"enum": ["a"]}, "Self": {"$ref": "#/$defs/Self"}}
+    assert value_types(schema, {"$defs": definitions}) == types

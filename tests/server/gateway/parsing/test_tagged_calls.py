@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -92,6 +93,11 @@ def test_schemas_without_names_and_unknown_functions(name: str) -> None:
     for function, value in (("g", "5"), ("unknown", 5)):
         [(called, arguments)] = read(name, written_call(name, function, [("a", "5")]))[1]
         assert (called, json.loads(arguments)) == (function, {"a": value})
+
+
+def test_tags_that_are_special_tokens_are_shown_to_the_parser() -> None:
+    tags = re.findall("</?[a-z_]+>", written_call("glm45", "f", [("a", "5")]))
+    assert set(FORMATS["glm45"].markers) == set(tags)
 
 
 VALUES = st.recursive(
