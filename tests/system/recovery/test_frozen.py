@@ -123,6 +123,7 @@ def test_a_pause_of_the_whole_machine_loses_nothing(
         check_identical(begun.join(), expected)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("role", "transport"), [("expert 0", "shm"), ("attention 0", "shm"), ("local", "local")]
 )
@@ -140,5 +141,6 @@ def test_a_restarted_node_does_not_mix_other_weights_in(
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=100)
         assert answer.status_code == 503, answer.text
         assert "their contents differ in model.safetensors" in server.output
-        assert server.wait(100) == 1
+        # It is started five times more, which takes long on a busy machine.
+        assert server.wait(250) == 1
         assert "it is not started again" in server.output
