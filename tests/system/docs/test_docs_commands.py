@@ -65,6 +65,7 @@ RUN_BY: dict[str, dict[str, str]] = {
     "load_testing.md": {LOAD: "test_load_and_traces_of_a_server"},
     "models.md": {
         LOSS: "test_the_loss_of_quantisation_is_measured",
+        "topspin models DIR": "tests.app.cli.test_models.test_the_facts_of_a_checkpoint",
         "topspin pull smollm2-moe": QUICK_START,
     },
     "plans.md": {
