@@ -21,11 +21,10 @@ from deploy.placement.shapes import ModelShape, precision_by
 from models.description.config import ModelConfig, load_model_config
 from models.description.facts import facts_of
 from models.families import FAMILIES
+from models.quantised.config import METHODS
 from topspin.errors import ConfigError
 from topspin.plan.precision import KERNEL_FORMATS, rules_of
 from topspin.units import format_size
-
-_METHODS = "fp8, GPTQ, AWQ, compressed-tensors, mxfp4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +57,7 @@ def _families() -> Iterator[tuple[str, str]]:
     for name, family in sorted(FAMILIES.items()):
         head = inspect.getdoc(inspect.getmodule(family.parts)) or ""
         yield name, head.partition("\n")[0]
-    yield "checkpoints", f"bfloat16, float16, float32; {_METHODS}"
+    yield "checkpoints", f"bfloat16, float16, float32; {', '.join(METHODS)}"
     for kernels, formats in KERNEL_FORMATS.items():
         yield f"weights on {kernels}", f"as they are, {', '.join(formats)}"
 
@@ -66,7 +65,7 @@ def _families() -> Iterator[tuple[str, str]]:
 def _facts(parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:
     config = load_model_config(parsed.directory)
     facts = facts_of(config, parsed.directory)
-    shape = ModelShape.from_config(config)
+    shape = ModelShape.from_config(config, dtype=config.dtype)
     rules = rules_of(parsed.quantization) or facts.precision.get("cpu", ())
     precision = precision_by(rules)
     attention = attention_weight_bytes(shape, precision, kernels="cpu")

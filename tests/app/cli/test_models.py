@@ -25,16 +25,16 @@ def test_all_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_facts_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = make_checkpoint(tmp_path, "glm4_moe", dtype="bfloat16")
+    path = make_checkpoint(tmp_path, "glm4_moe")
     assert main(["models", str(path), "--expert-nodes", "3"]) == 0
     told = capsys.readouterr().out
-    # Two MoE layers, of each 3 of 8 experts: three matrices of 32 x 64.
-    experts = 2 * 3 * 3 * 32 * 64 * 2
+    # Two MoE layers, of each 3 of 8 experts: three fp32 matrices of 32 x 64.
+    experts = 2 * 3 * 3 * 32 * 64 * 4
     assert f"{format_size(experts)}, 3 experts of each layer" in told
     assert "3, 2 with experts" in told
     assert "8, 3 for a token and a shared one; sigmoid" in told
-    # Keys and values of 3 layers, 2 heads of 24 numbers, 2 bytes each.
-    assert f"{2 * 3 * 2 * 24 * 2} bytes a token" in told
+    # Keys and values of 3 layers, 2 heads of 24 numbers.
+    assert f"{2 * 3 * 2 * 24 * 4} bytes a token, float32" in told
 
 
 def test_what_is_not_served_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
