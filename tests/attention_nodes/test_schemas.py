@@ -18,8 +18,7 @@ from server.gateway.bodies.generation import MAX_STRUCTURED_CHOICES
 from server.gateway.dialects.chat.request import FunctionDefinition, Tool
 from server.gateway.dialects.chat.tools import ToolUse, constrained
 from server.gateway.dialects.completions.request import CompletionBody
-from server.gateway.grammars.lark import marker_terminal
-from server.gateway.grammars.structured_outputs import grammar_of, json_grammar
+from server.gateway.grammars.structured_outputs import grammar_of, json_grammar, marker_terminal
 from server.gateway.parsing.call_formats import HERMES
 from tests.attention_nodes.constrained import Bench, Checkpoint, params
 from tests.attention_nodes.schemas import REFUSED, Schema, all_schemas

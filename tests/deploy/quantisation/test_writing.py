@@ -19,7 +19,6 @@ from deploy.quantisation.layers import open_model
 from deploy.quantisation.specification import parse_bits
 from deploy.quantisation.writing import new_directory, write_quantised
 from tests.checkpoints import make_checkpoint, oracle_model
-from tests.sinks import make_with_sinks
 from topspin.errors import ConfigError
 
 SIZES = {
@@ -152,8 +151,8 @@ def test_a_tied_head_is_untied_only_if_it_is_quantised(tmp_path: Path, bits: str
     assert torch.equal(model.lm_head, model.embed) is is_tied
 
 
-def test_sinks_are_copied_and_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = make_with_sinks(tmp_path / "source", monkeypatch, intermediate_size=64)
+def test_sinks_are_copied_and_no_module(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "gpt_oss")
     coded = written(source, tmp_path / "coded", "experts=4")
     name = "model.layers.1.self_attn.sinks"
     assert torch.equal(load_file(coded / FILE)[name], load_file(source / FILE)[name])

@@ -14,8 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from server.gateway.dialects.chat.request import FunctionDefinition, Tool
 from server.gateway.dialects.chat.tools import ToolUse, constrained
-from server.gateway.grammars.lark import marker_terminal
-from server.gateway.grammars.structured_outputs import json_grammar
+from server.gateway.grammars.structured_outputs import json_grammar, marker_terminal
 from server.gateway.parsing.call_formats import (
     FORMATS,
     GLM45,
