@@ -1,16 +1,16 @@
 """The form that an answer must have: `response_format`, `structured_outputs` to a grammar.
 
-Owns the translation to llguidance's text, and what is refused before anything compiles it. Whether
-it can be compiled is said by attention nodes, whose reasons reach the client with the field's name:
-no gateway gives a stranger's grammar to native code. Pure; may take tens of milliseconds for a
-large schema, so that server.gateway.handler calls it in a thread where a body has one of
-GRAMMAR_FIELDS.
+Owns the translation to llguidance's text, the Lark of texts and of markers in it, and what is
+refused before anything compiles it. Whether it can be compiled is said by attention nodes, whose
+reasons reach the client with the field's name: no gateway gives a stranger's grammar to native
+code. Pure; may take tens of milliseconds for a large schema, so that server.gateway.handler calls
+it in a thread where a body has one of GRAMMAR_FIELDS.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from llguidance import LLMatcher
@@ -26,6 +26,8 @@ from topspin.grammars import MAX_GRAMMAR_BYTES, reason_of
 # Between two parts of JSON: a space, or a line break and an indentation. Small models would
 # write blanks for ever where any number is allowed.
 WHITESPACE: Final = r" |\n[ \t]{0,24}"
+# Gives the Lark of a marker.
+Terminal = Callable[[str], str]
 _ANY_OBJECT: Final = {"type": "object"}
 _OPTIONS: Final = "x-guidance"
 GRAMMAR_FIELDS: Final = (
@@ -174,3 +176,18 @@ def _of_text(text: str, *, param: str) -> str:
         except ValueError as error:
             raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
     return LLMatcher.grammar_from_lark(text)
+
+
+def quoted(text: str) -> str:
+    """Return the Lark of `text`; it is not to be empty."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def marker_terminal(token_id: Callable[[str], int | None], special: frozenset[int]) -> Terminal:
+    """Return the Lark of markers for a tokenizer: special tokens have no text in a grammar."""
+
+    def terminal(marker: str) -> str:
+        found = token_id(marker)
+        return f"<[{found}]>" if found in special else quoted(marker)
+
+    return terminal

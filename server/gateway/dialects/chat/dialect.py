@@ -21,8 +21,7 @@ from server.gateway.dialects.dialect import PreparedRequest, Replies, ReplyHead
 from server.gateway.generation.params import RequestParams, request_params
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.served_model import ServedModel
-from server.gateway.grammars.lark import marker_terminal
-from server.gateway.grammars.structured_outputs import check_end
+from server.gateway.grammars.structured_outputs import check_end, marker_terminal
 from server.gateway.openapi.endpoint import CHUNKS, EXAMPLE_MODEL, OF_GENERATION, Endpoint
 from server.gateway.parsing.message import MessageOptions
 from server.gateway.parsing.reasoning import begins_inside, is_over

@@ -15,8 +15,7 @@ from typing import Any, Final
 from server.gateway.dialects.chat.request import FunctionDefinition
 from server.gateway.errors import truncated
 from server.gateway.grammars.json_schemas import TEXT, closed, required_names, resolved
-from server.gateway.grammars.lark import Terminal, quoted
-from server.gateway.grammars.structured_outputs import WHITESPACE
+from server.gateway.grammars.structured_outputs import WHITESPACE, Terminal, quoted
 from server.gateway.parsing.tagged_calls import CallTags, is_key, parameter_types
 from topspin.errors import InvalidRequest
 

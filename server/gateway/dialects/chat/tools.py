@@ -23,8 +23,7 @@ from server.gateway.dialects.chat.request import ChatBody, NamedToolChoice, Tool
 from server.gateway.dialects.chat.tagged_grammar import TaggedGrammar
 from server.gateway.errors import truncated
 from server.gateway.grammars.json_schemas import closed
-from server.gateway.grammars.lark import Terminal, quoted
-from server.gateway.grammars.structured_outputs import WHITESPACE, checked_grammar
+from server.gateway.grammars.structured_outputs import WHITESPACE, Terminal, checked_grammar, quoted
 from server.gateway.parsing.call_formats import HERMES, LLAMA3, CallFormat, MistralCalls
 from server.gateway.parsing.formats import MessageFormats
 from server.gateway.parsing.reasoning import BEGIN, END
