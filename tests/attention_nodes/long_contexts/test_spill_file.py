@@ -102,7 +102,8 @@ def test_zeros_and_damage_are_not_read(tmp_path: Path) -> None:
     kept = cache(4)
     file = SpillFile(tmp_path, kept, 8)
     file.save(blocks(1, 2, 3), blocks(0, 1, 2))
-    os.pwrite(file.fd, b"\xa5", file.record_bytes + 5000)
+    (byte,) = os.pread(file.fd, 1, file.record_bytes + 5000)
+    os.pwrite(file.fd, bytes([byte ^ 1]), file.record_bytes + 5000)
     size = os.fstat(file.fd).st_size
     os.ftruncate(file.fd, 3 * file.record_bytes)
     os.ftruncate(file.fd, size)
