@@ -37,6 +37,7 @@ from models.checkpoints.unused_tensors import describe_unused, unused_tensors
 from models.checkpoints.weights import stream_attention_weights
 from models.description.config import ModelConfig, load_model_config
 from spec_decode.draft import Drafter
+from topspin.plan.kv_groups import BlockNeeds, kv_groups
 from topspin.plan.precision import formats
 from topspin.plan.spec import NodeConfig
 from topspin.process import release_freed_memory
@@ -69,17 +70,18 @@ def load_runner(
     runtime = open_runtime(config.node.device, config.node.kernels)
     model = load_model_config(path, config.model.hf_overrides)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    block_size = config.kv_cache.block_size
+    max_len, needs = config.model.max_model_len, needs_of(config, model)
     own = held_layers(config, model)
-    layers = kv_cache.layer_specs(model, dtype, config.kv_cache)[own.start : own.stop]
-    block_bytes = kv_cache.bytes_per_block(layers, block_size=block_size)
+    layers = kv_cache.layer_specs(model, dtype, config.kv_cache, max_len=max_len)
+    layers = layers[own.start : own.stop]
+    block_bytes = kv_cache.bytes_per_block(layers, block_size=needs.block_size)
     num_assigned = spilled_blocks(config, layers)
     code_bytes = bytes_beside(model, config, layers)
     cache = kv_cache.allocate(
         layers,
-        block_size=block_size,
+        needs=needs,
         size_bytes=config.attention.kv_cache_bytes,
-        max_len=config.model.max_model_len,
+        max_len=max_len,
         runtime=runtime,
         code_bytes=code_bytes,
     )
@@ -133,13 +135,17 @@ def load_runner(
                 use,
                 utilization=config.attention.gpu_memory_utilization,
                 block_bytes=block_bytes,
-                block_size=block_size,
-                max_len=config.model.max_model_len,
+                needs=needs,
+                max_len=max_len,
                 code_bytes=code_bytes,
             )
             del dry, rehearse
             decoder.kv = kv_cache.of_blocks(
-                layers, num_blocks, block_size=block_size, runtime=runtime
+                layers,
+                num_blocks,
+                block_size=needs.block_size,
+                runtime=runtime,
+                num_groups=len(needs.windows),
             )
         else:
             rehearse()
@@ -162,6 +168,16 @@ def held_layers(config: NodeConfig, model: ModelConfig) -> range:
     return range(*(config.node.layers or (0, model.num_layers)))
 
 
+def needs_of(config: NodeConfig, model: ModelConfig) -> BlockNeeds:
+    """Return how many blocks a sequence needs on a node."""
+    windows = [layer.sliding_window for layer in model.layers]
+    return BlockNeeds(
+        kv_groups(windows, config.kv_cache, max_len=config.model.max_model_len).windows,
+        block_size=config.kv_cache.block_size,
+        max_step_tokens=config.attention.max_num_batched_tokens,
+    )
+
+
 def _rehearse(
     runner: ModelRunner,
     config: NodeConfig,
@@ -175,7 +191,9 @@ def _rehearse(
     if config.num_experts:
         net = AbsentExperts(runner.local_layers) if open_net is None else open_net(runner)
     with fitting(runner.runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
-        for plan in largest_steps(config, index=index, table_version=table_version):
+        for plan in largest_steps(
+            config, index=index, table_version=table_version, num_groups=runner.num_groups
+        ):
             runner.execute(plan, net, index=index)
         runner.warm_up_largest(config)
     if net is not None:

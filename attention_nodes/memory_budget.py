@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
+from topspin.plan.kv_groups import BlockNeeds
 from topspin.plan.spec import NodeConfig
 from topspin.units import format_size
 
@@ -103,12 +105,13 @@ def blocks_to_allocate(
     *,
     utilization: float,
     block_bytes: int,
-    block_size: int,
+    needs: BlockNeeds,
     max_len: int,
     code_bytes: Callable[[int], int] | None = None,
 ) -> int:
     """Return blocks_that_fit(); logs the uses of memory, and a warning if the blocks are few."""
-    per_sequence = -(-max_len // block_size)
+    num_columns = -(-max_len // needs.block_size)
+    per_sequence = needs.of(num_columns)
     num_blocks = blocks_that_fit(
         use,
         utilization=utilization,
@@ -122,7 +125,7 @@ def blocks_to_allocate(
             "%d blocks of KV cache hold %d tokens, less than one sequence of --max-model-len %d: "
             "longer requests are refused",
             num_blocks,
-            num_blocks * block_size,
+            needs.columns_within(num_blocks, num_columns) * needs.block_size,
             max_len,
         )
     return num_blocks
@@ -186,28 +189,35 @@ def measure(
     )
 
 
-def largest_steps(config: NodeConfig, *, index: int, table_version: int) -> list[StepPlan]:
+def largest_steps(
+    config: NodeConfig, *, index: int, table_version: int, num_groups: int = 1
+) -> list[StepPlan]:
     """Return the plans of a dry run for attention node `index`, with every block id 0.
 
     Prompts that fill a step, one token of every sequence, and a short slice alone: together they
-    reach the peak of memory and use every kernel of steps that are not recorded.
+    reach the peak of memory and use every kernel of steps that are not recorded. Sequences have
+    blocks in each of `num_groups` groups of layers.
     """
     max_len, node = config.model.max_model_len, config.attention
     lengths = [min(max_len, node.max_num_batched_tokens)]
     while sum(lengths) < node.max_num_batched_tokens and len(lengths) < node.max_num_seqs:
         lengths.append(min(max_len, node.max_num_batched_tokens - sum(lengths)))
-    prompts = _plan(1, lengths, config, index=index, table_version=table_version)
+    plan = partial(
+        _plan, config=config, index=index, table_version=table_version, num_groups=num_groups
+    )
     singles = [1] * node.max_num_seqs
     short = [min(SHORT_SLICE, max_len, node.max_num_batched_tokens)]
-    others = (
-        _plan(generation, each, config, index=index, table_version=table_version)
-        for generation, each in ((2, singles), (3, short))
-    )
-    return [prompts, *others]
+    return [plan(1, lengths), plan(2, singles), plan(3, short)]
 
 
 def _plan(
-    generation: int, lengths: Sequence[int], config: NodeConfig, *, index: int, table_version: int
+    generation: int,
+    lengths: Sequence[int],
+    *,
+    config: NodeConfig,
+    index: int,
+    table_version: int,
+    num_groups: int,
 ) -> StepPlan:
     """Return the first step of a generation: new sequences, all sampled and scored."""
     ids = range(len(lengths))
@@ -218,7 +228,7 @@ def _plan(
             tokens=pack_ints([0] * length),
             num_prompt_tokens=length,
             num_computed=0,
-            blocks=pack_ints([0] * -(-length // block_size)),
+            blocks=pack_ints([0] * num_groups * -(-length // block_size)),
             max_length=length + 1,
             sampling=_COSTLIEST,
         )

@@ -202,7 +202,7 @@ class DraftModel:
         sources, targets = self._layout.keep(kept)
         if len(sources):
             device = self._runtime.device
-            to_device = [torch.from_numpy(each).to(device) for each in (sources, targets)]
+            to_device = [torch.from_numpy(each[None]).to(device) for each in (sources, targets)]
             self._decoder.kv.move(*to_device)
 
     @torch.inference_mode()

@@ -23,12 +23,14 @@ from attention_nodes.device.staging import ALIGNMENT, Outbound
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import PENDING, IntArray, TableLimits
 from attention_nodes.step.step_inputs import (
+    GroupInputs,
     MicroBatchInputs,
     Slices,
     StepInputs,
     ToScore,
     joined,
     mask_of,
+    of_tables,
     to_score,
 )
 from kernels.contracts import SEGMENT_KEYS, AttentionMeta, Retrieval, SearchBounds
@@ -45,7 +47,8 @@ class PlacedInputs:
 
     A row's token is `literals` + `last[last_rows]` (the spare last entry of `last` is 0).
     `angles` is (positions i64[T],), or (cos, sin) f32[T, D/2] each where they depend on more than
-    the position. `sampled` i64[R] are the entries of `last` that the step updates.
+    the position. Of each group of layers are a row of `kv_slots` i64[groups, T], and in `metas` an
+    entry of each micro-batch. `sampled` i64[R] are the entries of `last` that the step updates.
     """
 
     literals: Tensor
@@ -55,7 +58,7 @@ class PlacedInputs:
     sample_rows: Tensor
     sampled: Tensor
     num_rows: Tensor | None
-    metas: list[AttentionMeta]
+    metas: list[tuple[AttentionMeta, ...]]
     starts: list[int]
     to_score: ToScore | None
 
@@ -89,13 +92,16 @@ class DeviceInputs:
         # The last entry belongs to no sequence and stays 0.
         self._last = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         max_blocks = -(-limits.max_len // limits.block_size)
-        self._block_tables = torch.zeros(max_padded, max_blocks, dtype=torch.int32, device=device)
+        self._num_groups = limits.num_groups
+        shape = (limits.num_groups, max_padded, max_blocks)
+        self._block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._outbound = Outbound(
             runtime,
             _most_bytes(
                 max(max_tokens, max_padded),
                 max(max_seqs, max_padded),
                 max_seqs * max_blocks,
+                limits.num_groups,
                 0 if table is not None else 4 * rotary.width,
             ),
         )
@@ -126,31 +132,33 @@ class DeviceInputs:
             for slices in micro_batches
         ]
         # Last, since their width differs from step to step.
-        tables = [slices.block_tables for slices in micro_batches]
+        tables = [each.block_tables for slices in micro_batches for each in slices.groups]
         sent = self._outbound.send([*arrays, *chain.from_iterable(metas), *tables])
         num_rows, *angles = sent[5 : len(arrays)]
         pairs = sent[len(arrays) : len(arrays) + 2 * len(metas)]
+        own = sent[-len(tables) :]
         return PlacedInputs(
             literals=sent[0],
             last_rows=sent[1],
-            kv_slots=sent[2],
+            kv_slots=sent[2].view(self._num_groups, -1),
             sample_rows=sent[3],
             sampled=sent[4],
             num_rows=None if bucket is None else num_rows,
             angles=tuple(angles),
             metas=[
-                AttentionMeta(
-                    query_start=query_start,
-                    context_lens=context_lens,
-                    block_tables=table,
-                    max_query_len=int(slices.counts.max(initial=0)),
-                    max_context_len=int(slices.context_lens.max(initial=0)),
-                    tree_mask=mask_of(slices, self._device),
-                    retrieval=_uploaded(slices, self._runtime),
+                _of_groups(
+                    AttentionMeta(
+                        query_start=pairs[2 * idx],
+                        context_lens=pairs[2 * idx + 1],
+                        block_tables=own[idx * self._num_groups],
+                        max_query_len=int(slices.counts.max(initial=0)),
+                        max_context_len=int(slices.context_lens.max(initial=0)),
+                        tree_mask=mask_of(slices, self._device),
+                        retrieval=_uploaded(slices, self._runtime),
+                    ),
+                    own[idx * self._num_groups + 1 : (idx + 1) * self._num_groups],
                 )
-                for query_start, context_lens, table, slices in zip(
-                    pairs[::2], pairs[1::2], sent[-len(tables) :], micro_batches, strict=True
-                )
+                for idx, slices in enumerate(micro_batches)
             ],
             starts=starts,
             # These, the masks and retrievals are not worth a place in the one transfer.
@@ -186,7 +194,13 @@ class DeviceInputs:
         return [
             np.where(is_pending, 0, tokens),
             np.where(is_pending, padded("row_of_token", 0), self._max_rows),
-            padded("kv_slots", NO_SLOT),
+            joined(
+                [
+                    _padded(slices.groups[group].kv_slots, size, NO_SLOT)
+                    for group in range(self._num_groups)
+                    for slices, size in zip(micro_batches, sizes, strict=True)
+                ]
+            ),
             sample_rows,
             sampled,
             np.array([slices.num_tokens for slices in micro_batches]),
@@ -198,20 +212,20 @@ class DeviceInputs:
     ) -> PlacedInputs:
         """Copy the block tables, of any width, to the fixed memory that recordings read."""
         metas = []
-        for idx, meta in enumerate(sent.metas):
-            table = self._block_tables[idx * bucket : (idx + 1) * bucket]
-            rows, columns = meta.block_tables.shape
-            if rows and columns:
-                table[:rows, :columns].copy_(meta.block_tables)
-            metas.append(
-                AttentionMeta(
-                    query_start=meta.query_start,
-                    context_lens=meta.context_lens,
-                    block_tables=table,
-                    max_query_len=1,
-                    max_context_len=self._max_len,
-                )
+        for idx, (first, *others) in enumerate(sent.metas):
+            tables = self._block_tables[:, idx * bucket : (idx + 1) * bucket]
+            for table, meta in zip(tables, (first, *others), strict=True):
+                rows, columns = meta.block_tables.shape
+                if rows and columns:
+                    table[:rows, :columns].copy_(meta.block_tables)
+            fixed = AttentionMeta(
+                query_start=first.query_start,
+                context_lens=first.context_lens,
+                block_tables=tables[0],
+                max_query_len=1,
+                max_context_len=self._max_len,
             )
+            metas.append(_of_groups(fixed, list(tables[1:])))
         return replace(sent, metas=metas)
 
     def complete(self, placed: PlacedInputs) -> StepInputs:
@@ -221,7 +235,7 @@ class DeviceInputs:
             angles = tuple(each.index_select(0, angles[0]) for each in self._table)
         cos, sin = angles
         parts = []
-        for idx, meta in enumerate(placed.metas):
+        for idx, (meta, *others) in enumerate(placed.metas):
             begin, end = placed.starts[idx : idx + 2]
             parts.append(
                 MicroBatchInputs(
@@ -229,9 +243,13 @@ class DeviceInputs:
                     num_tokens=end - begin,
                     cos=cos[begin:end],
                     sin=sin[begin:end],
-                    kv_slots=placed.kv_slots[begin:end],
+                    kv_slots=placed.kv_slots[0, begin:end],
                     meta=meta,
                     num_rows=None if placed.num_rows is None else placed.num_rows[idx : idx + 1],
+                    further=tuple(
+                        GroupInputs(slots[begin:end], each)
+                        for slots, each in zip(placed.kv_slots[1:], others, strict=True)
+                    ),
                 )
             )
         tokens = placed.literals + self._last.index_select(0, placed.last_rows)
@@ -242,6 +260,11 @@ class DeviceInputs:
     def keep(self, placed: PlacedInputs, tokens: Tensor) -> None:
         """Enqueue the update of the sequences' last tokens to tokens i64[R]."""
         self._last.index_copy_(0, placed.sampled[: len(tokens)], tokens)
+
+
+def _of_groups(first: AttentionMeta, tables: Sequence[Tensor]) -> tuple[AttentionMeta, ...]:
+    """Return what attention needs to know in each group: in the others it reads other `tables`."""
+    return (first, *(of_tables(first, table) for table in tables))
 
 
 def _uploaded(slices: Slices, runtime: Runtime) -> Retrieval | None:
@@ -302,16 +325,18 @@ def _grown(query_start: np.ndarray, size: int) -> np.ndarray:
     return _padded(query_start, size + 1, int(query_start[-1]))
 
 
-def _most_bytes(max_tokens: int, max_seqs: int, table_entries: int, angle_bytes: int) -> int:
+def _most_bytes(
+    max_tokens: int, max_seqs: int, table_entries: int, num_groups: int, angle_bytes: int
+) -> int:
     """Return a number of bytes in which the arrays of any step fit."""
-    per_token = 6 * 8 + 2 * angle_bytes
+    per_token = (5 + num_groups) * 8 + 2 * angle_bytes
     per_seq = 2 * 4
     others = MAX_MICRO_BATCHES * (8 + 4)
-    num_arrays = 8 + 3 * MAX_MICRO_BATCHES
+    num_arrays = 8 + (2 + num_groups) * MAX_MICRO_BATCHES
     return (
         max_tokens * per_token
         + max_seqs * per_seq
-        + table_entries * 4
+        + num_groups * table_entries * 4
         + others
         + num_arrays * ALIGNMENT
     )

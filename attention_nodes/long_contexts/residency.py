@@ -162,7 +162,7 @@ class Residency:
         for idx, (row, length) in enumerate(
             zip(part.rows.tolist(), part.context_lens.tolist(), strict=True)
         ):
-            blocks = self._table.block_tables[row, : -(-length // size)].astype(np.int64)
+            blocks = self._table.block_tables[row, 0, : -(-length // size)].astype(np.int64)
             begin = end = 0
             policy = self._policy_of(row) if idx in ends else None
             if policy is not None and length > policy.num_resident:

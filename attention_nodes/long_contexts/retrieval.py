@@ -331,7 +331,7 @@ class KeyIndex:
         """Give places to segments that are committed."""
         for number in range(len(self._pool.closed(row)), committed // SEGMENT_KEYS):
             begin, end = number * SEGMENT_KEYS, (number + 1) * SEGMENT_KEYS
-            last_block = int(self._table.block_tables[row, end // self._cache.block_size - 1])
+            last_block = int(self._table.block_tables[row, 0, end // self._cache.block_size - 1])
             if not self._pool.share(row, last_block):
                 place = self._pool.close(row, last_block)
                 if place is None:
@@ -397,7 +397,7 @@ class KeyIndex:
         return True
 
     def _slots(self, row: int, begin: int, end: int) -> Tensor:
-        slots = self.frame_slots(self._table.slots(row, np.arange(begin, end)))
+        slots = self.frame_slots(self._table.slots(row, np.arange(begin, end))[0])
         return self._runtime.upload(torch.from_numpy(slots))
 
     def retrieval_of(self, slices: Slices) -> Retrieval | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention_nodes.loading import held_layers
+from attention_nodes.loading import held_layers, needs_of
 from attention_nodes.long_contexts.contexts import Contexts
 from attention_nodes.sampling.sampler import Sampled
 from attention_nodes.stages.relay import StageLinkEnd
@@ -63,6 +63,7 @@ class StageRunner:
                 block_size=config.kv_cache.block_size,
                 num_blocks=self.num_blocks,
                 vocab_size=model.vocab_size,
+                num_groups=layers.kv.num_groups,
             )
         )
         max_tokens = config.attention.max_num_batched_tokens
@@ -179,11 +180,13 @@ def load_stage(path: Path, config: NodeConfig) -> StageRunner:
     model = load_model_config(path, config.model.hf_overrides)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     own = held_layers(config, model)
+    max_len = config.model.max_model_len
+    layers_kept = kv_cache.layer_specs(model, dtype, config.kv_cache, max_len=max_len)
     cache = kv_cache.allocate(
-        kv_cache.layer_specs(model, dtype, config.kv_cache)[own.start : own.stop],
-        block_size=config.kv_cache.block_size,
+        layers_kept[own.start : own.stop],
+        needs=needs_of(config, model),
         size_bytes=config.stage.kv_cache_bytes,
-        max_len=config.model.max_model_len,
+        max_len=max_len,
     )
     ops = select_ops(
         config.node.kernels, dtype, formats(config.precision, "attention"), config.node.device

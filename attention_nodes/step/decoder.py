@@ -42,6 +42,7 @@ class Layer:
 
     idx: int
     moe_idx: int | None
+    kv_group: int
     sliding_window: int | None
     input_norm: Tensor
     post_norm: Tensor
@@ -124,6 +125,7 @@ class NodeLayers:
         return Layer(
             idx=idx,
             moe_idx=moe_idx,
+            kv_group=self.kv.layers[idx - self._first].group,
             sliding_window=self.config.layers[idx].sliding_window,
             input_norm=weights.input_norm,
             post_norm=weights.post_norm,
@@ -182,12 +184,13 @@ class NodeLayers:
             normed = ops.add_rms_norm(delta, residual, layer.input_norm, eps=eps)
         place = layer.idx - self._first
         keys, values = self.kv.keys[place], self.kv.values[place]
+        kv_slots, meta = inputs.of_group(layer.kv_group)
         q, k, v = self._project(layer, normed)
         has_head_norms = self.config.qk_norm == "head"
         q_norm, k_norm = (layer.q_norm, layer.k_norm) if has_head_norms else (None, None)
         ops.rotate_and_store(
             HeadRows(
-                *(q, k, v, inputs.cos, inputs.sin, keys, values, inputs.kv_slots),
+                *(q, k, v, inputs.cos, inputs.sin, keys, values, kv_slots),
                 q_norm=q_norm,
                 k_norm=k_norm,
                 eps=eps,
@@ -197,14 +200,14 @@ class NodeLayers:
             q,
             keys,
             values,
-            inputs.meta,
+            meta,
             scale=self._scale,
             sliding_window=layer.sliding_window,
             sinks=layer.sinks,
             codes=self.codes.get(layer.idx),
         )
         if self.watch is not None:
-            self.watch(layer.idx, q, inputs.meta)
+            self.watch(layer.idx, q, meta)
         out = ops.linear(attended.flatten(1), layer.o, layer.o_bias)
         return ops.add_rms_norm(out, residual, layer.post_norm, eps=eps)
 

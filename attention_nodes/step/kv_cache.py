@@ -9,6 +9,7 @@ sequences; decoder.py writes the cache; memory_budget.py measures how much memor
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from kernels.runtime import HostRuntime, Runtime
 from models.description.config import ModelConfig
 from topspin.errors import ConfigError
 from topspin.plan.kv_cache import KvCacheSpec
+from topspin.plan.kv_groups import BlockNeeds, kv_groups
 from topspin.units import format_size
 
 MIN_BLOCKS: Final = 2
@@ -36,6 +38,8 @@ class LayerSpec(NamedTuple):
     dtype: torch.dtype
     has_codes: bool = False
     """Whether its keys are coded too, for retrieval (retrieval.py owns the codes)."""
+    group: int = 0
+    """The layers of a group share block tables (topspin.plan.kv_groups)."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of the keys and values in a block."""
@@ -46,11 +50,16 @@ AS_THE_MODEL: Final = KvCacheSpec()
 
 
 def layer_specs(
-    config: ModelConfig, dtype: torch.dtype, kept: KvCacheSpec = AS_THE_MODEL
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kept: KvCacheSpec = AS_THE_MODEL,
+    *,
+    max_len: int | None = None,
 ) -> tuple[LayerSpec, ...]:
     """Return the spec of each layer of a model that computes in `dtype`.
 
-    Raises ConfigError for heads that are not kept as `kept` says.
+    `max_len` is the longest context; None: all layers are one group, which keeps all keys,
+    whatever their windows. Raises ConfigError for heads that are not kept as `kept` says.
     """
     if kept.fp8_setting is not None and config.head_dim > MAX_FP8_DIM:
         raise ConfigError(
@@ -58,12 +67,15 @@ def layer_specs(
             "kept in fp8"
         )
     coded = coded_layers(config, kept)
+    windows = [each.sliding_window for each in config.layers]
+    groups = kv_groups(windows, kept, max_len=0 if max_len is None else max_len)
     return tuple(
         LayerSpec(
             num_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=dtype if kept.dtype_of(layer) == "auto" else torch.float8_e4m3fn,
             has_codes=layer in coded,
+            group=groups.of_layer[layer],
         )
         for layer in range(config.num_layers)
     )
@@ -80,32 +92,57 @@ def coded_layers(config: ModelConfig, kept: KvCacheSpec) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class KvCache:
-    """Per layer, keys and values [num_blocks, block_size, kv heads, head_dim]."""
+    """Per layer, keys and values [num_blocks, block_size, kv heads, head_dim].
+
+    A block is one group's: layers of several groups have the same tensors.
+    """
 
     layers: tuple[LayerSpec, ...]
     keys: list[Tensor]
     values: list[Tensor]
     block_size: int
     num_blocks: int
+    num_groups: int = 1
+    """How many block tables a sequence has: those of all the model's layers, not only of these."""
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots `sources` i64[n] of all layers to slots `targets`, as if all at once."""
-        for cache in (*self.keys, *self.values):
-            slots = cache.flatten(0, 1)
-            if slots.dtype == torch.float8_e4m3fn:
-                slots = slots.view(torch.uint8)  # torch copies these
-            slots.index_copy_(0, targets, slots.index_select(0, sources))
+        """Copy slots of all layers, as if all at once.
+
+        From `sources` to `targets`, i64[groups, n].
+        """
+        for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
+            for cache in (keys, values):
+                slots = cache.flatten(0, 1)
+                if slots.dtype == torch.float8_e4m3fn:
+                    slots = slots.view(torch.uint8)  # torch copies these
+                moved = slots.index_select(0, sources[layer.group])
+                slots.index_copy_(0, targets[layer.group], moved)
 
 
-def bytes_per_block(layers: Iterable[LayerSpec], *, block_size: int) -> int:
-    """Return the bytes of a block, keys and values of all layers."""
-    return sum(layer.bytes_per_block(block_size) for layer in layers)
+def _places(layers: Iterable[LayerSpec]) -> list[int]:
+    """Return the place of each layer among those of its group."""
+    seen: Counter[int] = Counter()
+    places = []
+    for layer in layers:
+        places.append(seen[layer.group])
+        seen[layer.group] += 1
+    return places
+
+
+def _distinct(layers: Sequence[LayerSpec]) -> dict[int, LayerSpec]:
+    """Return a layer for each place: those of all groups there are alike."""
+    return dict(zip(_places(layers), layers, strict=True))
+
+
+def bytes_per_block(layers: Sequence[LayerSpec], *, block_size: int) -> int:
+    """Return the bytes of a block, keys and values of all layers of any one group."""
+    return sum(layer.bytes_per_block(block_size) for layer in _distinct(layers).values())
 
 
 def allocate(
     layers: Sequence[LayerSpec],
     *,
-    block_size: int,
+    needs: BlockNeeds,
     size_bytes: int | None,
     max_len: int,
     runtime: Runtime | None = None,
@@ -113,13 +150,18 @@ def allocate(
 ) -> KvCache:
     """Allocate as many blocks as fit in `size_bytes`, on `runtime`'s device (None: the host).
 
-    `size_bytes` None (not known yet): the MIN_BLOCKS that a step needs. `code_bytes` of the size
-    are left for the codes of so many blocks (None: nothing is coded). Raises ConfigError with the
-    numbers when fewer than MIN_BLOCKS fit, or the device has less memory free; a cache smaller
+    `needs` are those of a sequence. `size_bytes` None (not known yet): the MIN_BLOCKS of each group
+    that a step needs. `code_bytes` of the size are left for the codes of so many blocks (None:
+    nothing is coded). Raises ConfigError with the numbers when fewer than MIN_BLOCKS of each group
+    fit, or the device has less memory free; a cache smaller
     than `max_len` is allowed (requests are then shorter).
     """
+    block_size, num_groups = needs.block_size, len(needs.windows)
     if size_bytes is None:
-        return of_blocks(layers, MIN_BLOCKS, block_size=block_size, runtime=runtime)
+        num_blocks = needs.of(MIN_BLOCKS)
+        return of_blocks(
+            layers, num_blocks, block_size=block_size, runtime=runtime, num_groups=num_groups
+        )
     available_bytes, what = _available(runtime or HostRuntime())
     if size_bytes > available_bytes:
         raise ConfigError(
@@ -129,19 +171,19 @@ def allocate(
     block_bytes = bytes_per_block(layers, block_size=block_size)
 
     num_blocks = blocks_within(size_bytes, block_bytes, code_bytes)
-    if num_blocks < MIN_BLOCKS:
+    if num_blocks < (least := needs.of(MIN_BLOCKS)):
         codes = ""
         if code_bytes is not None:
-            codes = (
-                f" with {format_size(code_bytes(MIN_BLOCKS))} of codes for --kv-retrieval-tokens"
-            )
+            codes = f" with {format_size(code_bytes(least))} of codes for --kv-retrieval-tokens"
         raise ConfigError(
             f"--kv-cache-memory {format_size(size_bytes)} holds {num_blocks} blocks of "
-            f"{block_size} tokens ({format_size(block_bytes)} each){codes}; at least {MIN_BLOCKS} "
-            f"are needed, and {-(-max_len // block_size)} for one sequence of --max-model-len "
-            f"{max_len}"
+            f"{block_size} tokens ({format_size(block_bytes)} each){codes}; at least {least} "
+            f"are needed, and {needs.of(-(-max_len // block_size))} for one sequence of "
+            f"--max-model-len {max_len}"
         )
-    return of_blocks(layers, num_blocks, block_size=block_size, runtime=runtime)
+    return of_blocks(
+        layers, num_blocks, block_size=block_size, runtime=runtime, num_groups=num_groups
+    )
 
 
 def blocks_within(
@@ -163,20 +205,28 @@ def of_blocks(
     *,
     block_size: int,
     runtime: Runtime | None = None,
+    num_groups: int = 1,
 ) -> KvCache:
-    """Allocate `num_blocks` blocks on `runtime`'s device (None: the host)."""
+    """Allocate `num_blocks` blocks on `runtime`'s device (None: the host).
+
+    A sequence of the model has blocks in `num_groups` groups of layers.
+    """
     device = torch.device("cpu") if runtime is None else runtime.device
 
     def empty(layer: LayerSpec) -> Tensor:
         shape = (num_blocks, block_size, layer.num_heads, layer.head_dim)
         return torch.zeros(shape, dtype=layer.dtype, device=device)
 
+    distinct, places = _distinct(layers), _places(layers)
+    keys = {place: empty(layer) for place, layer in distinct.items()}
+    values = {place: empty(layer) for place, layer in distinct.items()}
     return KvCache(
         layers=tuple(layers),
-        keys=[empty(layer) for layer in layers],
-        values=[empty(layer) for layer in layers],
+        keys=[keys[place] for place in places],
+        values=[values[place] for place in places],
         block_size=block_size,
         num_blocks=num_blocks,
+        num_groups=num_groups,
     )
 
 

@@ -82,12 +82,14 @@ class LaunchedStep:
     def keep_accepted(self, table: SequenceTable) -> tuple[IntArray, IntArray]:
         """Append the accepted tokens of drafts to their sequences, once the arrays have come.
 
-        Returns the cache slots whose content is not in its place, and the places for it.
+        Returns the cache slots whose content is not in its place, and the places for it, both
+        i64[groups of layers, n].
         """
         assert self.arrays is not None
         rows, counts = self.verdict
         drafted = {each.first: each for each in self.asked.sampled.drafted}
-        sources, targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        nothing = np.zeros((table.limits.num_groups, 0), dtype=np.int64)
+        sources, targets = [nothing], [nothing]
         for idx, mine in enumerate(np.split(rows, np.cumsum(counts)[:-1])):
             each = drafted.get(int(mine[0]))
             path, places = mine[1:] - mine[0] - 1, np.arange(len(mine) - 1)
@@ -96,7 +98,7 @@ class LaunchedStep:
             moved = path != places
             sources.append(table.slots(each.row, each.storage + path[moved]))
             targets.append(table.slots(each.row, each.storage + places[moved]))
-        return np.concatenate(sources), np.concatenate(targets)
+        return np.concatenate(sources, axis=1), np.concatenate(targets, axis=1)
 
     def result(
         self,

@@ -93,6 +93,7 @@ class ModelRunner:
                 block_size=config.kv_cache.block_size,
                 num_blocks=num_blocks,
                 vocab_size=model.vocab_size,
+                num_groups=decoder.kv.num_groups,
             )
         )
         self._sampler = Sampler(self._table, decoder.ops, grammars)
@@ -168,7 +169,7 @@ class ModelRunner:
                 tokens=pack_ints([0]),
                 num_prompt_tokens=1,
                 num_computed=0,
-                blocks=pack_ints([0]),
+                blocks=pack_ints([0] * self.num_groups),
                 max_length=2,
                 sampling=SamplingParams(max_tokens=1, seed=0, temperature=1.0, logprobs=1),
             )
@@ -195,6 +196,11 @@ class ModelRunner:
         self._table.clear()
         self._decoder.warm_up()
         self._contexts.warm_up(self._model, residual.dtype)
+
+    @property
+    def num_groups(self) -> int:
+        """Return how many groups of layers have block tables of their own."""
+        return self._table.limits.num_groups
 
     @property
     def num_frames(self) -> int:
@@ -380,8 +386,8 @@ class ModelRunner:
         return launched.arrays
 
     def _move(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy cache slots to others, if any."""
-        if len(sources):
+        """Copy cache slots i64[groups, n] to others, if any."""
+        if sources.size:
             device = self.runtime.device
             places = map(self._contexts.slots, (sources, targets))
             slots = [torch.from_numpy(each).to(device) for each in places]

@@ -70,7 +70,8 @@ class PlanChain:
             self._ended(seq_id)
         for new in plan.new:
             self._table.admit(new)
-            kept = new.num_computed // self._table.limits.block_size
+            limits = self._table.limits
+            kept = new.num_computed // limits.block_size * limits.num_groups
             self._contexts.overwrite(unpack(new.blocks, what="blocks")[kept:])
 
     def _check_ticket(self, ticket: StepTicket, index: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attention_nodes.step.decoder import NodeLayers
 from attention_nodes.step.rotary import RotaryTable
-from attention_nodes.step.step_inputs import Slices, StepInputs, host_meta
+from attention_nodes.step.step_inputs import Slices, StepInputs, host_meta, of_tables
 from kernels.contracts import AttentionMeta
 from kernels.recordings import MAX_RECORDED_ROWS, Recordings
 from kernels.runtime import Runtime
@@ -78,7 +78,11 @@ class _Recorded(NamedTuple):
             begin = end
             rotary.gather(each.positions, each.prompt_lens, out=(part.cos, part.sin))
             part.kv_slots.numpy()[:] = each.kv_slots
-            renew(part.meta, host_meta(each))
+            meta = host_meta(each)
+            renew(part.meta, meta)
+            for group, tables in zip(part.further, each.further, strict=True):
+                group.kv_slots.numpy()[:] = tables.kv_slots
+                renew(group.meta, of_tables(meta, torch.from_numpy(tables.block_tables)))
 
 
 class KeyedInputs(NamedTuple):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kernels.philox import as_signed
 from topspin.errors import ProtocolError
 from topspin.messages import NewSequence, SamplingParams
+from topspin.plan.kv_groups import NO_BLOCK
 
 IntArray = npt.NDArray[np.int64]
 
@@ -40,6 +41,7 @@ class TableLimits(NamedTuple):
     block_size: int
     num_blocks: int
     vocab_size: int
+    num_groups: int = 1
 
 
 class Reserved(NamedTuple):
@@ -62,7 +64,8 @@ class SequenceTable:
 
     Invariant: positions below `num_committed[row]` are in the cache, or will be before a later
     step reads them; `tokens[row]` has `num_known[row]` tokens, the last of which may be PENDING;
-    num_committed < num_known between steps unless a prompt is still being prefilled. Rows are
+    num_committed < num_known between steps unless a prompt is still being prefilled. A row of
+    `block_tables` has a table for each group of layers, all of `num_blocks[row]` entries. Rows are
     reused (`tenancy` counts the sequences that used a row); arrays grow by doubling. The big
     arrays take no memory until they are written.
     """
@@ -73,7 +76,9 @@ class SequenceTable:
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(capacity - 1, -1, -1))
         self.tokens = np.zeros((capacity, limits.max_len + 1), dtype=np.int32)
-        self.block_tables = np.zeros((capacity, self._max_blocks), dtype=np.int32)
+        self.block_tables = np.zeros(
+            (capacity, limits.num_groups, self._max_blocks), dtype=np.int32
+        )
         self.num_known = np.zeros(capacity, dtype=np.int64)
         self.num_committed = np.zeros(capacity, dtype=np.int64)
         self.num_prompt = np.zeros(capacity, dtype=np.int64)
@@ -185,14 +190,22 @@ class SequenceTable:
             raise ProtocolError(f"sequence {error.args[0]} is not on this node") from None
 
     def add_blocks(self, row: int, blocks: IntArray) -> None:
-        """Append cache blocks to the table of `row`."""
-        held = int(self.num_blocks[row])
-        if held + len(blocks) > self._max_blocks:
-            raise ProtocolError(f"{held + len(blocks)} blocks exceed the longest sequence")
-        if len(blocks) and (blocks.min() < 0 or blocks.max() >= self.limits.num_blocks):
+        """Append cache blocks to the tables of `row`: one of each group, side by side.
+
+        NO_BLOCK is possible where no query sees the positions any more.
+        """
+        held, num_groups = int(self.num_blocks[row]), self.limits.num_groups
+        if len(blocks) % num_groups:
+            raise ProtocolError(f"{len(blocks)} blocks for {num_groups} groups of layers")
+        end = held + len(blocks) // num_groups
+        if end > self._max_blocks:
+            raise ProtocolError(f"{end} blocks exceed the longest sequence")
+        if len(blocks) and (blocks.min() < NO_BLOCK or blocks.max() >= self.limits.num_blocks):
             raise ProtocolError("a block id is outside the cache")
-        self.block_tables[row, held : held + len(blocks)] = blocks
-        self.num_blocks[row] = held + len(blocks)
+        # Some kernels read whatever is behind a window, though it counts for nothing.
+        readable = np.maximum(blocks, 0).reshape(-1, num_groups)
+        self.block_tables[row, :, held:end] = readable.T
+        self.num_blocks[row] = end
 
     def check_advance(self, rows: IntArray, counts: IntArray) -> None:
         """Raise ProtocolError unless each row can advance by `counts` known, covered tokens."""
@@ -248,11 +261,11 @@ class SequenceTable:
         self.num_committed[row] += len(tokens)
         return True
 
-    def slots(self, row: int, places: IntArray) -> IntArray:
-        """Return the cache slots of a sequence's `places`, counted from its beginning."""
+    def slots(self, rows: IntArray | int, places: IntArray) -> IntArray:
+        """Return the cache slots i64[groups, n] of `places` [n], counted from sequences' begins."""
         size = self.limits.block_size
-        blocks: IntArray = self.block_tables[row, places // size].astype(np.int64)
-        return blocks * size + places % size
+        blocks: IntArray = self.block_tables[rows, :, places // size].astype(np.int64)
+        return np.ascontiguousarray(blocks.T) * size + places % size
 
     def has_pending(self, rows: IntArray) -> bool:
         """Return whether the last token of any of `rows` is PENDING."""

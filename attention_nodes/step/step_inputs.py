@@ -8,7 +8,7 @@ GPU). Knows no weights and runs no kernel.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -24,12 +24,20 @@ from topspin.errors import ProtocolError
 from topspin.messages import SAMPLE, SCORE, MicroBatch
 
 
+class GroupInputs(NamedTuple):
+    """The places of keys and values in the layers of one group: cache slots i64[T], and tables."""
+
+    kv_slots: Tensor
+    meta: AttentionMeta
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatchInputs:
     """One micro-batch of T rows over S sequences, ready to run.
 
     `start` is the index of its first row in the step. `num_rows` i64[1]: rows from num_rows[0] on
-    are padding; None: no padding.
+    are padding; None: no padding. `kv_slots` and `meta` are those of the first group of layers
+    (topspin.plan.kv_groups), `further` those of the others.
     """
 
     start: int
@@ -39,6 +47,11 @@ class MicroBatchInputs:
     kv_slots: Tensor
     meta: AttentionMeta
     num_rows: Tensor | None = None
+    further: tuple[GroupInputs, ...] = ()
+
+    def of_group(self, group: int) -> GroupInputs:
+        """Return the places of keys and values in the layers of a group."""
+        return self.further[group - 1] if group else GroupInputs(self.kv_slots, self.meta)
 
 
 class ToScore(NamedTuple):
@@ -91,6 +104,13 @@ class Scored(NamedTuple):
 _NONE: Final[IntArray] = np.zeros(0, dtype=np.int64)
 
 
+class GroupTables(NamedTuple):
+    """Cache slots i64[T] and block tables i32[S, blocks of the longest context] of a group."""
+
+    kv_slots: IntArray
+    block_tables: np.ndarray
+
+
 class Slices(NamedTuple):
     """One micro-batch as arrays: T tokens over S slices, R of them sampled.
 
@@ -117,6 +137,8 @@ class Slices(NamedTuple):
     """i32[S]."""
     block_tables: np.ndarray
     """i32[S, blocks of the longest context]."""
+    further: tuple[GroupTables, ...] = ()
+    """In the cache, of the groups of layers after the first, of which are the two above."""
     sample_rows: IntArray
     tree_mask: npt.NDArray[np.bool_] | None = None
     """bool[T, most rows of a slice], as AttentionMeta's; None: no draft branches."""
@@ -132,6 +154,11 @@ class Slices(NamedTuple):
     drafted: tuple[Drafted, ...] = ()
     scored: tuple[Scored, ...] = ()
     ended: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> tuple[GroupTables, ...]:
+        """Return the places in the cache in each group of layers."""
+        return (GroupTables(self.kv_slots, self.block_tables), *self.further)
 
     @property
     def num_tokens(self) -> int:
@@ -183,9 +210,11 @@ def slice_up(
         row_of_token = rows.repeat(counts)
         storage = np.arange(query_start[-1]) + (starts - query_start[:-1]).repeat(counts)
     context_lens = starts + counts
-    block_size = table.limits.block_size
-    num_columns = -(-int(context_lens.max(initial=0)) // block_size)
-    block_of_token = table.block_tables[row_of_token, storage // block_size]
+    num_columns = -(-int(context_lens.max(initial=0)) // table.limits.block_size)
+    (kv_slots, block_tables), *further = (
+        GroupTables(slots, table.block_tables[rows, group, :num_columns])
+        for group, slots in enumerate(table.slots(row_of_token, storage))
+    )
     sampled = sample.nonzero()[0]
     slices = Slices(
         rows=rows,
@@ -195,10 +224,11 @@ def slice_up(
         row_of_token=row_of_token,
         positions=storage,
         prompt_lens=table.num_prompt[row_of_token],
-        kv_slots=block_of_token.astype(np.int64) * block_size + storage % block_size,
+        kv_slots=kv_slots,
         query_start=query_start.astype(np.int32),
         context_lens=context_lens.astype(np.int32),
-        block_tables=table.block_tables[rows, :num_columns],
+        block_tables=block_tables,
+        further=tuple(further),
         sample_rows=query_start[1:][sampled] - 1,
         sampled=rows[sampled],
         seq_ids=seq_ids[sampled],
@@ -338,13 +368,18 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
 def host_part(slices: Slices, rotary: RotaryTable, *, start: int = 0) -> MicroBatchInputs:
     """Return the tensors, on the CPU, of a micro-batch that begins at the step's row `start`."""
     cos, sin = rotary.gather(slices.positions, slices.prompt_lens)
+    meta = host_meta(slices)
     return MicroBatchInputs(
         start=start,
         num_tokens=len(slices.tokens),
         cos=cos,
         sin=sin,
         kv_slots=torch.from_numpy(slices.kv_slots),
-        meta=host_meta(slices),
+        meta=meta,
+        further=tuple(
+            GroupInputs(torch.from_numpy(slots), of_tables(meta, torch.from_numpy(tables)))
+            for slots, tables in slices.further
+        ),
     )
 
 
@@ -361,6 +396,11 @@ def host_meta(slices: Slices) -> AttentionMeta:
         tree_lens=None if lens is None else torch.from_numpy(lens),
         retrieval=slices.retrieval,
     )
+
+
+def of_tables(meta: AttentionMeta, block_tables: Tensor) -> AttentionMeta:
+    """Return what attention needs to know in the layers of another group."""
+    return replace(meta, block_tables=block_tables, memo={})
 
 
 def mask_of(slices: Slices, device: torch.device) -> Tensor | None:

@@ -114,6 +114,7 @@ def make_policy(
         shares_cores=shares_cores(plan, roster.expert_addresses(), facts.num_cores),
         num_layers=facts.num_moe_layers,
         cost=_prior(plan, facts),
+        windows=facts.windows,
         draft_tokens=_draft_tokens(plan.speculation),
         controller=_controller(plan.speculation),
         note=note,

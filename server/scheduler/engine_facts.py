@@ -17,7 +17,8 @@ from topspin.plan.spec import EnginePlan, PlannedModel
 class EngineFacts(NamedTuple):
     """A model's sizes (0 MoE layers and experts for a dense one) and this host's cores.
 
-    `moe_layers` are the decoder layers that have routed experts.
+    `moe_layers` are the decoder layers that have routed experts; `windows` those of all layers,
+    None where a layer has none.
     """
 
     num_moe_layers: int
@@ -26,6 +27,7 @@ class EngineFacts(NamedTuple):
     hidden_size: int
     num_cores: int
     moe_layers: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
 
 
 def read_facts(planned: PlannedModel, num_cores: int) -> EngineFacts:
@@ -38,6 +40,7 @@ def read_facts(planned: PlannedModel, num_cores: int) -> EngineFacts:
         hidden_size=model.hidden_size,
         num_cores=num_cores,
         moe_layers=model.moe_layers,
+        windows=tuple(layer.sliding_window for layer in model.layers),
     )
 
 

@@ -39,16 +39,18 @@ def test_layouts_over_nixl(case_of: CaseOf, settings: dict[str, Any]) -> None:
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
 
 
-def test_preemption_does_not_change_tokens(case_of: CaseOf) -> None:
-    case = case_of("mixtral")
+@pytest.mark.parametrize("variant", ["mixtral", "gpt_oss"])
+def test_preemption_does_not_change_tokens(case_of: CaseOf, variant: str) -> None:
+    case = case_of(variant)
     layout = {"attention_nodes": 2, "expert_nodes": 2, "micro_batches": 3}
     with Engine(crowded_config(case, **layout)) as engine:
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
         assert engine.stats().num_preemptions > 0
 
 
-def test_prefix_cache_hits_do_not_change_tokens(case_of: CaseOf) -> None:
-    case = case_of("olmoe")
+@pytest.mark.parametrize("variant", ["olmoe", "gpt_oss", "mixtral_sliding_window"])
+def test_prefix_cache_hits_do_not_change_tokens(case_of: CaseOf, variant: str) -> None:
+    case = case_of(variant)
     config = engine_config(case.path, attention_nodes=2, expert_nodes=2, transport="tcp")
     with Engine(config) as engine:
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens

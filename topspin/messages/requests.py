@@ -219,9 +219,11 @@ class Stats(Message, frozen=True, kw_only=True):
     `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted. The next
     five are the draft nodes' (DraftCounts). `kv` has the sums of StepResult's. `iteration_tokens`
     counts steps by the tokens that they computed, of prompts and of outputs, in ITERATION_BUCKETS.
-    `kv_frames_usage` is the share of the blocks in memory that running sequences need there; 0
-    without a spill. `max_queued_requests`: as many may wait; 0 while starting. `nodes` has an entry
-    for each role, and each of optional and not, of which the plan has nodes.
+    `kv_positions`: for how many positions of running sequences there are keys and values, in the
+    layers of each window; 0: without one. `kv_frames_usage` is the share of the blocks in memory
+    that running sequences need there; 0 without a spill. `max_queued_requests`: as many may wait; 0
+    while starting. `nodes` has an entry for each role, and each of optional and not, of which the
+    plan has nodes.
     """
 
     query_id: int
@@ -257,6 +259,7 @@ class Stats(Message, frozen=True, kw_only=True):
     num_overlapped_passes: int = 0
     draft_pass_seconds: float = 0.0
     kv: KvCounts = KvCounts()
+    kv_positions: dict[int, int] = msgspec.field(default_factory=dict)
     kv_frames_usage: float = 0.0
     expert_table_version: int = 1
     expert_migrations: int = 0

@@ -179,6 +179,13 @@ class EngineCollector(Collector):
             {labels: each.planned for labels, each in values},
             ("role", "optional"),
         )
+        yield self._labelled(
+            GaugeMetricFamily,
+            "kv_positions",
+            "Positions of running sequences that have keys, in layers of each window, 0: none",
+            {(str(window),): count for window, count in stats.kv_positions.items()},
+            ("window",),
+        )
         accepted = stats.num_accepted_tokens
         text = "Tokens of drafts that were accepted"
         name = "spec_decode_num_accepted_tokens"

@@ -15,6 +15,7 @@ from server.scheduler.planning.compilations import Compilations
 from server.scheduler.planning.load_balancing import ReplicaCandidate, choose_replica
 from server.scheduler.planning.sequence import Request, WaitingQueue
 from server.scheduler.planning.telemetry import Counters, Journal
+from topspin.plan.kv_groups import BlockNeeds
 from topspin.plan.spec import EnginePlan
 
 
@@ -29,6 +30,7 @@ class Admission:
         plan: EnginePlan,
         replicas: Sequence[AttentionReplica],
         *,
+        needs: BlockNeeds,
         costs: CostFits,
         compilations: Compilations,
         counters: Counters,
@@ -39,7 +41,8 @@ class Admission:
         self._compilations = compilations
         self._counters = counters
         self._journal = journal
-        self._block_size = plan.kv_cache.block_size
+        self._block_size = needs.block_size
+        self._num_groups = len(needs.windows)
         self._has_prefix_cache = plan.scheduling.prefix_caching
         self._max_preemptions = plan.scheduling.max_preemptions
         self.waiting = WaitingQueue()
@@ -88,10 +91,10 @@ class Admission:
         hits: dict[int, list[int]] = {}
         candidates = []
         for replica in replicas:
-            blocks = replica.hit_blocks(hashes)
+            blocks = replica.tables.find_prefix(hashes)
             if replica.fits(request, blocks, protect=protect):
                 hits[replica.index] = blocks
-                num_hit_tokens = len(blocks) * self._block_size
+                num_hit_tokens = len(blocks) // self._num_groups * self._block_size
                 candidates.append(
                     ReplicaCandidate(
                         replica.index,

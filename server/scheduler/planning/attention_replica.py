@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from server.scheduler.planning.block_pool import BlockPool
+from server.scheduler.planning.block_tables import BlockTables
 from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.sequence import Request, Sequence
 from topspin.messages import SAMPLE, SCORE, NewSequence, client_id, pack_ints
+from topspin.plan.kv_groups import BlockNeeds
 from topspin.plan.spec import AttentionNode
 
 MIN_SAMPLED_ROWS: Final = 64
@@ -104,7 +106,7 @@ class AttentionReplica:
         *,
         node: AttentionNode,
         num_blocks: int,
-        block_size: int,
+        needs: BlockNeeds,
         draft_tokens: DraftTokens | None = None,
         frames: FrameBudget | None = None,
     ) -> None:
@@ -112,18 +114,23 @@ class AttentionReplica:
         self.node = node
         self.index = node.index
         self.is_present = num_blocks > 0
-        self.pool = BlockPool(num_blocks)
+        self.tables = BlockTables(BlockPool(num_blocks), needs)
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
         self.draining: dict[int, Sequence] = {}
         self._protected: dict[int, Sequence] = {}
         self._finished: list[int] = []
         self._new: list[NewSequence] = []
-        self._block_size = block_size
+        self._needs = needs
         self._draft_tokens = draft_tokens
         self._frames = frames
         self._frames_left = 0
         """While a step is planned: its beginning counts, what follows adds and subtracts."""
+
+    @property
+    def pool(self) -> BlockPool:
+        """Return all its blocks."""
+        return self.tables.pool
 
     @property
     def max_blocks(self) -> int:
@@ -137,21 +144,26 @@ class AttentionReplica:
         return 0 if self._frames is None else sum(map(self._frames.need, running))
 
     def _can_grow(self, seq: Sequence) -> bool:
-        """Say whether there is a block for `seq`, and a place in memory if it needs one."""
-        if not self.pool.num_available:
+        """Say whether there are blocks for `seq`, and a place in memory if it needs one."""
+        if not self.tables.can_grow:
             return False
         return self._frames is None or self._frames_left >= self._frames.growth(seq)
 
-    def _add_block(self, seq: Sequence) -> None:
-        """Give `seq`, which can grow, one block."""
+    def _grow_one(self, seq: Sequence) -> None:
+        """Give `seq`, which can grow, blocks for the next positions."""
         if self._frames is not None:
             self._frames_left -= self._frames.growth(seq)
-        seq.add_block(self.pool.acquire(1)[0])
+        self.tables.grow(seq)
 
     @property
     def num_running(self) -> int:
         """Return how many sequences hold a seat."""
         return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def positions_held(self) -> dict[int, int]:
+        """Return for how many positions running sequences have blocks, by window; 0: without."""
+        return self.tables.positions_held([*self.prefilling.values(), *self.decoding.values()])
 
     @property
     def num_free_seats(self) -> int:
@@ -193,6 +205,7 @@ class AttentionReplica:
 
     def _plan_chunk(self, seq: Sequence, batch: NodeBatch) -> None:
         batch.add(seq, min(batch.budget, seq.length - seq.num_planned))
+        self.tables.place(seq)
         if seq.num_planned == seq.length:
             del self.prefilling[seq.seq_id]
             self.decoding[seq.seq_id] = seq
@@ -231,30 +244,30 @@ class AttentionReplica:
             return 0
         end = min(seq.num_planned + 1 + draft, seq.position_limit)
         while seq.capacity < end and self._can_grow(seq):
-            self._add_block(seq)
+            self._grow_one(seq)
         return draft if seq.capacity >= end else seq.capacity - seq.num_planned - 1
 
     def _grow(self, short: list[Sequence], preempted: list[Sequence]) -> set[int]:
-        """Give each of `short` a block, in order of rank; returns the ids that must wait."""
-        returning = sum(self.pool.count_exclusive(s.blocks) for s in self.draining.values())
+        """Give each of `short` blocks, in order of rank; returns the ids that must wait."""
+        returning = sum(self.pool.count_exclusive(s.held) for s in self.draining.values())
         stalled: set[int] = set()
         for seq in sorted(short, key=lambda seq: seq.request.rank):
             while not seq.closed and not self._can_grow(seq):
-                if len(stalled) < returning:
+                if len(stalled) * len(self._needs.windows) < returning:
                     # Blocks of closed sequences come back when the running step is done.
                     break
                 victim = self._victim()
                 if victim is None:
                     break
                 if victim.num_in_flight:
-                    returning += self.pool.count_exclusive(victim.blocks)
+                    returning += self.pool.count_exclusive(victim.held)
                 victim.request.num_preemptions += 1
                 preempted.append(victim)
                 self.close(victim)
             if seq.closed:
                 continue
             if self._can_grow(seq):
-                self._add_block(seq)
+                self._grow_one(seq)
             else:
                 stalled.add(seq.seq_id)
         return stalled
@@ -267,58 +280,53 @@ class AttentionReplica:
 
     # Admission.
 
-    def hit_blocks(self, hashes: list[bytes]) -> list[int]:
-        """Return the cached blocks that a sequence with these block hashes would start with."""
-        return self.pool.match_prefix(hashes)
-
     def fits(self, request: Request, hits: list[int], *, protect: bool) -> bool:
         """Say whether `request` can be admitted now.
 
         There must be blocks for all its known tokens and one more, in addition to those that
         protected sequences may still ask for; with `protect`, its reservation must fit too.
         """
-        pool = self.pool
         if request.max_blocks > self.max_blocks:
             return False
         if protect and self._reserved() + request.max_blocks > self.max_blocks:
             return False
-        known_blocks = min(-(-(len(request.tokens) + 1) // self._block_size), request.max_blocks)
+        num_known = min(len(request.tokens) + 1, request.position_limit)
+        num_columns = -(-num_known // self._needs.block_size)
         frames = self._frames
-        if frames is not None and frames.need_of(request, known_blocks) > self._frames_left:
+        if frames is not None and frames.need_of(request, num_columns) > self._frames_left:
             return False
-        wanted = known_blocks - len(hits)
-        available = pool.num_available - pool.count_idle(hits)
-        return available - self._owed() >= wanted
+        available = self.tables.num_available(hits) - self._owed()
+        return available >= self.tables.num_lacking(num_columns, hits)
 
     def _reserved(self) -> int:
         return sum(seq.request.max_blocks for seq in self._protected.values())
 
     def _owed(self) -> int:
         """Return how many blocks protected sequences may still ask for."""
-        return sum(seq.request.max_blocks - len(seq.blocks) for seq in self._protected.values())
+        return sum(seq.request.max_blocks - len(seq.held) for seq in self._protected.values())
 
     def admit(
         self, request: Request, *, seq_id: int, hits: list[int], protect: bool, batch: NodeBatch
     ) -> Sequence:
         """Admit `request`, with blocks for all known tokens, and plan its first chunk."""
-        num_tokens = len(request.tokens)
-        self.pool.share(hits)
-        num_blocks = -(-num_tokens // self._block_size)
-        blocks = hits + self.pool.acquire(num_blocks - len(hits))
-        num_computed = len(hits) * self._block_size
+        num_tokens, block_size = len(request.tokens), self._needs.block_size
+        num_groups = len(self._needs.windows)
+        num_computed = len(hits) // num_groups * block_size
         seq = Sequence(
             request=request,
             seq_id=seq_id,
             replica_idx=self.index,
-            blocks=blocks,
-            block_size=self._block_size,
+            blocks=list(hits),
+            block_size=block_size,
             num_planned=num_computed,
             num_committed=num_computed,
             length=num_tokens,
             position_limit=request.position_limit,
-            num_sent=len(hits),
+            num_sent=len(hits) // num_groups,
+            num_groups=num_groups,
             protected=protect,
         )
+        self.tables.open(seq, -(-num_tokens // block_size))
         if protect:
             self._protected[seq_id] = seq
         self.prefilling[seq_id] = seq
@@ -346,15 +354,6 @@ class AttentionReplica:
         self._finished, self._new = [], []
         return news
 
-    def publish(self, seq: Sequence) -> None:
-        """Make the blocks that a step has filled findable for others."""
-        request = seq.request
-        # Tokens behind the one that ended a request were fed too, but are nobody's.
-        num_full = min(seq.num_committed, len(request.tokens)) // self._block_size
-        for idx in range(seq.publish_at // self._block_size - 1, num_full):
-            self.pool.publish(seq.blocks[idx], request.hashes.at(idx, request.tokens))
-        seq.publish_at = (num_full + 1) * self._block_size
-
     # Leaving.
 
     def close(self, seq: Sequence) -> None:
@@ -370,14 +369,14 @@ class AttentionReplica:
         if seq.num_in_flight:
             self.draining[seq.seq_id] = seq
         else:
-            self.pool.release(seq.blocks)
+            self.tables.release(seq)
 
     def drained(self, seq: Sequence) -> None:
         """Release the blocks of a closed sequence whose last step has succeeded."""
         assert seq.closed
         assert not seq.num_in_flight
         del self.draining[seq.seq_id]
-        self.pool.release(seq.blocks)
+        self.tables.release(seq)
 
     def halt(self) -> list[Sequence]:
         """End and return every sequence, and drop the news that the node was not sent.
@@ -387,7 +386,7 @@ class AttentionReplica:
         seqs = [*self.prefilling.values(), *self.decoding.values(), *self.draining.values()]
         for seq in seqs:
             seq.closed = True
-            self.pool.release(seq.blocks)
+            self.tables.release(seq)
         self.prefilling.clear()
         self.decoding.clear()
         self.draining.clear()
@@ -400,16 +399,16 @@ class AttentionReplica:
         assert not self.num_running
         assert not self.draining
         self.is_present = False
-        self.pool = BlockPool(self.pool.num_blocks)
+        self.tables = BlockTables(BlockPool(self.pool.num_blocks), self._needs)
 
     def equip(self, num_blocks: int, frames: FrameBudget | None) -> None:
         """Note the cache of the absent node that is about to join."""
         assert not self.is_present
-        self.pool = BlockPool(num_blocks)
+        self.tables = BlockTables(BlockPool(num_blocks), self._needs)
         self._frames = frames
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached, or held by the sequences that name it."""
         live = {**self.prefilling, **self.decoding, **self.draining}
         assert len(live) == self.num_running + len(self.draining), "a sequence is in two states"
-        self.pool.check_integrity(seq.blocks for seq in live.values())
+        self.tables.check_integrity(live.values())

@@ -104,18 +104,12 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the published blocks of the longest known prefix; takes no reference."""
-        blocks = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the published block of a hash; takes no reference."""
+        return self._block_of.get(block_hash)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Take one more reference to each of `blocks`, as found by match_prefix."""
+        """Take one more reference to each of `blocks`, as found by find()."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]

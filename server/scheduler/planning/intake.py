@@ -26,6 +26,7 @@ from server.scheduler.planning.sequence import Request
 from topspin.errors import InvalidRequest, ProtocolError
 from topspin.grammars import MAX_GRAMMAR_BYTES
 from topspin.messages import AddRequest, SamplingParams, unpack_ints
+from topspin.plan.kv_groups import BlockNeeds
 from topspin.plan.retrieval import MAX_TOKENS, MIN_TOKENS, RetrievalPolicy
 
 
@@ -36,7 +37,7 @@ class Intake:
         self,
         *,
         vocab_size: int,
-        block_size: int,
+        needs: BlockNeeds,
         max_model_len: int,
         max_request_tokens: int,
         retrieval: RetrievalPolicy | None = None,
@@ -44,7 +45,7 @@ class Intake:
         """`max_request_tokens`: prompt and output tokens that fit the largest node's cache."""
         self._retrieval = retrieval
         self._vocab_size = vocab_size
-        self._block_size = block_size
+        self._needs = needs
         self._max_model_len = max_model_len
         self._max_request_tokens = max_request_tokens
 
@@ -76,9 +77,9 @@ class Intake:
             num_prompt_tokens=len(prompt),
             max_length=max_length,
             position_limit=position_limit,
-            max_blocks=-(-position_limit // self._block_size),
+            max_blocks=self._needs.of(-(-position_limit // self._needs.block_size)),
             stop_ids=frozenset(sampling.stop_token_ids) | frozenset(sampling.eos_token_ids),
-            hashes=HashChain(message.cache_salt, self._block_size),
+            hashes=HashChain(message.cache_salt, self._needs.block_size),
             cache_salt=message.cache_salt,
             priority=message.priority,
             num_scored=message.num_scored,

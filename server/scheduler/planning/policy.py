@@ -14,6 +14,7 @@ released, and become findable as a prefix, only when the last step that writes t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from server.scheduler.experts.local_layers import LocalLayers
@@ -69,6 +70,7 @@ from topspin.messages import (
     StepTimings,
     unpack_ints,
 )
+from topspin.plan.kv_groups import BlockNeeds, kv_groups
 from topspin.plan.spec import EnginePlan
 
 # A request that takes part in so many lost generations without a token may be their cause.
@@ -100,6 +102,7 @@ class Policy:
         vocab_size: int,
         shares_cores: bool,
         cost: CostModel,
+        windows: Sequence[int | None] = (),
         num_layers: int = DEFAULT_NUM_LAYERS,
         draft_tokens: DraftTokens | None = None,
         controller: Controller | None = None,
@@ -108,7 +111,8 @@ class Policy:
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each; 0: it is absent.
 
-        If the plan has a spill, `num_frames` of them can be in memory at once.
+        `windows` are those of the model's layers, where any has one. If the plan has a spill,
+        `num_frames` of the blocks can be in memory at once.
         Nodes may draft as many tokens for a request as `controller` or else `draft_tokens` says;
         without both they have no drafter. `note` takes what happens to single requests,
         `local_layers` the times of steps.
@@ -121,12 +125,17 @@ class Policy:
         self._fit = CostFits(cost, num_layers, formation)
         self._local_layers = local_layers
         self._was_idle = True
-        self._block_size = plan.kv_cache.block_size
+        groups = kv_groups(windows, plan.kv_cache, max_len=plan.model.max_model_len)
+        self._needs = BlockNeeds(
+            groups.windows,
+            block_size=plan.kv_cache.block_size,
+            max_step_tokens=max(node.max_num_batched_tokens for node in plan.attention),
+        )
         self._replicas = [
             AttentionReplica(
                 node=node,
                 num_blocks=count,
-                block_size=self._block_size,
+                needs=self._needs,
                 draft_tokens=draft_tokens,
                 frames=_frames(plan, in_memory),
             )
@@ -136,7 +145,7 @@ class Policy:
         ]
         self._intake = Intake(
             vocab_size=vocab_size,
-            block_size=self._block_size,
+            needs=self._needs,
             max_model_len=plan.model.max_model_len,
             max_request_tokens=self.max_request_tokens,
             retrieval=plan.kv_cache.retrieval,
@@ -158,6 +167,7 @@ class Policy:
         self._admission = Admission(
             plan,
             self._replicas,
+            needs=self._needs,
             costs=self._fit,
             compilations=self.compilations,
             counters=self._counters,
@@ -172,7 +182,9 @@ class Policy:
         """
         required = [replica for replica in self._replicas if not replica.node.optional]
         largest = max(replica.max_blocks for replica in required)
-        return min(self._plan.model.max_model_len, largest * self._block_size)
+        block_size, max_len = self._needs.block_size, self._plan.model.max_model_len
+        num_columns = self._needs.columns_within(largest, -(-max_len // block_size))
+        return min(max_len, num_columns * block_size)
 
     @property
     def num_running(self) -> int:
@@ -473,8 +485,8 @@ class Policy:
                         finish = accept(seq, tokens, scores, result, outbox, counters, now)
                     elif scores or not request.samples:
                         finish = accept_prompt(seq, scores, outbox, counters, now)
-                    if caches and seq.num_committed >= seq.publish_at:
-                        replica.publish(seq)
+                    if seq.num_committed >= seq.publish_at:
+                        replica.tables.filled(seq, publishes=caches)
                     if finish is not None:
                         self._end(request)
                         self._journal.finished(request, finish)
@@ -510,6 +522,7 @@ class Policy:
             max_queued_requests=self._plan.scheduling.max_queued_requests,
             kv_cache_usage=1.0 - num_available / num_blocks,
             num_blocks=num_blocks,
+            kv_positions=self._positions_held(),
             kv_frames_usage=num_needed / sum(replica.max_blocks for replica in self._replicas),
             num_grammars_compiled=self.compilations.num_asked,
             num_grammars_found=self.compilations.num_found,
@@ -518,6 +531,13 @@ class Policy:
             progress_age_s=now - self._in_flight.progress_s if is_busy else None,
             **self._counters.for_stats(),
         )
+
+    def _positions_held(self) -> dict[int, int]:
+        """Return Stats.kv_positions."""
+        held: Counter[int] = Counter()
+        for replica in self._replicas:
+            held.update(replica.positions_held)
+        return dict(held)
 
     def check_integrity(self) -> None:
         """Assert the invariants of every block pool and of the requests' states."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from server.scheduler.planning.block_pool import HashChain
 from topspin.messages import FinishReason, SamplingParams
+from topspin.plan.kv_groups import NO_BLOCK
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +96,11 @@ class Sequence:
     first. `closed`: no later step will name it; its blocks are released when the
     `num_in_flight` steps that name it have succeeded. `publish_at`: committed positions at which
     its next block is full.
+
+    A column is what holds `block_size` positions: one block of each of `num_groups` groups of
+    layers (topspin.plan.kv_groups), side by side in `blocks`. In groups with windows the first
+    `freed[group]` columns are behind the window, and those from `placed` on, of a prompt, have no
+    block yet: `spare` blocks are held for them. Where no group has a window `freed` is empty.
     """
 
     request: Request
@@ -106,6 +113,10 @@ class Sequence:
     length: int
     position_limit: int
     num_sent: int
+    num_groups: int = 1
+    placed: int = 0
+    freed: list[int] = field(default_factory=list)
+    spare: list[int] = field(default_factory=list)
     publish_at: int = field(init=False)
     capacity: int = field(init=False)
     sent_capacity: int = field(init=False)
@@ -116,8 +127,20 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.publish_at = (self.num_sent + 1) * self.block_size
-        self.capacity = len(self.blocks) * self.block_size
+        self.capacity = self.num_columns * self.block_size
         self.sent_capacity = self.num_sent * self.block_size
+
+    @property
+    def num_columns(self) -> int:
+        """Return how many columns it has."""
+        return len(self.blocks) // self.num_groups
+
+    @property
+    def held(self) -> list[int]:
+        """Return all blocks that it holds."""
+        if not self.freed:
+            return self.blocks
+        return [*(block for block in self.blocks if block != NO_BLOCK), *self.spare]
 
     @property
     def can_advance(self) -> bool:
@@ -133,15 +156,16 @@ class Sequence:
         self.num_planned -= draft - accepted
         self.num_unsure -= draft
 
-    def add_block(self, block: int) -> None:
-        """Append a block to the table."""
-        self.blocks.append(block)
+    def add_blocks(self, blocks: Iterable[int]) -> None:
+        """Append a column."""
+        self.blocks += blocks
+        self.placed += 1
         self.capacity += self.block_size
 
     def blocks_to_send(self) -> list[int]:
         """Return the blocks that the planned positions need and the node does not know yet."""
         needed = -(-min(self.num_planned, self.position_limit) // self.block_size)
-        unsent = self.blocks[self.num_sent : needed]
+        unsent = self.blocks[self.num_sent * self.num_groups : needed * self.num_groups]
         self.num_sent = needed
         self.sent_capacity = needed * self.block_size
         return unsent

@@ -32,6 +32,7 @@ from topspin.messages import (
     unpack_ints,
 )
 from topspin.plan.kv_cache import KvCacheSpec
+from topspin.plan.kv_groups import kv_groups
 from topspin.plan.settings import FailoverPolicy, SchedulingPolicy, Transport
 from topspin.plan.spec import (
     AttentionNode,
@@ -177,7 +178,15 @@ class Engine:
         self.clients: dict[str, Received] = {}
         self.now = 0.0
         self._tenants: dict[int, str] = {}
-        self._node_acts = {"fails": fails, "offers": offers, "accepts": accepts}
+        groups = kv_groups(
+            policy.get("windows", ()), config.kv_cache, max_len=config.model.max_model_len
+        )
+        self._node_acts: dict[str, Any] = {
+            "fails": fails,
+            "offers": offers,
+            "accepts": accepts,
+            "windows": groups.windows,
+        }
         self._step_s = step_s
         self.steps: list[StepMessages] = []
         self._begin()
@@ -191,7 +200,7 @@ class Engine:
         self.late: list[StepResult] = []
         # Per node: results that it has computed and the scheduler has not received.
         self.results: list[deque[StepResult]] = [deque() for _ in self.nodes]
-        # Per node: the block tables of the sequences in each step without a result.
+        # Per node: the blocks of the sequences in each step without a result.
         self._touched: list[deque[dict[int, set[int]]]] = [deque() for _ in self.nodes]
 
     def replace_scheduler(self) -> None:
@@ -276,12 +285,7 @@ class Engine:
         for index, plan in step.plans.items():
             self._check_reuse(index, step)
             self.results[index].append(self.nodes[index].execute(plan))
-            tables = {
-                seq_id: set(self.nodes[index].sequences[seq_id].table)
-                for micro_batch in plan.micro_batches
-                for seq_id in unpack_ints(micro_batch.seq_ids)
-            }
-            self._touched[index].append(tables)
+            self._touched[index].append(self.nodes[index].touched)
         return True
 
     def _check_reuse(self, index: int, step: StepMessages) -> None:

@@ -34,10 +34,11 @@ TIMINGS = StepTimings(total_s=0.0, attention_s=0.0, wait_s=0.0, sample_s=0.0)
 
 
 class Written(NamedTuple):
-    """Content of a cache position: the digest of its token's whole prefix, and the tenant."""
+    """Content of a cache position: its token's whole prefix as a digest, the tenant, the group."""
 
     prefix: bytes
     tenant: str
+    group: int = 0
 
 
 NOTHING = Written(b"", "")
@@ -88,7 +89,8 @@ def unmasked(token: int, stops: set[int]) -> int:
 class NodeSequence:
     """A sequence as the node knows it. `prefixes[i]` digests tokens 0..i.
 
-    `written[i]` is what the cache must hold for token i.
+    `written[i]` is what the cache must hold for token i. `table` has a block of each group of
+    layers, side by side; a negative one where no query sees the positions.
     """
 
     new: NewSequence
@@ -103,6 +105,7 @@ class FakeNode:
     """One attention node. `fails(seq_id)` makes a sampled sequence fail permanently.
 
     `offers(n)` says how many of at most n tokens it drafts, `accepts(n)` how many of n are right.
+    `windows` are those of its groups of layers.
     """
 
     def __init__(
@@ -115,9 +118,12 @@ class FakeNode:
         fails: Callable[[int], bool] = lambda seq_id: False,
         offers: Callable[[int], int] = lambda at_most: at_most,
         accepts: Callable[[int], int] = lambda at_most: 0,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         self.index = node.index
         self.sequences: dict[int, NodeSequence] = {}
+        self.touched: dict[int, set[int]] = {}
+        """The blocks that the last step has read or written, by sequence."""
         self._cache = [[NOTHING] * block_size for _ in range(num_blocks)]
         self._node = node
         self._num_blocks = num_blocks
@@ -126,6 +132,7 @@ class FakeNode:
         self._fails = fails
         self._offers = offers
         self._accepts = accepts
+        self._windows = windows
         self._may_draft = False
         self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         self._drafted: dict[int, int] = {}
@@ -154,6 +161,7 @@ class FakeNode:
         sampled: dict[int, list[int]] = {}
         self._scores = {}
         self._drafted = {}
+        self.touched = {}
         errors: dict[int, str] = {}
         seen: list[int] = []
         num_rows = 0
@@ -184,7 +192,7 @@ class FakeNode:
         self._seen_ids.add(new.seq_id)
         table = list(unpack_ints(new.blocks))
         tokens = list(unpack_ints(new.tokens))
-        assert new.num_computed == len(table) * self._block_size
+        assert new.num_computed * len(self._windows) == len(table) * self._block_size
         assert new.num_computed < len(tokens), "no token is left to compute"
         seq = NodeSequence(new, [], table, new.num_computed)
         for token in tokens:
@@ -215,10 +223,9 @@ class FakeNode:
         for seq_id, num_tokens, draft, wanted, num_blocks in slices:
             assert num_tokens > 0
             seq = self.sequences[seq_id]
+            assert all(0 <= block < self._num_blocks for block in block_ids[:num_blocks])
             seq.table += block_ids[:num_blocks]
             del block_ids[:num_blocks]
-            assert all(0 <= block < self._num_blocks for block in seq.table)
-            assert len(set(seq.table)) == len(seq.table)
             failed = self._fails(seq_id)
             if wanted & SAMPLE and self._may_draft and len(seq.tokens) >= seq.new.max_length:
                 sampled[seq_id] = []  # a draft has completed it, and this plan did not know
@@ -251,22 +258,42 @@ class FakeNode:
         size = self._block_size
         end = seq.num_committed + num_tokens
         assert end <= len(seq.tokens), "a token is fed that is not known"
-        assert end <= len(seq.table) * size, "no block for a position"
-        assert self._may_draft or len(seq.table) == -(-end // size), "a block too many"
-        for position in range(seq.num_committed, end):
-            content = NOTHING if garbage else seq.written[position]
-            self._cache[seq.table[position // size]][position % size] = content
-        for first in range(0, 0 if garbage else end, size):
-            expected = seq.written[first : min(first + size, end)]
-            found = self._cache[seq.table[first // size]][: len(expected)]
-            assert found == expected, "another's cache"
+        num_groups = len(self._windows)
+        assert end * num_groups <= len(seq.table) * size, "no block for a position"
+        assert self._may_draft or len(seq.table) == -(-end // size) * num_groups, "a block too many"
+        seen = [
+            range(0 if window is None else max(0, seq.num_committed - window + 1), end)
+            for window in self._windows
+        ]
+        blocks = [
+            block
+            for group, positions in enumerate(seen)
+            for block in seq.table[group::num_groups][positions.start // size :]
+        ]
+        assert len(set(blocks)) == len(blocks), "a block twice"
+        self.touched.setdefault(seq.new.seq_id, set()).update(blocks)
+        for group in range(num_groups):
+            for position in range(seq.num_committed, end):
+                written = NOTHING if garbage else seq.written[position]._replace(group=group)
+                self._block(seq, position, group)[position % size] = written
+        for group, positions in enumerate(seen if not garbage else ()):
+            for position in positions:
+                found = self._block(seq, position, group)[position % size]
+                assert found == seq.written[position]._replace(group=group), "another's cache"
         seq.num_committed = end
+
+    def _block(self, seq: NodeSequence, position: int, group: int) -> list[Written]:
+        """Return the cached positions of a sequence's block in a group of layers."""
+        block = seq.table[position // self._block_size * len(self._windows) + group]
+        assert block >= 0, "no block where a query sees"
+        return self._cache[block]
 
     def _draft(self, seq: NodeSequence, at_most: int) -> list[int]:
         """Feed right draft tokens, sample behind each; the other slots get something else."""
         at_most = min(at_most, seq.new.max_length - 1 - seq.num_committed)
         first, end = seq.num_committed, seq.num_committed + at_most
-        assert end <= len(seq.table) * self._block_size, "no block for a draft"
+        num_columns = len(seq.table) // len(self._windows)
+        assert end <= num_columns * self._block_size, "no block for a draft"
         more = []
         length = self._drafted[seq.new.seq_id] = self._offers(max(at_most, 0))
         for _ in range(self._accepts(length)):
@@ -274,8 +301,8 @@ class FakeNode:
             more.append(self._sample(seq))
         assert len(more) <= length
         for position in range(first + len(more), end):
-            block = self._cache[seq.table[position // self._block_size]]
-            block[position % self._block_size] = NOTHING
+            for group in range(len(self._windows)):
+                self._block(seq, position, group)[position % self._block_size] = NOTHING
         return more
 
     def _sample(self, seq: NodeSequence) -> int:

@@ -45,11 +45,15 @@ def planned(path: Path, config: dict[str, Any], **fields: Any) -> PlannedModel:
 
 
 def test_facts_of_a_moe_model(tmp_path: Path) -> None:
-    assert read_facts(planned(tmp_path, MIXTRAL), 2) == EngineFacts(3, 8, 300, 64, 2, (0, 1, 2))
+    assert read_facts(planned(tmp_path, MIXTRAL), 2) == EngineFacts(
+        *(3, 8, 300, 64, 2, (0, 1, 2)), windows=(None,) * 3
+    )
 
 
 def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
-    assert read_facts(planned(tmp_path, LLAMA), 2) == EngineFacts(0, 0, 300, 64, 2)
+    assert read_facts(planned(tmp_path, LLAMA), 2) == EngineFacts(
+        *(0, 0, 300, 64, 2), windows=(None,) * 3
+    )
 
 
 CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"

@@ -7,6 +7,8 @@ from array import array
 import pytest
 
 from server.scheduler.planning.block_pool import BlockPool, HashChain, chain_hash, chain_root
+from server.scheduler.planning.block_tables import BlockTables
+from topspin.plan.kv_groups import BlockNeeds
 
 
 def published(pool: BlockPool, hashes: list[bytes]) -> list[int]:
@@ -21,9 +23,10 @@ def published(pool: BlockPool, hashes: list[bytes]) -> list[int]:
 def test_match_stops_at_the_first_unknown_block() -> None:
     pool = BlockPool(4)
     first, second, third = published(pool, [b"a", b"b", b"c"])
-    assert pool.match_prefix([b"a", b"b", b"c", b"d"]) == [first, second, third]
-    assert pool.match_prefix([b"a", b"x", b"c"]) == [first]
-    assert pool.match_prefix([b"x", b"b"]) == []
+    tables = BlockTables(pool, BlockNeeds(block_size=1, max_step_tokens=1))
+    assert tables.find_prefix([b"a", b"b", b"c", b"d"]) == [first, second, third]
+    assert tables.find_prefix([b"a", b"x", b"c"]) == [first]
+    assert tables.find_prefix([b"x", b"b"]) == []
 
 
 def test_shared_block_returns_with_its_last_holder() -> None:
@@ -51,8 +54,8 @@ def test_free_blocks_go_first_then_the_least_recently_used() -> None:
     taken = pool.acquire(2)
     assert not {old, new} & set(taken)
     assert pool.acquire(1) == [new]
-    assert pool.match_prefix([b"new"]) == []
-    assert pool.match_prefix([b"old"]) == [old]
+    assert pool.find(b"new") is None
+    assert pool.find(b"old") == old
     assert pool.acquire(1) == [old]
 
 
@@ -68,7 +71,7 @@ def test_a_content_keeps_its_first_block() -> None:
     pool.publish(first, b"a")
     pool.publish(second, b"a")
     pool.release([first, second])
-    assert pool.match_prefix([b"a"]) == [first]
+    assert pool.find(b"a") == first
     pool.check_integrity([])
 
 

@@ -14,9 +14,11 @@ from server.scheduler.planning.sequence import Request
 from tests.mutations import damaged
 from topspin.errors import InvalidRequest, ProtocolError
 from topspin.messages import AddRequest, SamplingParams, decode, encode, pack_ints
+from topspin.plan.kv_groups import BlockNeeds
 
 VOCAB = 64
-INTAKE = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
+NEEDS = BlockNeeds(block_size=4, max_step_tokens=8)
+INTAKE = Intake(vocab_size=VOCAB, needs=NEEDS, max_model_len=32, max_request_tokens=32)
 
 
 def take(**sampling: Any) -> Request:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from tests.server.scheduler.engine import (
-    Engine,
-    make_config,
-    make_request,
-)
+from server.scheduler.planning.block_pool import HashChain
+from tests.server.scheduler.engine import Engine, make_config, make_request
 from topspin.messages import (
     unpack_ints,
 )
@@ -57,6 +54,63 @@ def test_the_prefix_decides_the_node() -> None:
     engine.add(make_request("c", [2] * 9, max_tokens=1, seed=2))
     engine.finish()
     assert tuple(engine.steps[-1].plans) == (1,)
+
+
+# Groups of layers with windows.
+
+
+def test_a_long_sequence_holds_its_window_only() -> None:
+    """While its prompt is computed a step's positions beside, in each of 3 groups of layers."""
+    config = make_config(max_model_len=512, max_num_batched_tokens=16)
+    engine = Engine(config, windows=(None, 8, 8), num_blocks=180)
+    engine.add(make_request("a", [n % 40 for n in range(400)], max_tokens=100, seed=0))
+    most = 0
+    while not engine.clients["a"].tokens:
+        engine.turn()
+        most = max(most, engine.policy.stats(0, (), engine.now).kv_positions[8])
+    # 8 positions, those of two steps, and the rest of the blocks at both ends.
+    assert 8 + 16 <= most <= 8 + 2 * 16 + 2 * 4
+    for _ in range(50):
+        engine.turn()
+    held = engine.policy.stats(0, (), engine.now).kv_positions
+    assert held[0] >= 400
+    assert held[8] <= 16
+    engine.finish()
+    assert engine.policy.stats(0, (), engine.now).kv_positions == {0: 0, 8: 0}
+
+
+def test_a_request_is_as_long_as_the_blocks_of_all_groups_allow() -> None:
+    config = make_config(max_model_len=512, max_num_batched_tokens=16)
+    assert Engine(config, num_blocks=60).policy.max_request_tokens == 240
+    # 12 blocks of 4 positions are the most behind a window of 12 and in two steps.
+    assert Engine(config, windows=(None, 12), num_blocks=60).policy.max_request_tokens == 4 * 48
+
+
+def test_a_prefix_is_cached_if_every_window_before_its_end_is() -> None:
+    engine = Engine(make_config(max_num_batched_tokens=16), windows=(None, 6), num_blocks=30)
+    prompt = list(range(33))
+    engine.add(make_request("a", prompt, max_tokens=1, seed=0))
+    engine.finish()
+    for number, (num_shared, expected) in enumerate([(33, 32), (20, 20), (9, 8)], start=1):
+        tokens = [*prompt[:num_shared], *[45] * (33 - num_shared)]
+        engine.add(make_request(f"r{number}", tokens, max_tokens=1, seed=number))
+        engine.finish()
+        assert engine.clients[f"r{number}"].outputs[0].num_cached_tokens == expected
+
+
+def test_no_prefix_ends_where_others_have_taken_the_window() -> None:
+    engine = Engine(make_config(max_num_batched_tokens=16), windows=(None, 6), num_blocks=30)
+    engine.add(make_request("a", range(33), max_tokens=1, seed=0))
+    engine.finish()
+    tables = engine.policy._replicas[0].tables
+    hashes = HashChain("", 4).first(8, list(range(33)))
+    lengths = []
+    while all(tables.pool.find(each) is not None for each in hashes):
+        lengths.append(len(tables.find_prefix(hashes)) // 2)
+        tables.pool.acquire(1)
+    # Blocks behind the window are the first that others take, before those without one.
+    assert lengths == sorted(lengths, reverse=True)
+    assert set(lengths) == {8, 0}
 
 
 # Blocks and preemption.

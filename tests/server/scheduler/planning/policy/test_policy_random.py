@@ -18,6 +18,7 @@ from tests.server.scheduler.engine import Engine, make_config, make_request
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE
 from tests.structs import changed
 from topspin.messages import AddRequest, CompileGrammar, GrammarReady
+from topspin.plan.kv_groups import BlockNeeds, kv_groups
 from topspin.plan.spec import EnginePlan
 
 EOS = 5
@@ -41,9 +42,22 @@ def random_plan(rng: random.Random) -> EnginePlan:
     return changed(plan, {"nodes": (*nodes, *plan.experts)})
 
 
-def random_blocks(rng: random.Random, plan: EnginePlan) -> list[int]:
+def random_windows(rng: random.Random) -> tuple[int | None, ...]:
+    """Return the windows of the layers: mostly none, or some in one or several groups."""
+    some = ((None, 3), (None, 8, None, 8), (5, 5), (None, 2, 2, 2), (None, None, 7), (4, 9, None))
+    return rng.choice(((), (), *some))
+
+
+def random_blocks(
+    rng: random.Random, plan: EnginePlan, windows: tuple[int | None, ...]
+) -> list[int]:
     """Return the nodes' blocks; the first holds the longest request, just so or with ease."""
-    least = -(-plan.model.max_model_len // plan.kv_cache.block_size)
+    needs = BlockNeeds(
+        kv_groups(windows, plan.kv_cache, max_len=plan.model.max_model_len).windows,
+        block_size=plan.kv_cache.block_size,
+        max_step_tokens=max(node.max_num_batched_tokens for node in plan.attention),
+    )
+    least = needs.of(-(-plan.model.max_model_len // plan.kv_cache.block_size))
     first = least + rng.choice((0, 2, 10, 100))
     others = rng.choice((lambda: first, lambda: rng.randrange(2, 30)))
     return [first, *(others() for _ in plan.attention[1:])]
@@ -69,10 +83,12 @@ class Chaos:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         plan = random_plan(rng)
+        windows = random_windows(random.Random(rng.random()))
         broken = rng.sample(range(1, 60), rng.choice((0, 8)))
         self.engine = Engine(
             plan,
-            num_blocks=random_blocks(rng, plan),
+            num_blocks=random_blocks(rng, plan, windows),
+            windows=windows,
             fails=lambda seq_id: seq_id in broken,
             **random_drafts(rng),
         )
