@@ -137,9 +137,9 @@ class Slices(NamedTuple):
     """i32[S]."""
     block_tables: np.ndarray
     """i32[S, blocks of the longest context]."""
-    further: tuple[GroupTables, ...] = ()
-    """In the cache, of the groups of layers after the first, of which are the two above."""
     sample_rows: IntArray
+    further: tuple[GroupTables, ...] = ()
+    """The places in the cache in the groups of layers after the first, whose are above."""
     tree_mask: npt.NDArray[np.bool_] | None = None
     """bool[T, most rows of a slice], as AttentionMeta's; None: no draft branches."""
     tree_lens: np.ndarray | None = None
