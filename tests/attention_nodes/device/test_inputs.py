@@ -150,7 +150,7 @@ def test_a_padded_step_has_the_addresses_of_the_one_before(rotary: RotaryTable) 
         table = table_of(lengths, [length - 1 for length in lengths])
         counts = dict.fromkeys(range(len(lengths)), 1)
         placed = ours.place([slices_of(table, counts, [True] * len(lengths))], 4)
-        (meta,) = placed.metas
+        ((meta,),) = placed.metas
         tensors = [placed.literals, placed.last_rows, *placed.angles, placed.kv_slots]
         tensors += [placed.sample_rows, meta.query_start, meta.context_lens, meta.block_tables]
         assert placed.num_rows is not None

@@ -197,8 +197,8 @@ class Sequences(RuleBasedStateMachine):
     def write(self, row: int, count: int) -> None:
         """Write what a step computes: the text's keys."""
         begin = int(self.table.num_committed[row])
-        slots = torch.from_numpy(self.table.slots(row, np.arange(begin, begin + count)))
-        text = self.text_in[int(self.table.block_tables[row, 0]) // BLOCKS]
+        slots = torch.from_numpy(self.table.slots(row, np.arange(begin, begin + count))[0])
+        text = self.text_in[int(self.table.block_tables[row, 0, 0]) // BLOCKS]
         for layer, keys in enumerate(self.cache.keys):
             own = keys_of(text, layer)[:, begin : begin + count]
             keys.flatten(0, 1)[slots] = own.transpose(0, 1)
@@ -220,7 +220,7 @@ class Sequences(RuleBasedStateMachine):
                 continue
             (num_closed, end), at = wanted, found.index(idx)
             assert int(retrieval.coded_end[at]) == end
-            text = self.text_in[int(self.table.block_tables[row, 0]) // BLOCKS]
+            text = self.text_in[int(self.table.block_tables[row, 0, 0]) // BLOCKS]
             for segment in range(-(-end // SEGMENT_KEYS)):
                 place = int(retrieval.segments[at, segment])
                 book, count = min(segment, num_closed - 1), end - segment * SEGMENT_KEYS

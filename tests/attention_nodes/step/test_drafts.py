@@ -130,7 +130,7 @@ def written(runner: ModelRunner, seq_id: int) -> list[torch.Tensor]:
     table, cache = runner._table, runner._decoder.kv
     row = table._row_of[seq_id]
     slots = [
-        int(table.block_tables[row, place // 4]) * 4 + place % 4
+        int(table.block_tables[row, 0, place // 4]) * 4 + place % 4
         for place in range(int(table.num_committed[row]))
     ]
     return [each.flatten(0, 1)[slots] for each in (*cache.keys, *cache.values)]

@@ -60,6 +60,22 @@ def test_heads_too_large_for_fp8_are_refused(model: ModelConfig) -> None:
         layer_specs(large, torch.bfloat16, KvCacheSpec(dtype="fp8"))
 
 
+def test_layers_of_several_groups_share_memory(model: ModelConfig) -> None:
+    """A block is one group's, so that each move is of the slots of that group's layers."""
+    narrow = replace(model.layers[1], sliding_window=8)
+    windowed = replace(model, layers=(model.layers[0], narrow))
+    layers = layer_specs(windowed, torch.float32, max_len=100)
+    assert [layer.group for layer in layers] == [0, 1]
+    assert bytes_per_block(layers, block_size=4) == layers[0].bytes_per_block(4)
+    assert [layer.group for layer in layer_specs(windowed, torch.float32, max_len=8)] == [0, 0]
+    cache = of_blocks(layers, 3, block_size=4, num_groups=2)
+    assert cache.keys[0] is cache.keys[1]
+    slots = cache.keys[0].flatten(0, 1)
+    slots.copy_(torch.arange(12.0)[:, None, None].expand_as(slots))
+    cache.move(torch.tensor([[1], [9]]), torch.tensor([[0], [8]]))
+    assert slots[:, 0, 0].tolist() == [1, 1, 2, 3, 4, 5, 6, 7, 9, 9, 10, 11]
+
+
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_slots_move_as_if_all_at_once(model: ModelConfig, dtype: KvDtype) -> None:
     cache = cache_of(model, KvCacheSpec(dtype=dtype))
@@ -68,7 +84,7 @@ def test_slots_move_as_if_all_at_once(model: ModelConfig, dtype: KvDtype) -> Non
         each.copy_(torch.randn(each.shape, generator=torch.Generator().manual_seed(idx)))
         before.append(each.flatten(0, 1).float())
     sources, targets = torch.tensor([5, 2, 9]), torch.tensor([2, 5, 0])
-    cache.move(sources, targets)
+    cache.move(sources[None], targets[None])
     for each, old in zip((*cache.keys, *cache.values), before, strict=True):
         wanted = old.clone()
         wanted[[2, 5, 0]] = old[[5, 2, 9]]

@@ -31,6 +31,7 @@ from tests.attention_nodes.plans import micro_batch, new_sequence
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
 from tests.weights import load_attention_weights, load_expert_weights
 from topspin.messages import pack_ints
+from topspin.plan.kv_groups import BlockNeeds
 
 BLOCK_SIZE = 4
 MAX_LEN = 64
@@ -72,7 +73,7 @@ class Model:
         ops = select_ops(kernels, torch.float32)
         cache = kv_cache.allocate(
             kv_cache.layer_specs(self.config, torch.float32),
-            block_size=BLOCK_SIZE,
+            needs=BlockNeeds(block_size=BLOCK_SIZE, max_step_tokens=MAX_LEN),
             size_bytes=4 * 2**20,
             max_len=MAX_LEN,
         )

@@ -9,6 +9,7 @@ from attention_nodes.step.sequences import PENDING, SequenceTable, TableLimits, 
 from tests.attention_nodes.plans import new_sequence
 from topspin.errors import ProtocolError
 from topspin.messages import NewSequence, SamplingParams, pack_ints
+from topspin.plan.kv_groups import NO_BLOCK
 
 LIMITS = TableLimits(max_len=32, block_size=4, num_blocks=10, vocab_size=100)
 SAMPLING = SamplingParams(max_tokens=4, seed=1)
@@ -122,6 +123,22 @@ def test_a_token_that_comes_late_does_not_reach_the_rows_next_tenant() -> None:
     assert table.tokens[both, 5].tolist() == [7, 42]
 
 
+def test_each_group_of_layers_has_a_table() -> None:
+    """Blocks come side by side; those behind a window are none, and never read."""
+    table = SequenceTable(LIMITS._replace(num_groups=2))
+    table.admit(sequence(1, blocks=pack_ints([3, NO_BLOCK, 4, 5])))
+    assert table.block_tables[table.rows_of(rows(1))[0], :, :2].tolist() == [[3, 4], [0, 5]]
+    size = LIMITS.block_size
+    assert table.slots(int(table.rows_of(rows(1))[0]), rows(0, size + 1)).tolist() == [
+        [3 * size, 4 * size + 1],
+        [0, 5 * size + 1],
+    ]
+    with pytest.raises(ProtocolError, match="1 blocks for 2 groups"):
+        table.add_blocks(0, rows(1))
+    with pytest.raises(ProtocolError, match="outside the cache"):
+        table.add_blocks(0, rows(1, NO_BLOCK - 1))
+
+
 def test_rows_are_reused_and_the_table_grows() -> None:
     table = SequenceTable(LIMITS, capacity=2)
     for seq_id in range(5):
@@ -129,7 +146,7 @@ def test_rows_are_reused_and_the_table_grows() -> None:
     found = table.rows_of(rows(*range(5)))
     assert sorted(found.tolist()) == [0, 1, 2, 3, 4]
     assert table.tokens[found, 0].tolist() == [1, 2, 3, 4, 5]
-    assert table.block_tables[found, 1].tolist() == [4] * 5
+    assert table.block_tables[found, 0, 1].tolist() == [4] * 5
     table.forget(2)
     table.admit(sequence(9, tokens=pack_ints([77]), num_prompt_tokens=1, blocks=b""))
     reused = table.rows_of(rows(9))

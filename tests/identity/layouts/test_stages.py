@@ -64,7 +64,7 @@ def staged(plan: EnginePlan, *ends: int, cache_bytes: Sequence[int] = ()) -> Eng
 @pytest.mark.parametrize(
     ("variant", "ends", "settings"),
     [
-        ("mixtral", (1, 2), {"transport": "shm", "micro_batches": 1}),
+        ("gpt_oss", (1, 3), {"transport": "shm", "micro_batches": 1}),
         # A dense layer, a shared expert; three unequal stages of two nodes each.
         pytest.param(
             "qwen2_moe",

@@ -71,7 +71,7 @@ def test_a_perfect_draft_gives_transformers_tokens_in_few_steps(
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [
-        (VARIANT, TREES),
+        ("gpt_oss", TREES),
         ("llama", {}),
     ],
 )
