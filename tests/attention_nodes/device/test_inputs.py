@@ -18,7 +18,7 @@ from tests.checkpoints import make_checkpoint
 from topspin.errors import ProtocolError
 from topspin.messages import pack_ints
 
-LIMITS = TableLimits(max_len=40, block_size=4, num_blocks=100, vocab_size=288)
+LIMITS = TableLimits(max_len=40, block_size=4, num_blocks=200, vocab_size=288, num_groups=2)
 MAX_SEQS = 8
 
 
@@ -49,7 +49,8 @@ def table_of(lengths: list[int], committed: list[int]) -> SequenceTable:
                 [(seq_id * 31 + idx) % 288 for idx in range(length)],
                 num_prompt_tokens=max(1, length // 2),
                 num_computed=done,
-                blocks=pack_ints(range(seq_id * 10 + 9, seq_id * 10 - 1, -1)),
+                # One of each group of layers, side by side.
+                blocks=pack_ints(range(seq_id * 20 + 19, seq_id * 20 - 1, -1)),
             )
         )
     return table
@@ -107,15 +108,18 @@ def test_real_rows_are_the_hosts_and_the_others_are_nobodys(
             torch.testing.assert_close(found.tokens[rows], expected.tokens[theirs.start :][:real])
             torch.testing.assert_close(part.cos[:real], theirs.cos)
             torch.testing.assert_close(part.sin[:real], theirs.sin)
-            assert torch.equal(part.kv_slots[:real], theirs.kv_slots)
-            assert (part.kv_slots[real:] == NO_SLOT).all()
             assert not found.tokens[part.start + real : part.start + part.num_tokens].any()
             meta, wanted = part.meta, theirs.meta
             seqs, columns = wanted.block_tables.shape
             assert torch.equal(meta.query_start[: seqs + 1], wanted.query_start)
             assert (meta.query_start[seqs:] == real).all()
             assert torch.equal(meta.context_lens[:seqs], wanted.context_lens)
-            assert torch.equal(meta.block_tables[:seqs, :columns], wanted.block_tables)
+            for group in range(LIMITS.num_groups):
+                ours_of, theirs_of = part.of_group(group), theirs.of_group(group)
+                assert torch.equal(ours_of.kv_slots[:real], theirs_of.kv_slots)
+                assert (ours_of.kv_slots[real:] == NO_SLOT).all()
+                tables = ours_of.meta.block_tables[:seqs, :columns]
+                assert torch.equal(tables, theirs_of.meta.block_tables)
             if bucket is None:
                 assert part.num_rows is None
                 assert meta.max_context_len == wanted.max_context_len
@@ -150,9 +154,10 @@ def test_a_padded_step_has_the_addresses_of_the_one_before(rotary: RotaryTable) 
         table = table_of(lengths, [length - 1 for length in lengths])
         counts = dict.fromkeys(range(len(lengths)), 1)
         placed = ours.place([slices_of(table, counts, [True] * len(lengths))], 4)
-        ((meta,),) = placed.metas
+        ((meta, other),) = placed.metas
         tensors = [placed.literals, placed.last_rows, *placed.angles, placed.kv_slots]
         tensors += [placed.sample_rows, meta.query_start, meta.context_lens, meta.block_tables]
+        tensors += [other.block_tables]
         assert placed.num_rows is not None
         return [each.data_ptr() for each in (*tensors, placed.num_rows)]
 
