@@ -37,7 +37,7 @@ from models.checkpoints.unused_tensors import describe_unused, unused_tensors
 from models.checkpoints.weights import stream_attention_weights
 from models.description.config import ModelConfig, load_model_config
 from spec_decode.draft import Drafter
-from topspin.plan.kv_groups import BlockNeeds, kv_groups
+from topspin.plan.kv_cache import BlockNeeds, kv_groups
 from topspin.plan.precision import formats
 from topspin.plan.spec import NodeConfig
 from topspin.process import release_freed_memory

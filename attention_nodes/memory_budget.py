@@ -32,7 +32,7 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
-from topspin.plan.kv_groups import BlockNeeds
+from topspin.plan.kv_cache import BlockNeeds
 from topspin.plan.spec import NodeConfig
 from topspin.units import format_size
 

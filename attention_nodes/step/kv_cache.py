@@ -22,8 +22,7 @@ from kernels.contracts import MAX_FP8_DIM
 from kernels.runtime import HostRuntime, Runtime
 from models.description.config import ModelConfig
 from topspin.errors import ConfigError
-from topspin.plan.kv_cache import KvCacheSpec
-from topspin.plan.kv_groups import BlockNeeds, kv_groups
+from topspin.plan.kv_cache import BlockNeeds, KvCacheSpec, kv_groups
 from topspin.units import format_size
 
 MIN_BLOCKS: Final = 2
@@ -39,7 +38,7 @@ class LayerSpec(NamedTuple):
     has_codes: bool = False
     """Whether its keys are coded too, for retrieval (retrieval.py owns the codes)."""
     group: int = 0
-    """The layers of a group share block tables (topspin.plan.kv_groups)."""
+    """The layers of a group share block tables (topspin.plan.kv_cache)."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of the keys and values in a block."""

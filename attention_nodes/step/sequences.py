@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kernels.philox import as_signed
 from topspin.errors import ProtocolError
 from topspin.messages import NewSequence, SamplingParams
-from topspin.plan.kv_groups import NO_BLOCK
+from topspin.plan.kv_cache import NO_BLOCK
 
 IntArray = npt.NDArray[np.int64]
 

@@ -37,7 +37,7 @@ class MicroBatchInputs:
 
     `start` is the index of its first row in the step. `num_rows` i64[1]: rows from num_rows[0] on
     are padding; None: no padding. `kv_slots` and `meta` are those of the first group of layers
-    (topspin.plan.kv_groups), `further` those of the others.
+    (topspin.plan.kv_cache), `further` those of the others.
     """
 
     start: int

@@ -66,7 +66,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     node sampled last (LAST). Behind them the node may feed a draft of its own, of at most
     `max_draft[i]` tokens (empty: none); slots are reserved for them. `wanted[i]`, a byte, joins
     SAMPLE and SCORE; 0: the slice only fills the cache. `block_counts[i]` new blocks of
-    `block_ids` are appended to its table: one of each group of layers (topspin.plan.kv_groups) side
+    `block_ids` are appended to its table: one of each group of layers (topspin.plan.kv_cache) side
     by side.
     """
 

@@ -15,7 +15,7 @@ from server.scheduler.planning.compilations import Compilations
 from server.scheduler.planning.load_balancing import ReplicaCandidate, choose_replica
 from server.scheduler.planning.sequence import Request, WaitingQueue
 from server.scheduler.planning.telemetry import Counters, Journal
-from topspin.plan.kv_groups import BlockNeeds
+from topspin.plan.kv_cache import BlockNeeds
 from topspin.plan.spec import EnginePlan
 
 

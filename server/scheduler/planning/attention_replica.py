@@ -20,7 +20,7 @@ from server.scheduler.planning.block_tables import BlockTables
 from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.sequence import Request, Sequence
 from topspin.messages import SAMPLE, SCORE, NewSequence, client_id, pack_ints
-from topspin.plan.kv_groups import BlockNeeds
+from topspin.plan.kv_cache import BlockNeeds
 from topspin.plan.spec import AttentionNode
 
 MIN_SAMPLED_ROWS: Final = 64

@@ -16,7 +16,7 @@ from typing import Final
 
 from server.scheduler.planning.block_pool import BlockPool
 from server.scheduler.planning.sequence import Sequence
-from topspin.plan.kv_groups import NO_BLOCK, BlockNeeds
+from topspin.plan.kv_cache import NO_BLOCK, BlockNeeds
 
 
 class BlockTables:

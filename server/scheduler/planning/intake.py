@@ -26,7 +26,7 @@ from server.scheduler.planning.sequence import Request
 from topspin.errors import InvalidRequest, ProtocolError
 from topspin.grammars import MAX_GRAMMAR_BYTES
 from topspin.messages import AddRequest, SamplingParams, unpack_ints
-from topspin.plan.kv_groups import BlockNeeds
+from topspin.plan.kv_cache import BlockNeeds
 from topspin.plan.retrieval import MAX_TOKENS, MIN_TOKENS, RetrievalPolicy
 
 

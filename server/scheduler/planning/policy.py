@@ -70,7 +70,7 @@ from topspin.messages import (
     StepTimings,
     unpack_ints,
 )
-from topspin.plan.kv_groups import BlockNeeds, kv_groups
+from topspin.plan.kv_cache import BlockNeeds, kv_groups
 from topspin.plan.spec import EnginePlan
 
 # A request that takes part in so many lost generations without a token may be their cause.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from server.scheduler.planning.block_pool import HashChain
 from topspin.messages import FinishReason, SamplingParams
-from topspin.plan.kv_groups import NO_BLOCK
+from topspin.plan.kv_cache import NO_BLOCK
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +98,7 @@ class Sequence:
     its next block is full.
 
     A column is what holds `block_size` positions: one block of each of `num_groups` groups of
-    layers (topspin.plan.kv_groups), side by side in `blocks`. In groups with windows the first
+    layers (topspin.plan.kv_cache), side by side in `blocks`. In groups with windows the first
     `freed[group]` columns are behind the window, and those from `placed` on, of a prompt, have no
     block yet: `spare` blocks are held for them. Where no group has a window `freed` is empty.
     """

@@ -31,7 +31,7 @@ from tests.attention_nodes.plans import micro_batch, new_sequence
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
 from tests.weights import load_attention_weights, load_expert_weights
 from topspin.messages import pack_ints
-from topspin.plan.kv_groups import BlockNeeds
+from topspin.plan.kv_cache import BlockNeeds
 
 BLOCK_SIZE = 4
 MAX_LEN = 64

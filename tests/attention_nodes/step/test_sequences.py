@@ -9,7 +9,7 @@ from attention_nodes.step.sequences import PENDING, SequenceTable, TableLimits, 
 from tests.attention_nodes.plans import new_sequence
 from topspin.errors import ProtocolError
 from topspin.messages import NewSequence, SamplingParams, pack_ints
-from topspin.plan.kv_groups import NO_BLOCK
+from topspin.plan.kv_cache import NO_BLOCK
 
 LIMITS = TableLimits(max_len=32, block_size=4, num_blocks=10, vocab_size=100)
 SAMPLING = SamplingParams(max_tokens=4, seed=1)

@@ -31,8 +31,7 @@ from topspin.messages import (
     pack_ints,
     unpack_ints,
 )
-from topspin.plan.kv_cache import KvCacheSpec
-from topspin.plan.kv_groups import kv_groups
+from topspin.plan.kv_cache import KvCacheSpec, kv_groups
 from topspin.plan.settings import FailoverPolicy, SchedulingPolicy, Transport
 from topspin.plan.spec import (
     AttentionNode,

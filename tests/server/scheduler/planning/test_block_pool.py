@@ -8,7 +8,7 @@ import pytest
 
 from server.scheduler.planning.block_pool import BlockPool, HashChain, chain_hash, chain_root
 from server.scheduler.planning.block_tables import BlockTables
-from topspin.plan.kv_groups import BlockNeeds
+from topspin.plan.kv_cache import BlockNeeds
 
 
 def published(pool: BlockPool, hashes: list[bytes]) -> list[int]:

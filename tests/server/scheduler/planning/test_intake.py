@@ -14,7 +14,7 @@ from server.scheduler.planning.sequence import Request
 from tests.mutations import damaged
 from topspin.errors import InvalidRequest, ProtocolError
 from topspin.messages import AddRequest, SamplingParams, decode, encode, pack_ints
-from topspin.plan.kv_groups import BlockNeeds
+from topspin.plan.kv_cache import BlockNeeds
 
 VOCAB = 64
 NEEDS = BlockNeeds(block_size=4, max_step_tokens=8)

@@ -18,7 +18,7 @@ from tests.server.scheduler.engine import Engine, make_config, make_request
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE
 from tests.structs import changed
 from topspin.messages import AddRequest, CompileGrammar, GrammarReady
-from topspin.plan.kv_groups import BlockNeeds, kv_groups
+from topspin.plan.kv_cache import BlockNeeds, kv_groups
 from topspin.plan.spec import EnginePlan
 
 EOS = 5

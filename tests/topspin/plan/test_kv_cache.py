@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topspin.plan.kv_cache import KvCacheSpec, KvLayerRule
-from topspin.plan.kv_groups import BlockNeeds, kv_groups
+from topspin.plan.kv_cache import BlockNeeds, KvCacheSpec, KvLayerRule, kv_groups
 from topspin.plan.retrieval import RetrievalPolicy
 
 GPT_OSS = (128, None) * 12
