@@ -45,14 +45,14 @@ class LocalModel:
         *,
         num_blocks: int,
         max_len: int | None = None,
-        quantization: Format = "none",
+        quantization: Format | None = None,
         rules: Sequence[PrecisionRule] = (),
         num_threads: int | None = None,
     ) -> None:
         """Load `path`, a model with experts, and allocate its cache.
 
-        A `max_len` beyond the model's own limit lets sequences have positions that it was not
-        trained for: good for times, not for text.
+        `quantization` None: as the checkpoint is. A `max_len` beyond the model's own limit lets
+        sequences have positions that it was not trained for: good for times, not for text.
         """
         model = load_model_config(path)
         assert model.moe is not None, "a model with experts"

@@ -1,16 +1,25 @@
 """Coded matrices in the groups of kernels: which they can hold, and with which steps.
 
-Owns the test, and the rounding of steps to bf16. Knows no layout of codes. Used where
-implementations with quantised formats pack weights. Letters as in `kernels.contracts`, and G for
-groups of inputs.
+Owns the test, the rounding of steps to bf16, and mxfp4's codes, which are the same for all kernels.
+Knows no layout of codes. Used where implementations with quantised formats pack weights. Letters as
+in `kernels.contracts`, and G for groups of inputs.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contracts import CodedMatrix, Matrix
+from topspin.plan.precision import E2M1_ZERO, MXFP4_BITS, MXFP4_GROUP
+
+_MANTISSA_BITS: Final = 23
+"""Of a float, below its exponent."""
+_BETWEEN_CODES: Final = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
+"""Twice the numbers halfway between those of e2m1."""
 
 
 def numbers(matrix: Matrix) -> Tensor:
@@ -36,3 +45,33 @@ def steps_and_lows(matrix: CodedMatrix, group: int) -> tuple[Tensor, Tensor]:
     where = starts // matrix.group
     steps = matrix.scales[:, where].bfloat16()
     return steps, (zeros[:, where] * steps.float()).neg().bfloat16()
+
+
+def mxfp4_codes(matrix: Matrix) -> tuple[Tensor, Tensor]:
+    """Return e2m1's codes u8[O, I] and u8[O, I / MXFP4_GROUP, rounded up], the exponents of steps.
+
+    A step is half of a group's power of two, and its exponent that of a float: twice an e2m1 number
+    times the step is a number; exponent 0 stands for a step of 0. Numbers are rounded as the OCP
+    microscaling specification says, its own ones kept.
+    """
+    num_out, num_in = matrix.shape
+    if (
+        not isinstance(matrix, Tensor)
+        and matrix.bits == MXFP4_BITS
+        and holds(matrix, bits=MXFP4_BITS, group=MXFP4_GROUP)
+    ):
+        starts = torch.arange(0, num_in, MXFP4_GROUP, device=matrix.codes.device)
+        scales = matrix.scales[:, starts // matrix.group]
+        exponents = scales.view(torch.int32) >> _MANTISSA_BITS
+        doubled = matrix.codes.to(torch.int8) - E2M1_ZERO
+    else:
+        groups = F.pad(numbers(matrix).float(), (0, -num_in % MXFP4_GROUP))
+        groups = groups.view(num_out, -1, MXFP4_GROUP)
+        # A group's greatest number is 8 to 16 steps; of those from 14 on the highest code is 12.
+        greatest = groups.abs().amax(-1)
+        exponents = ((greatest.view(torch.int32) >> _MANTISSA_BITS) - 3).clamp(min=1)
+        steps = (exponents << _MANTISSA_BITS).view(torch.float32)
+        doubled = (groups / steps[..., None]).flatten(1)[:, :num_in]
+    between = torch.tensor(_BETWEEN_CODES, dtype=torch.float32, device=doubled.device)
+    codes = torch.bucketize(doubled.abs().float(), between, out_int32=True).to(torch.uint8)
+    return codes | (doubled < 0).to(torch.uint8) << 3, exponents.to(torch.uint8)

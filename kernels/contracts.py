@@ -227,7 +227,7 @@ class CodedMatrix(Protocol):
 
     @property
     def bits(self) -> int:
-        """The bits of a code."""
+        """The bits of a code; MXFP4_BITS: the codes are E2M1_INTEGERS, the scales powers of two."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 from benchmarks.kernels.roofline import BF16, weight_bytes
 from models.description.config import ModelConfig
 from models.description.parts import LayerConfig
-from topspin.plan.precision import UNQUANTISED, Format, Part, format_of, rules_of
+from topspin.plan.precision import MXFP4_BITS, UNQUANTISED, Format, Part, format_of, rules_of
 
-BITS: Final[dict[Format, int]] = {"int8": 8, "int4": 4}
-"""The quantised formats of the CPU's kernels, and the bits of a number without its group's step."""
+BITS: Final[dict[Format, int]] = {"int8": 8, "int4": 4, "mxfp4": MXFP4_BITS}
+"""The quantised formats of the CPU's kernels, and the bits of the integers that they multiply."""
 
 
 class _Matrix(NamedTuple):

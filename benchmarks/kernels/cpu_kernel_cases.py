@@ -27,10 +27,15 @@ from kernels.cpu.sampling import sample
 from kernels.dispatch import Ops, select_ops
 from kernels.reference import permute
 from kernels.sampling import SamplingBatch
-from topspin.plan.precision import UNQUANTISED, Format
+from topspin.plan.precision import MXFP4_BITS, UNQUANTISED, Format
 
-PRECISIONS = {"bf16": 16, "int8": 8, "int4": 4}
-FORMATS: dict[str, Format] = {"bf16": UNQUANTISED, "int8": "int8", "int4": "int4"}
+PRECISIONS = {"bf16": 16, "int8": 8, "int4": 4, "mxfp4": MXFP4_BITS}
+FORMATS: dict[str, Format] = {
+    "bf16": UNQUANTISED,
+    "int8": "int8",
+    "int4": "int4",
+    "mxfp4": "mxfp4",
+}
 CONTEXTS = (160, 1024, 4096)
 # Decode attention at these only for few rows, by dtype and by query heads that share a key.
 LONG_CONTEXTS = (8192, 32768)

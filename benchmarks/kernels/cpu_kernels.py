@@ -64,7 +64,7 @@ class Ceilings:
 
     def roofline(self, precision: str) -> Roofline:
         """Return the roofline of products with weights in `precision`."""
-        operations = self.int8_per_s if precision in ("int8", "int4") else self.bf16_per_s
+        operations = self.int8_per_s if precision != "bf16" else self.bf16_per_s
         return Roofline(ceiling(self.bytes_per_s), ceiling(operations))
 
     def as_json(self) -> dict[str, float]:

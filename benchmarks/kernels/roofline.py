@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from topspin.plan.precision import MXFP4_BITS
+
 BF16 = 2
 FP32 = 4
 I64 = 8
@@ -64,10 +66,15 @@ def ceiling(samples: Sequence[float]) -> float:
 
 
 def weight_bytes(num_out: int, num_in: int, bits: int) -> int:
-    """Return the size of a weight [O, I]: 16 bits a number, or 8 or 4 in groups of inputs."""
+    """Return the size of a weight [O, I]: 16 bits a number, or 8 or 4 in groups of inputs.
+
+    MXFP4_BITS: 4 bits and groups with a scale of one byte.
+    """
     if bits == 16:
         return num_out * num_in * BF16
     groups = -(-num_in // QUANTISED_GROUP)
+    if bits == MXFP4_BITS:
+        return num_out * groups * (QUANTISED_GROUP // 2 + 1)
     return num_out * groups * (QUANTISED_GROUP * bits // 8 + QUANTISED_GROUP_EXTRA)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.experiment import Experiment, Result, TextTable, say, settings_of, table
+from benchmarks.kernels.byte_floor import BITS
 from benchmarks.kernels.cpu_kernel_cases import cache_bytes
 from benchmarks.kernels.cpu_kernels import MATMUL_SIZE, PROBE_FILLS, Ceilings, Probe
 from benchmarks.kernels.roofline import ceiling, weight_bytes
@@ -34,6 +35,7 @@ from topspin.plan.precision import LM_HEAD_FORMATS, PrecisionRule
 
 # Steps of each kind that are not measured: caches fill, the second is recorded.
 NUM_WARM_UP: Final = 4
+NAMES: Final = {bits: name for name, bits in BITS.items()}
 
 
 class Decoding:
@@ -81,7 +83,7 @@ def label_of(kernel: str, block: np.ndarray) -> tuple[str, float]:
     if kernel == "quantised_linear":
         num_in, num_out = word(quantised.L_INPUTS), word(quantised.L_OUTPUTS)
         bits = word(quantised.L_BITS)
-        return f"int{bits} linear {num_in} to {num_out}", weight_bytes(num_out, num_in, bits)
+        return f"{NAMES[bits]} linear {num_in} to {num_out}", weight_bytes(num_out, num_in, bits)
     if kernel in ("_experts", "_formed_experts"):
         shape = word(experts.HIDDEN_SIZE), word(experts.FFN_SIZE)
         pairs = word(experts.TOP_K) * word(experts.NUM_TOKENS)
@@ -92,7 +94,7 @@ def label_of(kernel: str, block: np.ndarray) -> tuple[str, float]:
         first = ctypes.c_int64.from_address(
             word(quantised_experts.E_TABLE) + quantised_experts.T_BITS
         )
-        return f"int{first.value} experts", 3 * pairs * weight_bytes(*shape, first.value)
+        return f"{NAMES[first.value]} experts", 3 * pairs * weight_bytes(*shape, first.value)
     return name, 0
 
 
@@ -173,7 +175,12 @@ EXPERIMENT = Experiment("step", __doc__, layout)
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the result."""
     parser = EXPERIMENT.parser(model=DEFAULT_MODEL)
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none")
+    parser.add_argument(
+        "--quantization",
+        choices=("none", *BITS),
+        default=None,
+        help="of weights (default: as the checkpoint has them)",
+    )
     parser.add_argument(
         "--lm-head",
         choices=LM_HEAD_FORMATS,

@@ -19,7 +19,8 @@ PrecisionOf = Callable[[Part, int | None], Format]
 """The format of a part in a decoder layer (None: of the LM head)."""
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-# kernels.cpu.simd.integers: blocks of 16 outputs, groups of 32 inputs with a scale and a step each.
+# kernels.cpu.simd.integers: blocks of 16 outputs, groups of 32 inputs with a scale and a step each
+# (mxfp4: one byte).
 _CPU_OUTPUTS: Final = 16
 _CPU_INPUTS: Final = 32
 _CPU_SCALE_BYTES: Final = 64
@@ -56,13 +57,14 @@ def matrix_bytes(
     num_out, num_in, halves = matrix
     if weight_format == UNQUANTISED:
         return matrix.numbers * itemsize
-    bits = 4 if weight_format == "int4" else 8
+    bits = 8 if weight_format in ("int8", "fp8") else 4
     if kernels == "cpu":
         assert weight_format != "fp8", "the CPU's kernels have no fp8"
         if in_units:
             num_out = halves * _whole(num_out // halves, _CPU_INPUTS)
         groups = -(-num_in // _CPU_INPUTS)
-        group = _CPU_SCALE_BYTES + _CPU_OUTPUTS * _CPU_INPUTS * bits // 8
+        scales = _CPU_OUTPUTS if weight_format == "mxfp4" else _CPU_SCALE_BYTES
+        group = scales + _CPU_OUTPUTS * _CPU_INPUTS * bits // 8
         return -(-num_out // _CPU_OUTPUTS) * groups * group
     groups = -(-num_in // _GPU_INPUTS)
     if weight_format == "fp8":

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.coded import holds, numbers, steps_and_lows
+from kernels.coded import holds, mxfp4_codes, numbers, steps_and_lows
 from kernels.contracts import (
     Biases,
     ExpertMatrices,
@@ -41,14 +41,15 @@ from kernels.cpu.compiled.matmul.units import form_words, has_form
 from kernels.cpu.compiled.runtime import launch
 from kernels.cpu.huge_pages import Arena
 from kernels.cpu.matmul import collect_slots, pack_in
-from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, SCALE_BYTES, group_bytes
+from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, group_bytes, scale_bytes
 from kernels.cpu.simd.lanes import LANES
 from kernels.experts.mixed import MixedExperts, collect_by_format, mixed_mlp
 from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
 from topspin.expert_activation import SWIGLU, ExpertActivation
-from topspin.plan.precision import UNQUANTISED, Format
+from topspin.plan.precision import MXFP4_BITS, UNQUANTISED, Format
 
-BITS: Final[dict[Format, int]] = {"int4": 4, "int8": 8}
+BITS: Final[dict[Format, int]] = {"int4": 4, "int8": 8, "mxfp4": MXFP4_BITS}
+"""Of the integers that are multiplied."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,7 @@ class QuantisedWeight(LinearWeight):
 
     @property
     def bits(self) -> int:
-        """Return the bits per number."""
+        """Return the bits of the integers that are multiplied."""
         return BITS[self.weight_format]
 
 
@@ -84,10 +85,12 @@ class QuantisedExperts(PackedExperts):
 
 
 def quantise(weight: Tensor, weight_format: Format, arena: Arena | None = None) -> QuantisedWeight:
-    """Quantise a matrix [O, I], fp32 or bf16, to int4 or int8, in `arena`.
+    """Quantise a matrix [O, I], fp32 or bf16, in `arena`.
 
-    With scales the result has 5 or 9 bits per number.
+    With scales the result has 5 (int4), 9 (int8) or 4.25 (mxfp4) bits per number.
     """
+    if weight_format == "mxfp4":
+        return lay_out(*mxfp4_codes(weight), weight_format, arena)
     num_out, num_in = weight.shape
     bits = BITS[weight_format]
     groups = -(-num_in // GROUP)
@@ -113,27 +116,22 @@ def quantise(weight: Tensor, weight_format: Format, arena: Arena | None = None) 
 
 
 def lay_out(
-    codes: Tensor,
-    steps: Tensor,
-    lows: Tensor,
-    weight_format: Format,
-    arena: Arena | None = None,
+    codes: Tensor, scales: Tensor, weight_format: Format, arena: Arena | None = None
 ) -> QuantisedWeight:
-    """Return a weight of codes u8[O, I] with steps and lows bf16[O, groups], in `arena`."""
+    """Return a weight of codes u8[O, I] with the bytes u8[O, groups * n] of scales, in `arena`."""
     num_out, num_in = codes.shape
     bits, groups = BITS[weight_format], -(-num_in // GROUP)
     blocks = -(-num_out // LANES)
     shape = (blocks, groups, group_bytes(bits))
     data = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.zeros(*shape)
     missing = blocks * LANES - num_out
-    scales = F.pad(torch.stack((lows, steps), dim=-1), (0, 0, 0, 0, 0, missing))
-    of_blocks = scales.view(blocks, LANES, groups, 2).transpose(1, 2).contiguous()
-    split = SCALE_BYTES
-    data[:, :, :split] = of_blocks.view(torch.uint8).view(blocks, groups, split)
+    split = scale_bytes(bits)
+    of_blocks = F.pad(scales, (0, 0, 0, missing)).view(blocks, LANES, groups, -1).transpose(1, 2)
+    data[:, :, :split] = of_blocks.reshape(blocks, groups, split)
     padded = F.pad(codes, (0, groups * GROUP - num_in, 0, missing))
     words = padded.view(torch.int32).view(blocks, LANES, -1).transpose(1, 2).contiguous()
     laid = words.view(torch.uint8).view(blocks, groups, -1, 2, 4 * LANES)
-    if bits == 4:
+    if bits < 8:
         laid = laid[:, :, :, 0] | laid[:, :, :, 1] << 4
     data[:, :, split:] = laid.reshape(blocks, groups, -1)
     return QuantisedWeight(data, num_out, num_in, packed=True, weight_format=weight_format)
@@ -320,12 +318,10 @@ def _pack(weight: Matrix, weight_format: Format, arena: Arena | None) -> LinearW
     """Pack [O, I]."""
     if weight_format == UNQUANTISED:
         return plain.pack_linear(weight)
-    if isinstance(weight, Tensor):
-        return quantise(weight, weight_format, arena)
-    if not holds(weight, bits=BITS[weight_format], group=GROUP):
-        return quantise(weight.dequantised(), weight_format, arena)
-    steps, lows = steps_and_lows(weight, GROUP)
-    return lay_out(weight.codes, steps, lows, weight_format, arena)
+    own = _own_codes(weight, weight_format)
+    if own is None:
+        return quantise(numbers(weight), weight_format, arena)
+    return lay_out(*own, weight_format, arena)
 
 
 def _pack_gate_up(weight: Matrix, weight_format: Format, arena: Arena | None) -> LinearWeight:
@@ -333,14 +329,22 @@ def _pack_gate_up(weight: Matrix, weight_format: Format, arena: Arena | None) ->
     if weight_format == UNQUANTISED:
         return pack_in(numbers(weight), arena)
     num_out = weight.shape[0]
-    if isinstance(weight, Tensor):
-        packed = quantise(_in_units(weight), weight_format, arena)
-    elif not holds(weight, bits=BITS[weight_format], group=GROUP):
-        packed = quantise(_in_units(weight.dequantised()), weight_format, arena)
+    own = _own_codes(weight, weight_format)
+    if own is None:
+        packed = quantise(_in_units(numbers(weight)), weight_format, arena)
     else:
-        codes, steps, lows = map(_in_units, (weight.codes, *steps_and_lows(weight, GROUP)))
-        packed = lay_out(codes, steps, lows, weight_format, arena)
+        packed = lay_out(*map(_in_units, own), weight_format, arena)
     return replace(packed, out_features=num_out, in_units=True)
+
+
+def _own_codes(weight: Matrix, weight_format: Format) -> tuple[Tensor, Tensor] | None:
+    """Return the codes and the bytes of scales of a matrix; None: they are to be chosen."""
+    if isinstance(weight, Tensor) or not holds(weight, bits=BITS[weight_format], group=GROUP):
+        return None
+    if weight_format == "mxfp4":
+        return mxfp4_codes(weight)
+    steps, lows = steps_and_lows(weight, GROUP)
+    return weight.codes, torch.stack((lows, steps), dim=-1).flatten(1).view(torch.uint8)
 
 
 def _in_units(rows: Tensor) -> Tensor:

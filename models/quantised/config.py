@@ -16,13 +16,12 @@ from models.description.config_fields import ConfigFields
 from models.quantised.compressed_tensors import parse_compressed_tensors
 from models.quantised.scheme import (
     EVERY,
-    MXFP4_BITS,
-    MXFP4_GROUP,
     Quantisation,
     Scheme,
     SchemeRule,
 )
 from topspin.errors import ConfigError
+from topspin.plan.precision import MXFP4_BITS, MXFP4_GROUP
 
 METHODS: Final = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 _PLAIN_BITS: Final = 16

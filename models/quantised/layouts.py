@@ -17,8 +17,9 @@ from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.quantised.coded import StoredMatrix
-from models.quantised.scheme import MXFP4_GROUP, Scheme, StoredNames
+from models.quantised.scheme import Scheme, StoredNames
 from topspin.errors import CheckpointError
+from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, MXFP4_GROUP
 
 ROW_STEP: Final = 32
 """Rows are read from a multiple of this, so that no word is divided."""
@@ -27,8 +28,6 @@ _WIDE: Final = ("F32", "BF16", "F16", "F8_E8M0")
 _PACKED: Final = ("I32",)
 # The place of each output of eight in a word of AWQ.
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-# Twice the e2m1 numbers of the codes 0 to 7; those of 8 to 15 are their negatives.
-_DOUBLED_E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12)
 _E8M0_BIAS: Final = 127
 
 
@@ -127,14 +126,12 @@ def _mxfp4(
     """Read blocks of e2m1 numbers as integers: a number is half of one, times its block's scale."""
     # check_codes has seen the blocks: there is a scale for each.
     checkpoint.expect_shape(stored.scales, checkpoint.shape(stored.codes)[:-1])
-    highest = max(_DOUBLED_E2M1)
     blocks = checkpoint.read_raw(stored.codes, ("U8",), index=shape.slice_idx, rows=rows)
     exponents = checkpoint.read_raw(stored.scales, ("U8",), index=shape.slice_idx, rows=rows)
-    code_of = [highest + sign * each for sign in (1, -1) for each in _DOUBLED_E2M1]
     places = _unpack(blocks.flatten(1), 4)[:, : shape.num_in].int()
-    codes = torch.tensor(code_of, dtype=torch.uint8)[places]
+    codes = torch.tensor(E2M1_INTEGERS, dtype=torch.uint8)[places]
     scales = torch.full(exponents.shape, 0.5).ldexp_(exponents.int() - _E8M0_BIAS)
-    zeros = torch.full_like(scales, highest)
+    zeros = torch.full_like(scales, E2M1_ZERO)
     return StoredMatrix(codes, scales, zeros, MXFP4_GROUP, stored.scheme.bits, dtype)
 
 

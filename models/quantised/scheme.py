@@ -19,10 +19,6 @@ Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4"]
 
 EVERY: Final = "Linear"
 """The target that covers every projection."""
-MXFP4_GROUP: Final = 32
-MXFP4_BITS: Final = 5
-"""Of the integer codes that the numbers of e2m1 are read as: twice their value, and no less than 0.
-The steps between them are not equal, so that four bits would not hold them."""
 _CODE_DTYPES: Final = ("F8_E4M3", "I8")
 
 

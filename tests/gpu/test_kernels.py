@@ -218,7 +218,7 @@ def test_router(num_rows: int, device: torch.device) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("num_rows", FORMAT_ROWS)
 def test_experts(num_rows: int, weight_format: Format, device: torch.device) -> None:
     sizes = (SIZES.experts, 2 * SIZES.ffn, SIZES.hidden)
@@ -244,7 +244,7 @@ def test_experts(num_rows: int, weight_format: Format, device: torch.device) -> 
     assert torch.equal(found.counts, wanted.counts)
 
 
-@pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("num_rows", FORMAT_ROWS)
 def test_linear(num_rows: int, weight_format: Format, device: torch.device) -> None:
     num_out = (SIZES.heads + 2 * SIZES.kv_heads) * SIZES.head_dim

@@ -66,6 +66,7 @@ def run(path: Path, weights: Format, *, recordings: bool, **settings: Any) -> An
         pytest.param("olmoe_clip_qkv", "none", 1, "fp8", marks=pytest.mark.slow),
         ("qwen2_moe", "none", 1, "auto"),
         ("gpt_oss", "none", 1, "auto"),
+        ("gpt_oss", "mxfp4", 1, "auto"),
         ("glm4_moe", "none", 1, "auto"),
         ("minimax_m2", "none", 2, "auto"),
         pytest.param("olmoe", "none", 2, "auto", marks=pytest.mark.slow),

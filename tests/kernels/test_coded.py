@@ -18,7 +18,14 @@ from kernels.triton.ops import TritonOps
 from models.quantised.coded import StoredMatrix, stacked
 from tests.kernels.cases.quantised import dequantise
 from tests.kernels.generators import finish
-from topspin.plan.precision import CODE_GROUPS, Format
+from topspin.plan.precision import (
+    CODE_GROUPS,
+    E2M1_INTEGERS,
+    E2M1_ZERO,
+    MXFP4_BITS,
+    MXFP4_GROUP,
+    Format,
+)
 
 # By kernels: their packing of a matrix, and the numbers [O, I] of the result.
 KERNELS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
@@ -53,6 +60,45 @@ def floats(num_out: int, num_in: int, *, block: int, group: int, seed: int = 0) 
     scales = torch.rand(size, generator=generator).repeat_interleave(block, dim=0)[:num_out]
     codes = (torch.randn(num_out, num_in, generator=generator) * 90).to(torch.float8_e4m3fn)
     return StoredMatrix(codes, scales, None, group, 8, torch.float32)
+
+
+def e2m1(num_out: int, num_in: int, *, seed: int = 0) -> StoredMatrix:
+    """Return random codes and powers of two as mxfp4 has them."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randint(0, 16, (num_out, num_in), generator=generator)
+    size = (num_out, -(-num_in // MXFP4_GROUP))
+    return StoredMatrix(
+        codes=torch.tensor(E2M1_INTEGERS, dtype=torch.uint8)[places],
+        scales=2.0 ** torch.randint(-40, 9, size, generator=generator),
+        zeros=torch.full(size, float(E2M1_ZERO)),
+        group=MXFP4_GROUP,
+        bits=MXFP4_BITS,
+        dtype=torch.float32,
+    )
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("num_in", [256, 200, 20])
+def test_mxfp4_is_kept_exactly(kernels: str, num_in: int) -> None:
+    """Also what is rounded to it: its own numbers, but for a group without its greatest ones."""
+    pack, numbers = KERNELS[kernels]
+    matrix = e2m1(40, num_in)
+    packed = pack(matrix, "mxfp4")
+    assert packed.weight_format == "mxfp4"
+    assert torch.equal(numbers(packed), matrix.dequantised())
+    whole = matrix.dequantised()
+    whole[:, ::MXFP4_GROUP] = 6 * 2 * matrix.scales
+    assert torch.equal(numbers(pack(whole, "mxfp4")), whole)
+    other = integers(40, num_in, bits=4, group=32)
+    assert torch.equal(numbers(pack(other, "mxfp4")), numbers(pack(other.dequantised(), "mxfp4")))
+
+
+def test_products_with_mxfp4_have_the_bits_of_its_integers() -> None:
+    """In 8 bits, as kernels without e2m1 multiply them."""
+    matrix, ops = e2m1(70, 200), QuantisedOps()
+    x = torch.randn(9, 200, generator=torch.Generator().manual_seed(4))
+    four, eight = (ops.pack_linear(matrix, each) for each in ("mxfp4", "int8"))
+    assert torch.equal(ops.linear(x, four), ops.linear(x, eight))
 
 
 def test_groups_are_those_of_the_kernels() -> None:
@@ -140,18 +186,21 @@ def test_fp8_with_a_scale_per_output_is_quantised_anew() -> None:
     assert torch.equal(unpack_weight(found), unpack_weight(again))
 
 
-@pytest.mark.parametrize("ffn_size", [64, 40])
-def test_experts_keep_their_codes(ffn_size: int) -> None:
+@pytest.mark.parametrize(("ffn_size", "form"), [(64, "int4"), (40, "int4"), (40, "mxfp4")])
+def test_experts_keep_their_codes(ffn_size: int, form: Format) -> None:
     """At start, and in a later table: there the same expert computes the same."""
     hidden_size = 96
     gate_up = [integers(2 * ffn_size, hidden_size, bits=4, group=32, seed=e) for e in range(3)]
     down = [integers(hidden_size, ffn_size, bits=4, group=1000, seed=9 + e) for e in range(3)]
+    if form == "mxfp4":
+        gate_up = [e2m1(2 * ffn_size, hidden_size, seed=e) for e in range(3)]
+        down = [e2m1(hidden_size, ffn_size, seed=9 + e) for e in range(3)]
     ops = QuantisedOps()
-    experts = ops.pack_experts(gate_up, down, formats=["int4"] * 3)
+    experts = ops.pack_experts(gate_up, down, formats=[form] * 3)
     for packed, matrix in zip((*experts.gate_up, *experts.down), (*gate_up, *down), strict=True):
         assert isinstance(packed, QuantisedWeight)
         assert torch.equal(dequantise(packed), matrix.dequantised())
-    new = ExpertMatrices(gate_up[1], down[1], "int4")
+    new = ExpertMatrices(gate_up[1], down[1], form)
     rebuilt = finish(ops.rebuild_experts(experts, [2, new]))
     x = torch.randn(5, hidden_size, generator=torch.Generator().manual_seed(4))
     slots, weights = torch.tensor([[0, 1]] * 5), torch.ones(5, 2)

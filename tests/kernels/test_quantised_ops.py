@@ -29,7 +29,7 @@ from topspin.expert_activation import SWIGLU
 from topspin.plan.precision import Format
 
 HIDDEN, WIDTH = 72, 64
-MIXED: list[Format] = ["int4", "none", "int8", "int4", "none", "int8"]
+MIXED: list[Format] = ["int4", "none", "int8", "mxfp4", "none", "int8"]
 
 
 class Kernels(NamedTuple):
@@ -107,6 +107,7 @@ def draw_biases(count: int, device: torch.device) -> Biases:
             ["int4"] * 6,
             ["int8"] * 6,
             ["fp8"] * 6,
+            ["mxfp4"] * 6,
             MIXED,
             ["none", "fp8", "none", "int8", "fp8", "none"],
         ],

@@ -15,17 +15,26 @@ import msgspec
 from topspin.devices import NodeRole
 from topspin.errors import ConfigError
 
-Format = Literal["none", "int8", "int4", "fp8"]
+Format = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 Part = Literal["attention", "mlp", "experts", "lm_head"]
 
 UNQUANTISED: Final = "none"
 KERNEL_FORMATS: Final[dict[str, tuple[Format, ...]]] = {
-    "cpu": ("int8", "int4"),
-    "triton": ("int8", "int4", "fp8"),
+    "cpu": ("int8", "int4", "mxfp4"),
+    "triton": ("int8", "int4", "mxfp4", "fp8"),
 }
 """By kernels of `kernels.dispatch`; the others have none."""
 CODE_GROUPS: Final[dict[str, int]] = {"cpu": 32, "triton": 128}
 """By kernels: the inputs that share a step in int8 and int4."""
+MXFP4_GROUP: Final = 32
+"""The inputs that share a power of two in mxfp4, with all kernels."""
+MXFP4_BITS: Final = 5
+"""Of the integers as which mxfp4's numbers are read: twice a number, plus E2M1_ZERO."""
+E2M1_ZERO: Final = 12
+E2M1_INTEGERS: Final = tuple(
+    E2M1_ZERO + sign * each for sign in (1, -1) for each in (0, 1, 2, 3, 4, 6, 8, 12)
+)
+"""Those integers by code: e2m1, four bits of which the highest is the sign."""
 ROLE_PARTS: Final[dict[NodeRole, tuple[Part, ...]]] = {
     "attention": ("attention", "mlp", "lm_head"),
     "expert": ("experts",),

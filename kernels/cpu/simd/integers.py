@@ -11,8 +11,9 @@ A number of a weight is code * step + low, with codes of 0..15 (4 bits) or 0..25
 step and low are shared by GROUP inputs of one output. A block holds LANES outputs. For each
 group of inputs it has 64 bytes of scales, per output low and step as two bf16 numbers in one
 word, then the codes: LANES words of four inputs each, or, with 4 bits, of eight, of which
-the first four are in the lower halves of the bytes. A row has per group GROUP signed bytes,
-their scale, and their scaled sum (fp32).
+the first four are in the lower halves of the bytes. MXFP4_BITS: codes of 4 bits stand for
+E2M1_INTEGERS, low is -E2M1_ZERO steps, and the scales are a byte per output, the exponent of step.
+A row has per group GROUP signed bytes, their scale, and their scaled sum (fp32).
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ from kernels.cpu.simd.lanes import (
     pointer,
     store,
 )
+from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, MXFP4_BITS
 
 GROUP: Final = 32
 SCALE_BYTES: Final = 4 * LANES
-"""Scales of one group of a block; also one fp32 row of LANES outputs."""
+"""Scales of one group of a block, but for mxfp4; also one fp32 row of LANES outputs."""
 ROW_GROUP_BYTES: Final = GROUP + 8
 # Distance by which weights are prefetched ahead of a tile: measured best, and about the bytes
 # that memory delivers within its latency on one core.
@@ -59,9 +61,18 @@ LINE_BYTES: Final = 64
 MIN_MAGNITUDE: Final = 1e-30
 
 
+def scale_bytes(bits: int) -> int:
+    """Return the size of the scales of one group of a block."""
+    return LANES if bits == MXFP4_BITS else SCALE_BYTES
+
+
 def group_bytes(bits: int) -> int:
     """Return the size of one group of a block."""
-    return SCALE_BYTES + LANES * GROUP * bits // 8
+    return scale_bytes(bits) + LANES * GROUP * _stored_bits(bits) // 8
+
+
+def _stored_bits(bits: int) -> int:
+    return 4 if bits == MXFP4_BITS else bits
 
 
 def _at(builder: ir.IRBuilder, address: ir.Value, offset: int) -> ir.Value:
@@ -118,6 +129,24 @@ def _halves(builder: ir.IRBuilder, codes: ir.Value) -> tuple[ir.Value, ir.Value]
     return builder.and_(codes, mask), builder.and_(upper, mask)
 
 
+def _e2m1_integers(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
+    """Return the integers of e2m1 codes, four in each lane."""
+    num_bytes = 4 * codes.type.count
+    kind = ir.VectorType(ir.IntType(8), num_bytes)
+    places = builder.bitcast(codes, kind)
+    shuffles = {64: ("avx512bw", "avx512.pshuf.b.512"), 32: ("avx2", "avx2.pshuf.b")}
+    feature, name = shuffles[num_bytes]
+    if cpu_has(feature):
+        table = ir.Constant(kind, [*E2M1_INTEGERS] * (num_bytes // len(E2M1_INTEGERS)))
+        integers = call(builder, f"llvm.x86.{name}", kind, [table, places])
+    else:
+        integers = _all(kind, E2M1_INTEGERS[0])
+        for code, integer in enumerate(E2M1_INTEGERS):
+            is_code = builder.icmp_unsigned("==", places, _all(kind, code))
+            integers = builder.select(is_code, _all(kind, integer), integers)
+    return builder.bitcast(integers, codes.type)
+
+
 def _byte_dot(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value) -> ir.Value:
     """Add the products of four unsigned bytes of `codes` and signed bytes of `row` to each lane.
 
@@ -157,22 +186,26 @@ def _sums(
     """Return the integer sums of one group's products, by row and by address of `codes`.
 
     A sum in half a lane, of 16 bits, holds a group's products by four bits: at most 16 * 15 * 127.
-    So codes of 8 bits are split there into two of 4 bits, with a sum for each.
+    So codes of 8 bits are split there into two of 4 bits, with a sum for each, and products by
+    e2m1's integers, of up to 24, are added in two sums.
     """
     form = _form()
     kind = ir.VectorType(I32, form.lanes)
-    is_split = form.in_shorts and bits == 8
+    is_split = form.in_shorts and bits != 4
+    stored = _stored_bits(bits)
     total_kind = ir.VectorType(ir.IntType(16), 2 * form.lanes) if form.in_shorts else kind
     totals = [[[_all(total_kind, 0) for _ in codes] for _ in rows] for _ in range(1 + is_split)]
-    for idx in range(GROUP * bits // 32):
+    for idx in range(GROUP * stored // 32):
         raw = [load(builder, _at(builder, each, 4 * LANES * idx), kind) for each in codes]
-        if bits == 4 or is_split:
+        if stored == 4 or is_split:
             halves = list(zip(*(_halves(builder, each) for each in raw), strict=True))
         else:
             halves = [tuple(raw)]
+        if bits == MXFP4_BITS:
+            halves = [tuple(_e2m1_integers(builder, each) for each in half) for half in halves]
         for half, vectors in enumerate(halves):
             sums = totals[half if is_split else 0]
-            place = len(halves) * idx + half if bits == 4 else idx
+            place = len(halves) * idx + half if stored == 4 else idx
             for row, numbers in enumerate(rows):
                 four = load(builder, _at(builder, numbers, 4 * place), I32)
                 inputs = _spread(builder, four, form.lanes)
@@ -181,7 +214,7 @@ def _sums(
     if not form.in_shorts:
         return totals[0]
     weighed = [
-        [[_weigh(builder, x, 16**half) for x in row] for row in each]
+        [[_weigh(builder, x, 16**half if bits == 8 else 1) for x in row] for row in each]
         for half, each in enumerate(totals)
     ]
     if not is_split:
@@ -197,8 +230,9 @@ def _group_sums(
 ) -> list[ir.Value]:
     """Return the sums i32[LANES] of one group's products, by row."""
     form = _form()
-    parts = [_at(builder, group, SCALE_BYTES + 4 * lane) for lane in range(0, LANES, form.lanes)]
-    if form.in_shorts and bits == 8:
+    first = scale_bytes(bits)
+    parts = [_at(builder, group, first + 4 * lane) for lane in range(0, LANES, form.lanes)]
+    if form.in_shorts and bits != 4:
         # All sums of both parts would not fit the registers.
         alone = [_sums(builder, [part], rows, bits) for part in parts]
         found = [[part[0] for part in row] for row in zip(*alone, strict=True)]
@@ -210,6 +244,17 @@ def _group_sums(
     return [builder.shuffle_vector(*row, joined) for row in found]
 
 
+def _scales(builder: ir.IRBuilder, group: ir.Value, bits: int) -> tuple[ir.Value, ir.Value]:
+    """Return the lows and the steps of a group."""
+    if bits == MXFP4_BITS:
+        exponents = load(builder, group, ir.VectorType(ir.IntType(8), LANES))
+        shifted = builder.shl(builder.zext(exponents, I32_LANES), lanes_of(I32_LANES, 23))
+        step = builder.bitcast(shifted, F32_LANES)
+        return builder.fmul(step, lanes_of(F32_LANES, -E2M1_ZERO)), step
+    scales = load(builder, group, I32_LANES)
+    return even_numbers(builder, scales), odd_numbers(builder, scales)
+
+
 def _tile_group(
     builder: ir.IRBuilder,
     group: ir.Value,
@@ -218,8 +263,7 @@ def _tile_group(
     bits: int,
 ) -> list[ir.Value]:
     """Add one group's products to `sums`; rows are addresses of the group."""
-    scales = load(builder, group, I32_LANES)
-    low, step = even_numbers(builder, scales), odd_numbers(builder, scales)
+    low, step = _scales(builder, group, bits)
     totals = _group_sums(builder, group, rows, bits)
     results = []
     for total, old, numbers in zip(totals, sums, rows, strict=True):

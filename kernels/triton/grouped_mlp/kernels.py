@@ -15,8 +15,11 @@ A table has the addresses of the weights, so that experts can be replaced one by
 Formats (FORMAT): PLAIN; FP8, e4m3 with an fp32 scale per 128 x 128 block and rows in e4m3
 with an fp32 scale per 128 inputs; INT8 and INT4, unsigned codes with a step and a lowest
 number per output and 128 inputs, multiplied as codes: they are exact in bf16, and step and
-lowest number are applied to a group's fp32 sum. Launched by `kernels.triton.grouped_mlp.launches`;
-`kernels.triton.linear.kernels` multiplies by single weights with the same blocks.
+lowest number are applied to a group's fp32 sum; MXFP4, e2m1 codes with a power of two per output
+and 32 inputs, multiplied as their numbers, which bf16 represents.
+
+Launched by `kernels.triton.grouped_mlp.launches`; `kernels.triton.linear.kernels` multiplies by
+single weights with the same blocks.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ PLAIN: tl.constexpr = tl.constexpr(0)
 FP8: tl.constexpr = tl.constexpr(1)
 INT8: tl.constexpr = tl.constexpr(2)
 INT4: tl.constexpr = tl.constexpr(3)
+MXFP4: tl.constexpr = tl.constexpr(4)
+# Twice each e2m1 number without its sign, in four bits.
+DOUBLED: tl.constexpr = tl.constexpr(0xC8643210)
 
 
 @triton.jit
@@ -78,6 +84,17 @@ def load_rows(
 
 
 @triton.jit
+def _numbers(codes: tl.tensor, exponents: tl.tensor, first: tl.constexpr) -> tl.tensor:
+    """Return the numbers of e2m1 codes [N, 64], whose exponents are bytes first .. of each word."""
+    bytes_ = first + tl.arange(0, codes.shape[1]) // 32
+    steps = ((exponents[:, None] >> (8 * bytes_)[None, :]) & 255) << 23
+    shifts = ((codes & 7) * 4).to(tl.uint32)
+    doubled = (tl.full(codes.shape, DOUBLED, tl.uint32) >> shifts) & 15
+    numbers = doubled.to(tl.float32) * steps.to(tl.float32, bitcast=True)
+    return tl.where(codes >= 8, -numbers, numbers)
+
+
+@triton.jit
 def add_block(
     sums: tl.tensor,
     x: tl.tensor,
@@ -97,14 +114,19 @@ def add_block(
 ) -> tl.tensor:
     """Add the products of inputs start .. start + BLOCK_K to the sums of a tile.
 
-    x holds the rows' inputs; in INT4 the lower half of them, and x_high the upper. x_factor is
-    the rows' scale in FP8 (1 for rows that are not in fp8), and in INT8 and INT4 the sum of
-    their inputs. step and low are those of `load_scales`.
+    x holds the rows' inputs; in INT4 and MXFP4 the lower half of them, and x_high the upper.
+    x_factor is the rows' scale in FP8 (1 for rows that are not in fp8), and in INT8 and INT4 the
+    sum of their inputs. step and low are those of `load_scales`.
     """
     if FORMAT == PLAIN:
         inputs = start + tl.arange(0, BLOCK_K)
         w = load_rows(weight_ptr, outputs.to(tl.int64), weight_stride, inputs, num_in, EVEN)
         sums = _multiply(x, w, sums, SWAP)
+    elif FORMAT == MXFP4:
+        rows_ptr = weight_ptr + outputs.to(tl.int64)[:, None] * weight_stride
+        codes = tl.load(rows_ptr + start // 2 + tl.arange(0, BLOCK_K // 2)[None, :])
+        sums = _multiply(x, _numbers(codes & 15, step, 0).to(x.dtype), sums, SWAP)
+        sums = _multiply(x_high, _numbers(codes >> 4, step, 2).to(x.dtype), sums, SWAP)
     else:
         product = tl.zeros_like(sums)
         rows_ptr = weight_ptr + outputs.to(tl.int64)[:, None] * weight_stride
@@ -148,7 +170,7 @@ def load_block(
 
     SCALED: with weights in FP8 the rows are in fp8 too, with scales.
     """
-    if FORMAT == INT4:
+    if FORMAT >= INT4:
         inputs = start + tl.arange(0, BLOCK_K // 2)
         x = load_rows(x_ptr, rows, x_stride, inputs, num_in, EVEN)
         x_high = load_rows(x_ptr, rows, x_stride, inputs + BLOCK_K // 2, num_in, EVEN)
@@ -199,6 +221,8 @@ def load_scales(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return scales, or steps and lowest numbers, of inputs start ..; past the end the last ones.
 
+    MXFP4 has the exponents of four groups of 32 inputs in the bytes of a word.
+
     Loops load those of the next block of inputs before they multiply one, since a load is only
     waited for when it is converted. PLAIN has none.
     """
@@ -206,7 +230,7 @@ def load_scales(
     if FORMAT != PLAIN:
         scale_ptr += tl.minimum(start, num_in - 1) // GROUP * scale_stride
         step = tl.load(scale_ptr + places)
-        if FORMAT != FP8:
+        if FORMAT != FP8 and FORMAT < MXFP4:
             low = tl.load(scale_ptr + scale_stride // 2 + places)
     return step, low
 

@@ -48,6 +48,7 @@ _POINTEES: Final = {
     torch.bfloat16: tl.bfloat16,
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.uint8: tl.uint8,
+    torch.int32: tl.int32,
 }
 
 
@@ -150,8 +151,7 @@ class _Launch(NamedTuple):
             experts.ffn_size,
             *strides,
             weight.data.stride(0),
-            # Stride from group to group of inputs: fp8 has a scale, codes two per output.
-            1 if shape.weight_format == "fp8" else 2 * weight.out_features,
+            weight.scale_stride,
             num_tiles,
             num_blocks,
             WEIGHT=_POINTEES[weight.data.dtype],

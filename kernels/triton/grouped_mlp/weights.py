@@ -1,8 +1,8 @@
-"""Weights in the formats of a GPU's kernels: none, fp8, int8 or int4, single or as experts.
+"""Weights in the formats of a GPU's kernels, single or as experts.
 
-Owns the four formats as tensors and the conversion of a checkpoint's matrix. Each expert has
-separate tensors and a table has their addresses, so an expert can be replaced without moving the
-others. (With the CPU's blocks of `kernels.cpu.quantised`, groups of 32 inputs laid out for
+Owns the formats as tensors and the conversion of a checkpoint's matrix. Each expert has separate
+tensors and a table has their addresses, so an expert can be replaced without moving the others.
+(With the CPU's blocks of `kernels.cpu.quantised`, groups of 32 inputs laid out for
 vector instructions, a GPU would apply four times as many steps.) Knows no kernel and needs
 no triton. Called by `kernels.triton.ops`, `kernels.triton.grouped_mlp.launches` and
 `kernels.triton.linear.launches`.
@@ -20,18 +20,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.coded import holds, numbers, steps_and_lows
+from kernels.coded import holds, mxfp4_codes, numbers, steps_and_lows
 from kernels.contracts import CodedMatrix, LinearWeight, Matrix, PackedExperts
 from kernels.experts.mixed import collect_by_format
 from kernels.experts.slots import Packing, collect_experts
 from topspin.errors import ConfigError
-from topspin.plan.precision import UNQUANTISED, Format
+from topspin.plan.precision import (
+    E2M1_INTEGERS,
+    E2M1_ZERO,
+    MXFP4_BITS,
+    MXFP4_GROUP,
+    UNQUANTISED,
+    Format,
+)
 
 GROUP: Final = 128
 """Inputs that share a scale or a step; in fp8 outputs too."""
-FORMATS: Final[tuple[Format, ...]] = ("none", "fp8", "int8", "int4")
+FORMATS: Final[tuple[Format, ...]] = ("none", "fp8", "int8", "int4", "mxfp4")
 """Their indices are the kernels' FORMAT."""
-BITS: Final[dict[Format, int]] = {"int8": 8, "int4": 4}
+BITS: Final[dict[Format, int]] = {"int8": 8, "int4": 4, "mxfp4": MXFP4_BITS}
+"""Of the codes; mxfp4: of the integers that they stand for."""
 FP8_MAX: Final = 448.0
 ALIGNMENT: Final = 16
 # A range without the farthest numbers is less accurate for them, and more for the others.
@@ -48,10 +56,16 @@ class GpuWeight(LinearWeight):
     I] of 128 x 128 numbers, h being 2 for gate_up. int8: data u8[O, I'], I' being I up to a
     whole number of groups; int4: u8[O, I' / 2], whose 64 bytes of a group hold its first 64
     inputs in their low and the others in their high halves. Of both, scales bf16[groups, 2, O]
-    are steps and lowest numbers: a number is code * step + lowest.
+    are steps and lowest numbers: a number is code * step + lowest. mxfp4: data as in int4, of
+    e2m1's codes; scales i32[groups, O], the exponents of a group's four steps, each of 32 inputs.
     """
 
     scales: Tensor | None = field(kw_only=True, default=None)
+
+    @property
+    def scale_stride(self) -> int:
+        """Return the distance of scales from group to group of inputs, of fp8 in a row of them."""
+        return {"fp8": 1, "mxfp4": self.out_features}.get(self.weight_format, 2 * self.out_features)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +124,8 @@ def _quantise(weight: Tensor, weight_format: Format, halves: int) -> tuple[Tenso
         return weight.contiguous(), None
     if weight_format == "fp8":
         return _quantise_fp8(weight, halves)
+    if weight_format == "mxfp4":
+        return _mxfp4(weight)
     pieces = torch.split(weight, max(NUMBERS_AT_ONCE // weight.shape[1], 1))
     coded = [_quantise_codes(piece, BITS[weight_format]) for piece in pieces]
     data = torch.cat([codes for codes, _ in coded])
@@ -123,12 +139,26 @@ def _own_codes(
     if weight_format == "fp8":
         return _own_fp8(weight, halves)
     bits = BITS.get(weight_format)
-    if bits is None or not holds(weight, bits=bits, group=GROUP):
+    group = MXFP4_GROUP if weight_format == "mxfp4" else GROUP
+    if bits is None or not holds(weight, bits=bits, group=group):
         return None
+    if weight_format == "mxfp4":
+        return _mxfp4(weight)
     steps, lows = steps_and_lows(weight, GROUP)
-    codes = F.pad(weight.codes, (0, -weight.shape[1] % GROUP))
-    groups = codes.view(len(codes), -1, GROUP)
-    return _packed(groups, bits), torch.stack((steps.t(), lows.t()), dim=1).contiguous()
+    scales = torch.stack((steps.t(), lows.t()), dim=1).contiguous()
+    return _packed(_groups(weight.codes), bits), scales
+
+
+def _mxfp4(weight: Matrix) -> tuple[Tensor, Tensor]:
+    """Return the data and scales of a matrix in mxfp4."""
+    codes, exponents = mxfp4_codes(weight)
+    words = F.pad(exponents, (0, -exponents.shape[1] % 4)).view(torch.int32)
+    return _packed(_groups(codes), MXFP4_BITS), words.t().contiguous()
+
+
+def _groups(codes: Tensor) -> Tensor:
+    """Return codes [O, I] as [O, groups, GROUP]; zeros follow the last one."""
+    return F.pad(codes, (0, -codes.shape[1] % GROUP)).view(len(codes), -1, GROUP)
 
 
 def _own_fp8(weight: CodedMatrix, halves: int) -> tuple[Tensor, Tensor] | None:
@@ -186,7 +216,7 @@ def _quantise_codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def _packed(groups: Tensor, bits: int) -> Tensor:
     """Return the data of codes u8[O, groups, GROUP]."""
-    if bits == 4:
+    if bits < 8:
         groups = groups[..., : GROUP // 2] | groups[..., GROUP // 2 :] << 4
     return groups.reshape(len(groups), -1).contiguous()
 
@@ -202,9 +232,14 @@ def unpack_weight(weight: GpuWeight) -> Tensor:
         numbers = weight.data.float().view(halves, size, -1) * wide[:, :size, : weight.in_features]
         return numbers.view(weight.out_features, weight.in_features)
     codes = weight.data
-    if weight.weight_format == "int4":
+    if weight.weight_format != "int8":
         pairs = codes.view(weight.out_features, -1, GROUP // 2)
         codes = torch.cat((pairs & 15, pairs >> 4), dim=-1)
+    if weight.weight_format == "mxfp4":
+        exponents = weight.scales.t().contiguous().view(torch.uint8).int()
+        steps = (exponents << 23).view(torch.float32).repeat_interleave(MXFP4_GROUP, 1)
+        integers = torch.tensor(E2M1_INTEGERS, device=codes.device)[codes.int()] - E2M1_ZERO
+        return (integers.flatten(1) * steps)[:, : weight.in_features]
     step, lowest = weight.scales.float().permute(1, 2, 0)[..., None]
     groups: Tensor = codes.reshape(weight.out_features, -1, GROUP).float() * step + lowest
     return groups.view(weight.out_features, -1)[:, : weight.in_features]

@@ -124,8 +124,7 @@ def tiled_linear(
         x, weight.data, weight.data if weight.scales is None else weight.scales, some_bias,
         target, num_rows, num_out, num_in, split_blocks * tiles.block_k, x.stride(0),
         weight.data.stride(0),
-        # Stride from group to group of inputs: fp8 has a scale, codes two per output.
-        1 if weight.weight_format == "fp8" else 2 * num_out,
+        weight.scale_stride,
         target.stride(0),
         FORMAT=FORMATS.index(weight.weight_format), SWAP=bool(tiles.swap),
         EVEN=num_in % tiles.block_k == 0, HAS_BIAS=bias is not None and splits == 1,

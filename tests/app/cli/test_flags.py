@@ -65,7 +65,7 @@ def test_the_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
         "address to listen on (127.0.0.1)",
         "(8000)",
         "(off)",
-        "{auto,fp8,int4,int8,none}",
+        "{auto,fp8,int4,int8,mxfp4,none}",
         "--no-enable-prefix-caching",
         "link: The data plane between attention and expert nodes.",
     ):

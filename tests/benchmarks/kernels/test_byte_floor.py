@@ -41,10 +41,10 @@ def test_the_chosen_experts_count_and_the_embeddings_do_not(tmp_path: Path) -> N
     assert step_weight_bytes(model, "int4") == four + head + 2 * PLAIN
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "mxfp4"])
 def test_quantised_weights_are_those_of_the_kernels(tmp_path: Path, precision: Format) -> None:
     model = load_model_config(make_checkpoint(tmp_path, "qwen3_moe"))
-    ops = select_ops("cpu", torch.bfloat16, ["int8", "int4"])
+    ops = select_ops("cpu", torch.bfloat16, ["int8", precision])
 
     def packed(shape: tuple[int, int], form: Format) -> int:
         return ops.pack_linear(torch.randn(shape), form).data.nbytes

@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.kernels import roofline
+from benchmarks.kernels.byte_floor import BITS
 from benchmarks.kernels.roofline import OpWork, Roofline
 from kernels import reference
 from kernels.contracts import RoutingRule
@@ -23,14 +24,13 @@ def test_linear_counts_the_tensors_and_the_products() -> None:
     assert wide.num_bytes - found.num_bytes == out.float().nbytes - out.nbytes
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "mxfp4"])
 def test_quantised_weights_are_as_large_as_the_kernels_make_them(precision: str) -> None:
     """Outputs in whole blocks: padding is the kernels' choice and not counted."""
     packed = select_ops("cpu", torch.bfloat16, [precision]).pack_linear(
         torch.randn(32, 80), precision
     )
-    bits = {"int8": 8, "int4": 4}[precision]
-    assert roofline.weight_bytes(32, 80, bits) == packed.data.nbytes
+    assert roofline.weight_bytes(32, 80, BITS[precision]) == packed.data.nbytes
 
 
 def test_experts_count_what_is_touched_and_every_pair() -> None:

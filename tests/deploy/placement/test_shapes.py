@@ -55,7 +55,7 @@ def model(**changes: object) -> ModelConfig:
     return ModelConfig(**(fields | changes))
 
 
-@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("shape", [(64, 64), (50, 70), (16, 33), (1, 32)])
 def test_matrices_on_a_cpu_have_the_packed_bytes(
     weight_format: Format, shape: tuple[int, int]
@@ -65,7 +65,7 @@ def test_matrices_on_a_cpu_have_the_packed_bytes(
     assert found == packed.data.nbytes
 
 
-@pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize(("shape", "halves"), [((64, 64), 1), ((300, 130), 2), ((2, 129), 2)])
 def test_matrices_on_a_gpu_have_the_packed_bytes(
     weight_format: Format, shape: tuple[int, int], halves: int
@@ -77,7 +77,7 @@ def test_matrices_on_a_gpu_have_the_packed_bytes(
 
 
 @pytest.mark.parametrize("has_biases", [False, True])
-@pytest.mark.parametrize("weight_format", ["none", "int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["none", "int8", "int4", "mxfp4"])
 def test_an_expert_on_a_cpu_has_the_packed_bytes(weight_format: Format, has_biases: bool) -> None:
     own = model().moe
     assert own is not None

@@ -78,7 +78,7 @@ def test_a_profile_answers_for_the_model_that_was_measured(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--formats", "fp8"), "the kernels cpu have none, int8, int4"),
+        (("--formats", "fp8"), "the kernels cpu have none, int8, int4, mxfp4"),
         (("--threads", "100000"), "--threads 100000"),
     ],
 )

@@ -21,7 +21,7 @@ from tests.checkpoints import VOCAB_SIZE, oracle_generate, oracle_model
 from tests.engine import Engine, engine_config
 from tests.identity.speculation.test_speculation import accepted
 from tests.identity.weights.test_expert_tables import only_copies, random_tables
-from tests.models.quantised.forms import FAMILIES, FORMS, make_quantised
+from tests.models.quantised.forms import FAMILIES, FORMS, make_mxfp4, make_quantised
 from topspin.expert_table import even_shares
 from topspin.plan.speculation import Speculation
 
@@ -36,10 +36,11 @@ CLEAR_LEAD = 0.1
 # larger.
 MAX_MEDIAN_KL = 0.005
 MAX_MEAN_KL = 0.1
-FAST = ("qwen2_moe", "awq")
+MXFP4 = ("gpt_oss", "mxfp4")
+FAST = (("qwen2_moe", "awq"), MXFP4)
 CASES = [
-    pytest.param(*case, marks=() if case == FAST else pytest.mark.slow)
-    for case in itertools.product(FAMILIES, FORMS)
+    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+    for case in (*itertools.product(FAMILIES, FORMS), MXFP4)
 ]
 
 
@@ -48,9 +49,17 @@ def prompts() -> list[list[int]]:
     return [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in PROMPT_LENS]
 
 
+def make(path: Path, family: str, form: str) -> None:
+    """Write a model to `path`/coded, and dequantised to `path`/plain."""
+    if form == "mxfp4":
+        make_mxfp4(path)
+    else:
+        make_quantised(path, family, FORMS[form])
+
+
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_dequantised_tokens_are_transformers(tmp_path: Path, family: str, form: str) -> None:
-    make_quantised(tmp_path, family, FORMS[form])
+    make(tmp_path, family, form)
     wanted = oracle_generate(tmp_path / "plain", prompts(), NUM_TOKENS)
     clear = [idx for idx, margin in enumerate(wanted.margins) if margin > MARGIN]
     assert len(clear) >= 3, wanted.margins
@@ -61,9 +70,10 @@ def test_dequantised_tokens_are_transformers(tmp_path: Path, family: str, form: 
 
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_codes_are_served_with_a_bounded_divergence(tmp_path: Path, family: str, form: str) -> None:
-    make_quantised(tmp_path, family, FORMS[form])
+    make(tmp_path, family, form)
     config = engine_config(tmp_path / "coded")
-    assert {rule.part for rule in config.precision} >= {"attention"}
+    part = "experts" if form == "mxfp4" else "attention"
+    assert part in {rule.part for rule in config.precision}
     model = oracle_model(tmp_path / "plain")
     found = []
     with Engine(config) as engine:
@@ -91,13 +101,14 @@ def divergence(wanted: torch.Tensor, ids: tuple[int, ...], logprobs: tuple[float
     ("form", "transport"),
     [
         ("ct-int4-groups", "shm"),
+        pytest.param("mxfp4", "shm", marks=pytest.mark.slow),
         pytest.param("gptq-4-desc-act", "tcp", marks=pytest.mark.slow),
         pytest.param("fp8-blocks", "local", marks=pytest.mark.slow),
     ],
 )
 def test_moved_experts_keep_their_codes(tmp_path: Path, form: str, transport: str) -> None:
     """Tables change while prompts and streams go on: expert nodes read codes meanwhile."""
-    make_quantised(tmp_path, "mixtral", FORMS[form])
+    make(tmp_path, "mixtral", form)
     config = engine_config(
         tmp_path / "coded",
         expert_nodes=2,

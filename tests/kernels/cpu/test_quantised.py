@@ -23,6 +23,8 @@ from topspin.errors import ConfigError
 from topspin.plan.precision import Format
 
 MODES = sorted(BITS)
+EVEN: tuple[Format, ...] = ("int4", "int8")
+"""Formats whose numbers are evenly spaced, around any middle."""
 # Rows are rounded to steps of 1/127 of a group's largest number: an error of half a step at most.
 ROW_TOLERANCE = 0.01
 
@@ -78,7 +80,16 @@ def test_eight_bits_lose_little_and_four_less_than_q4_0(
         assert ours**2 < 0.8 * relative(torch.from_numpy(theirs), weight) ** 2
 
 
-@pytest.mark.parametrize(("mode", "bits"), BITS.items())
+def test_mxfp4_rounds_as_llama_cpp() -> None:
+    """Also groups of zeros, and of numbers that are far from one another."""
+    weight = torch.randn(50, 96) * torch.logspace(-9, 9, 50)[:, None]
+    weight[3], weight[4, ::7] = 0, 1e-20
+    kind = GGMLQuantizationType.MXFP4
+    theirs = torch.from_numpy(quants.dequantize(quants.quantize(weight.numpy(), kind), kind))
+    assert torch.equal(dequantise(quantise(weight, "mxfp4")), theirs)
+
+
+@pytest.mark.parametrize(("mode", "bits"), [(mode, BITS[mode]) for mode in EVEN])
 def test_weights_on_a_grid_of_their_own_are_kept(mode: Format, bits: int) -> None:
     """For any low and step: bf16 numbers of few digits are kept exactly."""
     codes = torch.randint(0, 2**bits, (24, 3, 32)).float()
@@ -89,7 +100,7 @@ def test_weights_on_a_grid_of_their_own_are_kept(mode: Format, bits: int) -> Non
     assert torch.equal(dequantise(quantise(weight, mode)), weight)
 
 
-@pytest.mark.parametrize(("mode", "value"), values_then_pairs(MODES, [0.0, 1.0, -0.375, 1e-38]))
+@pytest.mark.parametrize(("mode", "value"), values_then_pairs(EVEN, [0.0, 1.0, -0.375, 1e-38]))
 def test_groups_of_one_value_are_kept(mode: Format, value: float) -> None:
     weight = torch.full((5, 40), value)
     assert torch.equal(dequantise(quantise(weight, mode)), weight.bfloat16().float())
@@ -214,14 +225,16 @@ def test_what_is_quantised_is_smaller() -> None:
     matrix = torch.randn(256, 512).bfloat16()
     ops = QuantisedOps()
     assert not isinstance(ops.pack_linear(matrix), QuantisedWeight)
-    for mode, bits in BITS.items():
-        assert ops.pack_linear(matrix, mode).data.nbytes == 256 * 512 * (bits + 1) // 8
+    sizes: dict[Format, float] = {"int4": 5, "int8": 9, "mxfp4": 4.25}
+    for mode, bits in sizes.items():
+        assert ops.pack_linear(matrix, mode).data.nbytes == 256 * 512 * bits / 8
 
 
 @pytest.mark.parametrize(("kernels", "mode"), [("cpu", "fp8"), ("reference", "int4")])
 def test_formats_without_kernels_are_refused_by_name(kernels: str, mode: Format) -> None:
     message = (
-        f"{kernels} have no weights in {mode}; cpu have int8, int4; triton have int8, int4, fp8"
+        f"{kernels} have no weights in {mode}; cpu have int8, int4, mxfp4; "
+        "triton have int8, int4, mxfp4, fp8"
     )
     with pytest.raises(ConfigError, match=message):
         select_ops(kernels, torch.bfloat16, ["int4", mode])

@@ -157,7 +157,7 @@ def mlp_in_fp8(case: Case, experts: GpuExperts) -> Tensor:
 
 
 # The error of uniform rounding: a step of the range of 128 normal numbers over sqrt(12).
-ERRORS = {"none": 1e-9, "fp8": 0.03, "int8": 0.01, "int4": 0.12}
+ERRORS = {"none": 1e-9, "fp8": 0.03, "int8": 0.01, "int4": 0.12, "mxfp4": 0.13}
 
 
 @pytest.mark.parametrize(("weight_format", "shape"), cover_values(FORMATS, [(2 * 72, 200), (2, 1)]))
@@ -178,7 +178,8 @@ def test_formats_keep_matrices(
 
 def test_sizes_of_formats() -> None:
     weight = torch.zeros(256, 512)
-    sizes = {"fp8": 8 + 32 / 128**2, "int8": 8 + 32 / 128, "int4": 4 + 32 / 128}
+    even = 32 / 128
+    sizes = {"fp8": 8 + even / 128, "int8": 8 + even, "int4": 4 + even, "mxfp4": 4 + 8 / 32}
     for weight_format, bits in sizes.items():
         packed = pack_weight(weight, weight_format)
         assert packed.scales is not None

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from deploy.quantisation.grids import Rounding
 from deploy.quantisation.layers import open_model
 from deploy.quantisation.specification import parse_bits
 from deploy.quantisation.writing import new_directory, write_quantised
 from deploy.rig.random_weights import RandomWeights
+from kernels.cpu.quantised import QuantisedOps
+from kernels.triton.grouped_mlp.weights import pack_weight, unpack_weight
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.expert_reader import ExpertReader
 from models.checkpoints.unused_tensors import unused_tensors
@@ -26,7 +26,9 @@ from models.description.parts import RouterConfig
 from models.quantised.coded import StoredMatrix
 from models.quantised.precision import checkpoint_rules
 from tests.checkpoints import make_checkpoint
+from tests.kernels.cases.quantised import dequantise
 from tests.kernels.generators import finish
+from tests.models.quantised.forms import make_mxfp4
 from tests.weights import load_expert_weights
 from topspin.errors import ConfigError
 from topspin.expert_activation import ExpertActivation
@@ -105,36 +107,15 @@ def test_a_quantised_copy_keeps_biases_and_what_is_plain(checkpoint: Path, tmp_p
         torch.testing.assert_close(after.experts.down, before.experts.down, **near)
 
 
-def to_mxfp4(plain: Path, path: Path) -> None:
-    """Write a checkpoint with random experts in mxfp4, and to `plain` what they stand for."""
-    path.mkdir()
-    generator = torch.Generator().manual_seed(4)
-    numbers = load_file(plain / "model.safetensors")
-    coded = dict(numbers)
-    for name in [name for name in numbers if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, num_in, num_out = numbers[name].shape
-        size = (num_experts, num_out, num_in // 32, 16)
-        blocks = torch.randint(0, 256, size, generator=generator).to(torch.uint8)
-        scales = torch.randint(121, 124, size[:-1], generator=generator).to(torch.uint8)
-        del coded[name]
-        coded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-    save_file(numbers, plain / "model.safetensors", {"format": "pt"})
-    save_file(coded, path / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (path / "config.json").write_text(json.dumps(config))
-
-
-def test_published_experts_in_mxfp4(checkpoint: Path, tmp_path: Path) -> None:
-    """Dequantised they are exact, and served in int8: four even bits hold no e2m1."""
-    path = tmp_path / "coded"
-    to_mxfp4(checkpoint, path)
+def test_published_experts_in_mxfp4(tmp_path: Path) -> None:
+    """They are exact, dequantised and as the kernels keep them."""
+    make_mxfp4(tmp_path)
+    plain, path = tmp_path / "plain", tmp_path / "coded"
     config, options = load_model_config(path), {"dtype": torch.float32, "experts": EVERY}
-    wanted = load_expert_weights(Checkpoint(checkpoint), load_model_config(checkpoint), **options)
+    wanted = load_expert_weights(Checkpoint(plain), load_model_config(plain), **options)
     found = load_expert_weights(Checkpoint(path), config, **options)
-    assert checkpoint_rules(path, config)["cpu"] == (PrecisionRule(format="int8", part="experts"),)
-    kept = stream_expert_weights(Checkpoint(path), config, precision=rules_of("int8"), **options)
+    assert checkpoint_rules(path, config)["cpu"] == (PrecisionRule(format="mxfp4", part="experts"),)
+    kept = stream_expert_weights(Checkpoint(path), config, precision=rules_of("mxfp4"), **options)
     for ours, want, coded in zip(found.layers, wanted.layers, kept, strict=True):
         assert torch.equal(ours.gate_up, want.gate_up)
         assert torch.equal(ours.down, want.down)
@@ -142,6 +123,10 @@ def test_published_experts_in_mxfp4(checkpoint: Path, tmp_path: Path) -> None:
             for matrix, number in zip(matrices, numbers, strict=True):
                 assert isinstance(matrix, StoredMatrix)
                 assert torch.equal(matrix.dequantised(), number)
+                for weight_format in ("mxfp4", "int8"):
+                    packed = QuantisedOps().pack_linear(matrix, weight_format)
+                    assert torch.equal(dequantise(packed), number)
+                assert torch.equal(unpack_weight(pack_weight(matrix, "mxfp4")), number)
     missing = config.num_layers - 1
     assert not unused_tensors(
         [each for each in Checkpoint(path).names if f"layers.{missing}.mlp.experts" in each],
@@ -152,13 +137,9 @@ def test_published_experts_in_mxfp4(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_coded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_expert_alone(
-    checkpoint: Path, tmp_path: Path, dtype: torch.dtype, is_coded: bool
-) -> None:
-    path = checkpoint
-    if is_coded:
-        path = tmp_path / "coded"
-        to_mxfp4(checkpoint, path)
+def test_an_expert_alone(tmp_path: Path, dtype: torch.dtype, is_coded: bool) -> None:
+    make_mxfp4(tmp_path)
+    path = tmp_path / ("coded" if is_coded else "plain")
     config = load_model_config(path)
     reader = ExpertReader(Checkpoint(path), config, dtype=dtype)
     loaded = load_expert_weights(Checkpoint(path), config, dtype=dtype, experts=[(5,)] * 3)

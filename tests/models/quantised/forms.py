@@ -1,7 +1,8 @@
 """Tiny checkpoints of every family in every quantised form, and the same dequantised.
 
 compressed-tensors itself compresses and decompresses its forms, dequantises fp8 blocks
-(FP8BlockDequantizer) and converts AWQ's layout (AutoAWQConverter). GPTQ's is packed here by
+(FP8BlockDequantizer) and converts AWQ's layout (AutoAWQConverter), transformers dequantises mxfp4.
+GPTQ's is packed here by
 its published layout; test_layouts.py compares reading with matrices that AutoGPTQ, GPTQModel and
 AutoAWQ packed. Shared by the tests of this folder, which load the dequantised checkpoint with
 transformers.
@@ -25,6 +26,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.checkpoints import make_checkpoint
 
@@ -82,6 +84,27 @@ def make_quantised(path: Path, variant: str, form: Form, *, seed: int = 0, **siz
         metadata={"format": "pt"},
     )
     set_quantisation(coded, form.config)
+
+
+def make_mxfp4(path: Path, **sizes: Any) -> None:
+    """Write gpt-oss with random experts in mxfp4 to `path`/coded, dequantised to `path`/plain."""
+    plain, coded = path / "plain", path / "coded"
+    make_checkpoint(plain, "gpt_oss", **sizes)
+    shutil.copytree(plain, coded)
+    generator = torch.Generator().manual_seed(4)
+    numbers = load_file(plain / "model.safetensors")
+    written = dict(numbers)
+    for name in [name for name in numbers if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_in, num_out = numbers[name].shape
+        size = (num_experts, num_out, num_in // 32, 16)
+        blocks = torch.randint(0, 256, size, generator=generator).to(torch.uint8)
+        scales = torch.randint(121, 124, size[:-1], generator=generator).to(torch.uint8)
+        del written[name]
+        written |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(numbers, plain / "model.safetensors", {"format": "pt"})
+    save_file(written, coded / "model.safetensors", {"format": "pt"})
+    set_quantisation(coded, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
 def set_quantisation(path: Path, config: dict[str, Any] | None) -> None:

@@ -48,7 +48,7 @@ def test_the_last_rule_that_covers_a_weight_counts() -> None:
     assert format_of((), "experts", 1, 3) == "none"
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "mxfp4", "fp8"])
 def test_quantization_is_of_every_part_and_8_bits_for_the_head(quantization: Format) -> None:
     rules = rules_of(quantization)
     assert {format_of(rules, part, 1, 0) for part in PARTS} == {quantization}

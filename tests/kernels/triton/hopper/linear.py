@@ -16,7 +16,8 @@ from kernels.triton.swiglu import _swiglu_block
 from tests.kernels.triton.hopper.attention import NAMES, compile_kernel
 from topspin.plan.precision import Format
 
-DATA = {"none": "*bf16", "fp8": "*fp8e4nv", "int8": "*u8", "int4": "*u8"}
+DATA = {"none": "*bf16", "fp8": "*fp8e4nv", "int8": "*u8", "int4": "*u8", "mxfp4": "*u8"}
+SCALES = {"fp8": "*fp32", "mxfp4": "*i32"}
 
 
 def compile_linear(weight_format: Format, dtype: torch.dtype, num_rows: int, **ones: int) -> None:
@@ -26,7 +27,7 @@ def compile_linear(weight_format: Format, dtype: torch.dtype, num_rows: int, **o
     split = tiles.splits > 1
     pointers = {
         "x_ptr": NAMES[dtype], "weight_ptr": DATA[weight_format], "bias_ptr": NAMES[dtype],
-        "scale_ptr": "*fp32" if weight_format == "fp8" else "*bf16",
+        "scale_ptr": SCALES.get(weight_format, "*bf16"),
         "out_ptr": "*fp32" if split else NAMES[dtype],
     }  # fmt: skip
     constants: dict[str, Any] = {

@@ -67,18 +67,19 @@ def compile_mlp(
     **ones: int,
 ) -> None:
     """Compile both products with the default tiles of Qwen3-30B-A3B's shape."""
-    types = {"none": NAMES[dtype], "fp8": "*fp8e4nv", "int8": NAMES[dtype], "int4": NAMES[dtype]}
+    rows_type = "*fp8e4nv" if weight_format == "fp8" else NAMES[dtype]
     plain = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
     weight = {"none": plain, "fp8": tl.float8e4nv}.get(weight_format, tl.uint8)
-    scale = {"none": plain, "fp8": tl.float32}.get(weight_format, tl.bfloat16)
+    scales = {"none": plain, "fp8": tl.float32, "mxfp4": tl.int32}
+    scale = scales.get(weight_format, tl.bfloat16)
     shape = MlpShape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
     common = {
         "table_ptr": "*i64", "offsets_ptr": "*i64", "unit_scale_ptr": "*fp32",
-        "units_ptr": types[weight_format], "slots_ptr": "*i32", "bias_ptr": "*fp32",
+        "units_ptr": rows_type, "slots_ptr": "*i32", "bias_ptr": "*fp32",
     }  # fmt: skip
     rows = {
         **common,
-        "x_ptr": types[weight_format],
+        "x_ptr": rows_type,
         "x_scale_ptr": "*fp32",
         "row_of_ptr": "*i64",
         "counts_ptr": "*i64",
@@ -146,7 +147,13 @@ def main() -> None:
     for weight_format in FORMATS:
         for num_rows in (1, 8, 256, 1024, 8192):
             compile_mlp(weight_format, torch.bfloat16, num_rows)
-    for weight_format, num_rows in (("none", 1), ("none", 1024), ("fp8", 8), ("int4", 256)):
+    for weight_format, num_rows in (
+        ("none", 1),
+        ("none", 1024),
+        ("fp8", 8),
+        ("mxfp4", 1),
+        ("mxfp4", 256),
+    ):
         own = ExpertActivation(1.702, 1.0, 7.0)
         compile_mlp(weight_format, torch.bfloat16, num_rows, activation=own, has_biases=True)
     compile_mlp("none", torch.float32, 1)
