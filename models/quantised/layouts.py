@@ -128,8 +128,11 @@ def _mxfp4(
     checkpoint.expect_shape(stored.scales, checkpoint.shape(stored.codes)[:-1])
     blocks = checkpoint.read_raw(stored.codes, ("U8",), index=shape.slice_idx, rows=rows)
     exponents = checkpoint.read_raw(stored.scales, ("U8",), index=shape.slice_idx, rows=rows)
-    places = _unpack(blocks.flatten(1), 4)[:, : shape.num_in].int()
-    codes = torch.tensor(E2M1_INTEGERS, dtype=torch.uint8)[places]
+    # Two numbers of a byte at a time.
+    pairs = [(E2M1_INTEGERS[byte & 15], E2M1_INTEGERS[byte >> 4]) for byte in range(256)]
+    pair_of = torch.tensor(pairs, dtype=torch.uint8).view(torch.int16).flatten()
+    found = pair_of.index_select(0, blocks.flatten().int()).view(torch.uint8)
+    codes = found.view(len(rows), -1)[:, : shape.num_in]
     scales = torch.full(exponents.shape, 0.5).ldexp_(exponents.int() - _E8M0_BIAS)
     zeros = torch.full_like(scales, E2M1_ZERO)
     return StoredMatrix(codes, scales, zeros, MXFP4_GROUP, stored.scheme.bits, dtype)
