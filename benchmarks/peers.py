@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.load import compare
 from benchmarks.load.started_server import free_port
-from topspin.plan.precision import UNQUANTISED
+from topspin.plan.setting import AUTO
 
 PLACES = 16
 TOKENS_PER_PLACE = 512
@@ -71,7 +71,7 @@ def start_lines(args: argparse.Namespace, ports: Mapping[str, int]) -> dict[str,
 def quantization_of(args: argparse.Namespace) -> str:
     """Return the format that the first Topspin's flags ask for."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--quantization", default=UNQUANTISED)
+    parser.add_argument("--quantization", default=AUTO)
     words = shlex.split(args.topspin[0].partition("=")[2]) if args.topspin else []
     quantization: str = parser.parse_known_args(words)[0].quantization
     return quantization

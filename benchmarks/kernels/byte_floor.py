@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from benchmarks.kernels.roofline import BF16, weight_bytes
 from models.description.config import ModelConfig
 from models.description.parts import LayerConfig
-from topspin.plan.precision import MXFP4_BITS, UNQUANTISED, Format, Part, format_of, rules_of
+from topspin.plan.precision import MXFP4_BITS, UNQUANTISED, Format, Part, Rules, format_of
 
 BITS: Final[dict[Format, int]] = {"int8": 8, "int4": 4, "mxfp4": MXFP4_BITS}
 """The quantised formats of the CPU's kernels, and the bits of the integers that they multiply."""
@@ -38,17 +38,16 @@ def decode_floor(
     itemsize: int,
     touched: Sequence[int],
     contexts: Sequence[int],
-    quantization: Format = UNQUANTISED,
+    rules: Rules = (),
 ) -> dict[str, float]:
     """Return the bytes of one decode step, by kind.
 
     `itemsize` is the bytes of a number, for keys, values and weights that are not quantised;
     `touched` the number of different experts that the step's tokens chose, per MoE layer;
-    `contexts` the positions that each sequence's new token sees, itself included. `quantization` is
-    UNQUANTISED or one of BITS.
+    `contexts` the positions that each sequence's new token sees, itself included. `rules` give the
+    weights formats of the CPU, experts of all layers alike.
     """
     assert len(touched) == len(model.moe_layers)
-    rules = rules_of(quantization)
 
     def size(matrix: _Matrix) -> int:
         fmt = format_of(rules, matrix.part)
@@ -76,7 +75,7 @@ def decode_floor(
     return {what: float(count) for what, count in num_bytes.items()}
 
 
-def step_weight_bytes(model: ModelConfig, quantization: Format) -> int:
+def step_weight_bytes(model: ModelConfig, rules: Rules = ()) -> int:
     """Return the bytes of all weights that a decode step of one request reads on a CPU.
 
     These are the experts chosen in each layer, and everything else but the embeddings; what is not
@@ -84,9 +83,7 @@ def step_weight_bytes(model: ModelConfig, quantization: Format) -> int:
     """
     top_k = 0 if model.moe is None else model.moe.top_k
     touched = [top_k] * len(model.moe_layers)
-    floor = decode_floor(
-        model, itemsize=BF16, touched=touched, contexts=[], quantization=quantization
-    )
+    floor = decode_floor(model, itemsize=BF16, touched=touched, contexts=[], rules=rules)
     return int(sum(floor.values()))
 
 

@@ -39,9 +39,11 @@ from benchmarks.load.figures.page import check_report, write_report
 from benchmarks.load.flags import add_flags
 from benchmarks.load.started_server import StartedServer
 from models.description.config import load_model_config
+from models.description.facts import facts_of
 from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError, TopspinError
-from topspin.plan.precision import UNQUANTISED
+from topspin.plan.precision import UNQUANTISED, rules_of
+from topspin.plan.setting import AUTO
 
 # The questions to every target, one at a time, before it is measured.
 QUESTIONS = (
@@ -95,7 +97,10 @@ class Comparison:
         self.floor_bytes: int | None = None
         if parsed.floor_model is not None:
             model = load_model_config(parsed.floor_model)
-            self.floor_bytes = step_weight_bytes(model, parsed.floor_quantization)
+            rules = facts_of(model, parsed.floor_model).precision.get("cpu", ())
+            if parsed.floor_quantization != AUTO:
+                rules = rules_of(parsed.floor_quantization)
+            self.floor_bytes = step_weight_bytes(model, rules)
         self.targets = named_targets(parsed)
         asked = arguments.numbers("--concurrencies", parsed.concurrencies, whole=True)
         self.concurrencies = tuple(map(int, asked))
@@ -303,9 +308,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--floor-quantization",
-        choices=(UNQUANTISED, *BITS),
-        default=UNQUANTISED,
-        help="the format of its weights (%(default)s)",
+        choices=(AUTO, UNQUANTISED, *BITS),
+        default=AUTO,
+        help="the format of its weights (auto: as the checkpoint has them)",
     )
     arguments.add_request_arguments(parser.add_argument_group("requests"))
     add_flags(parser.add_argument_group("dataset"), DatasetSettings)

@@ -53,8 +53,8 @@ def test_every_target_is_started_on_its_own_port(compared: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ([], "none"),
-        (["a=--port 9"], "none"),
+        ([], "auto"),
+        (["a=--port 9"], "auto"),
         (["a=--quantization int4 --attention-nodes 2", "b=--quantization int8"], "int4"),
         (["a=--quantization=int8"], "int8"),
     ],

@@ -15,7 +15,7 @@ from benchmarks.kernels.byte_floor import decode_floor, step_weight_bytes
 from kernels.dispatch import select_ops
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
-from topspin.plan.precision import Format
+from topspin.plan.precision import Format, rules_of
 
 # The tiny qwen3_moe: 2 layers, hidden 64, 4 query and 2 key/value heads of 32, 4 of 8 experts of
 # width 32 a token, 288 logits. Matrices as (outputs, inputs):
@@ -31,14 +31,14 @@ def numbers(matrix: tuple[int, int]) -> int:
 def test_the_chosen_experts_count_and_the_embeddings_do_not(tmp_path: Path) -> None:
     model = load_model_config(make_checkpoint(tmp_path, "qwen3_moe"))
     layer = numbers(QKV) + numbers(OUT) + 4 * sum(map(numbers, EXPERT))
-    assert step_weight_bytes(model, "none") == 2 * (2 * layer + numbers(HEAD) + PLAIN)
+    assert step_weight_bytes(model) == 2 * (2 * layer + numbers(HEAD) + PLAIN)
     # In groups of 32 inputs: codes, and a step and a minimum of two bytes each.
     eight = 2 * layer + numbers(HEAD)
-    assert step_weight_bytes(model, "int8") == eight + eight // 32 * 4 + 2 * PLAIN
+    assert step_weight_bytes(model, rules_of("int8")) == eight + eight // 32 * 4 + 2 * PLAIN
     # The LM head stays in 8 bits.
     four = 2 * layer // 2 + 2 * layer // 32 * 4
     head = numbers(HEAD) + numbers(HEAD) // 32 * 4
-    assert step_weight_bytes(model, "int4") == four + head + 2 * PLAIN
+    assert step_weight_bytes(model, rules_of("int4")) == four + head + 2 * PLAIN
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "mxfp4"])
@@ -52,14 +52,14 @@ def test_quantised_weights_are_those_of_the_kernels(tmp_path: Path, precision: F
     layer = packed(QKV, precision) + packed(OUT, precision)
     layer += 4 * sum(packed(each, precision) for each in EXPERT)
     expected = 2 * layer + packed(HEAD, "int8") + 2 * PLAIN
-    assert step_weight_bytes(model, precision) == expected
+    assert step_weight_bytes(model, rules_of(precision)) == expected
 
 
 def test_a_dense_model_reads_all_of_it(tmp_path: Path) -> None:
     model = load_model_config(make_checkpoint(tmp_path, "llama"))
     # 2 layers: q, k, v and o [64, 64], an MLP of width 96, two norms; the last norm, 288 logits.
     dense = 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64 + 288 * 64
-    assert step_weight_bytes(model, "none") == 2 * dense
+    assert step_weight_bytes(model) == 2 * dense
 
 
 def test_floor_counts_what_the_tokens_need(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from benchmarks.load.started_server import free_port
 from models.description.config import load_model_config
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
 from topspin.errors import ConfigError, EngineUnavailable
+from topspin.plan.precision import rules_of
 
 ROOT = Path(__file__).parents[3]
 SMALL = (
@@ -111,7 +112,7 @@ def test_the_byte_floor_of_one_request_is_shown_and_written(
     floor = _result(tmp_path)["byte_floor"]
     # Measured in each round; one slow read of four is not the limit.
     assert (next(rates, None), floor["read_bytes_per_s"]) == (None, 20e6)
-    assert floor["weight_bytes"] == step_weight_bytes(load_model_config(tmp_path), "int8")
+    assert floor["weight_bytes"] == step_weight_bytes(load_model_config(tmp_path), rules_of("int8"))
     assert floor["ms_per_token"] == pytest.approx(floor["weight_bytes"] / 20e3)
     assert capsys.readouterr().out.count("TPOT / byte floor") == 1
 
