@@ -69,7 +69,8 @@ def make_mxfp4(directory: Path, *, num_layers: int = 3, seed: int = 0, **sizes: 
     from transformers import GenerationConfig, GptOssConfig, GptOssForCausalLM
 
     torch.manual_seed(seed)
-    config: Any = GptOssConfig(
+    make_config: Any = GptOssConfig
+    config = make_config(
         **{**COMMON, "num_hidden_layers": num_layers, "num_local_experts": 32, **sizes},
         dtype="bfloat16",
         architectures=["GptOssForCausalLM"],
@@ -91,7 +92,7 @@ def make_mxfp4(directory: Path, *, num_layers: int = 3, seed: int = 0, **sizes: 
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     config.save_pretrained(directory)
-    GenerationConfig(eos_token_id=2).save_pretrained(directory)
+    GenerationConfig.from_dict({"eos_token_id": 2}).save_pretrained(directory)
     _copy_tokenizer(directory)
 
 

@@ -9,10 +9,10 @@ rounded as llama.cpp's Q4_0 does (by the gguf package; its embeddings and LM hea
 rounds too, stay as they are). `kv-fp8` is the model in fp32 with its keys and values rounded as
 `--kv-cache-dtype fp8` keeps them. Run as `topspin bench quantization`.
 
-In int8 and int4 the LM head has 8 bits, in int4-head 4 like all else.
+In int8, int4 and mxfp4 the LM head has 8 bits, in int4-head 4 like all else.
 
-A GPU's formats (gpu-fp8, gpu-int8, gpu-int4) need no GPU: torch multiplies, in fp32, by the
-unpacked matrices, and for fp8 the experts' rows are rounded as well.
+A GPU's formats (gpu-fp8, gpu-int8, gpu-int4, gpu-mxfp4) need no GPU: torch multiplies, in fp32, by
+the unpacked matrices, and for fp8 the experts' rows are rounded as well.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from transformers.utils import logging
 from benchmarks.experiment import Experiment, Result, TextTable, say, table
 from benchmarks.quality.transformers_names import CACHE
 from kernels import reference
-from kernels.contracts import LinearWeight, PackedExperts
+from kernels.contracts import Biases, LinearWeight, PackedExperts
 from kernels.cpu import ops as cpu
 from kernels.dispatch import select_ops
 from kernels.triton.grouped_mlp.weights import FP8_MAX, GROUP, pack_weight, unpack_weight
 from models.sources.hub import DEFAULT_MODEL, resolve_model
+from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import (
     UNQUANTISED,
     Format,
@@ -52,10 +53,16 @@ from topspin.plan.precision import (
 )
 
 TEXT = Path(__file__).parents[1] / "payload_text.txt"
-GPU_MODES: dict[str, Format] = {"gpu-fp8": "fp8", "gpu-int8": "int8", "gpu-int4": "int4"}
+GPU_MODES: dict[str, Format] = {
+    "gpu-fp8": "fp8",
+    "gpu-int8": "int8",
+    "gpu-int4": "int4",
+    "gpu-mxfp4": "mxfp4",
+}
 CPU_MODES: dict[str, Rules] = {
     "int8": rules_of("int8"),
     "int4": rules_of("int4"),
+    "mxfp4": rules_of("mxfp4"),
     "int4-head": (*rules_of("int4"), PrecisionRule(format="int4", part="lm_head")),
 }
 KV_MODE = "kv-fp8"
@@ -107,11 +114,20 @@ class RoundingOps:
         return reference.linear(self.row(x), weight, bias)
 
     def pack_experts(
-        self, gate_up: Sequence[Tensor], down: Sequence[Tensor], *, formats: Sequence[Format]
+        self,
+        gate_up: Sequence[Tensor],
+        down: Sequence[Tensor],
+        *,
+        formats: Sequence[Format],
+        biases: Biases | None = None,
+        activation: ExpertActivation = SWIGLU,
     ) -> PackedExperts:
-        """Round all experts of a layer."""
+        """Round all experts of a layer, but for their biases."""
         return reference.pack_experts(
-            map(self.gate_up, gate_up, formats), map(self.weight, down, formats)
+            map(self.gate_up, gate_up, formats),
+            map(self.weight, down, formats),
+            biases=biases,
+            activation=activation,
         )
 
     def grouped_mlp(
@@ -123,9 +139,10 @@ class RoundingOps:
         for slot in range(experts.num_experts):
             rows, choices = torch.where(slots == slot)
             if len(rows):
-                gate_up = reference.linear(inputs[rows], experts.gate_up[slot])
-                units = self.expert_row(reference.swiglu(gate_up))
-                result = reference.linear(units, experts.down[slot])
+                biases = experts.biases_of(slot)
+                gate_up = reference.linear(inputs[rows], experts.gate_up[slot], biases[0])
+                units = self.expert_row(reference.units_of(gate_up, experts.activation))
+                result = reference.linear(units, experts.down[slot], biases[1])
                 out.index_add_(0, rows, result * weights[rows, choices, None])
         return out, None
 
@@ -226,15 +243,25 @@ def _linear(module: Any, ops: Any, weight_format: Format) -> Callable[[Tensor], 
 def _experts(
     module: Any, ops: Any, rules: Rules, layer: int
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    gate_up, down = list(module.gate_up_proj), list(module.down_proj)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    form: dict[str, Any] = {}
+    if hasattr(module, "gate_up_proj_bias"):  # stored as columns, gates and ups in turn
+        gate_up, down = _in_halves(gate_up.mT), down.mT.contiguous()
+        form["biases"] = _in_halves(module.gate_up_proj_bias), module.down_proj_bias
+        form["activation"] = ExpertActivation(module.alpha, offset=1.0, limit=module.limit)
     each = [format_of(rules, "experts", layer, expert) for expert in range(len(down))]
-    packed = ops.pack_experts(gate_up, down, formats=each)
+    packed = ops.pack_experts(list(gate_up), list(down), formats=each, **form)
 
     def forward(hidden: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         result: Tensor = ops.grouped_mlp(hidden, slots.int(), weights.float(), packed)[0]
         return result
 
     return forward
+
+
+def _in_halves(rows: Tensor) -> Tensor:
+    """Return [E, 2F, ...] of gates and ups in turn with all gates first."""
+    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
 
 
 def compare(plain: Tensor, coded: Tensor, tokens: Tensor) -> dict[str, float]:

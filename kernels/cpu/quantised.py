@@ -333,7 +333,8 @@ def _pack_gate_up(weight: Matrix, weight_format: Format, arena: Arena | None) ->
     if own is None:
         packed = quantise(_in_units(numbers(weight)), weight_format, arena)
     else:
-        packed = lay_out(*map(_in_units, own), weight_format, arena)
+        codes, scales = map(_in_units, own)
+        packed = lay_out(codes, scales, weight_format, arena)
     return replace(packed, out_features=num_out, in_units=True)
 
 

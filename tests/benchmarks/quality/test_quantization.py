@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.quality.quantization import (
+    GPU_MODES,
     Fp8Cache,
     compare,
     gpu_ops,
@@ -41,6 +42,7 @@ def test_figures_of_distributions_that_can_be_counted() -> None:
     [
         ("qwen2_moe", {"shared_expert_intermediate_size": 64}),
         ("llama_bias", {}),
+        ("gpt_oss", {"head_dim": 32}),
     ],
 )
 @torch.inference_mode()
@@ -53,7 +55,7 @@ def test_every_mode_moves_the_logits_by_its_own_measure(
     plain = model(tokens).logits
     names = [name for name, _ in model.named_modules()]
     moved = {}
-    for mode in ("int8", "int4", "int4-head", "gpu-fp8", "gpu-int8", "gpu-int4", "q4_0"):
+    for mode in ("int8", "int4", "mxfp4", "int4-head", *GPU_MODES, "q4_0"):
         with patched(model, *mode_ops(mode)) as num_modules:
             moved[mode] = float((model(tokens).logits - plain).norm() / plain.norm())
         wanted = sum(name.endswith(("_proj", "lm_head", "mlp.experts")) for name in names)
@@ -61,6 +63,7 @@ def test_every_mode_moves_the_logits_by_its_own_measure(
     assert 0 < moved["int8"] < moved["int4"] / 3
     assert moved["int4"] < moved["int4-head"]
     assert moved["int4"] < moved["q4_0"]
+    assert moved["int4"] < moved["mxfp4"] < 1
     assert 0 < moved["gpu-int8"] < moved["gpu-fp8"] < moved["gpu-int4"] < 0.5
     assert moved["q4_0"] < 0.5
     assert torch.equal(model(tokens).logits, plain)
