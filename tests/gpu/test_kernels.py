@@ -37,6 +37,7 @@ from kernels.triton.rotary import rotate_and_store
 from kernels.triton.router.launches import local_slots, permute, route
 from kernels.triton.sampling.launches import draw, plan_sampling
 from kernels.triton.swiglu import swiglu
+from tests.kernels.cases.ops import CLAMPED
 from topspin.plan.precision import Format
 
 ON_GPU = torch.cuda.is_available()
@@ -225,7 +226,12 @@ def test_experts(num_rows: int, weight_format: Format, device: torch.device) -> 
     gate_up = randn(*sizes, device=device, scale=SIZES.hidden**-0.5)
     down = randn(sizes[0], SIZES.hidden, SIZES.ffn, device=device, scale=SIZES.ffn**-0.5)
     ops = TritonOps()
-    experts = ops.pack_experts(gate_up, down, formats=[weight_format] * SIZES.experts)
+    own: dict[str, Any] = {}
+    if weight_format in ("none", "mxfp4"):  # with gpt-oss's form
+        widths = (2 * SIZES.ffn, SIZES.hidden)
+        own["biases"] = tuple(randn(SIZES.experts, each, device=device) for each in widths)
+        own["activation"] = CLAMPED
+    experts = ops.pack_experts(gate_up, down, formats=[weight_format] * SIZES.experts, **own)
     hidden = randn(num_rows, SIZES.hidden, device=device)
     scores = torch.rand(num_rows, SIZES.experts, device=device)
     slots = scores.topk(SIZES.top_k, dim=-1).indices.int()
@@ -237,6 +243,7 @@ def test_experts(num_rows: int, weight_format: Format, device: torch.device) -> 
         return [unpack_weight(each).float() for each in packed]
 
     plain = reference.pack_experts(unpacked(experts.gate_up), unpacked(experts.down))
+    plain = plain.completed(experts.biases, experts.activation)
     wanted = reference.grouped_mlp(hidden.float(), slots, weights, plain)
     # fp8 experts also round their rows; bf16 rounds a pair's sum.
     error = (found.out.float() - wanted.out).norm() / wanted.out.norm()

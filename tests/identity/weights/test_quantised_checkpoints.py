@@ -52,7 +52,7 @@ def prompts() -> list[list[int]]:
 def make(path: Path, family: str, form: str) -> None:
     """Write a model to `path`/coded, and dequantised to `path`/plain."""
     if form == "mxfp4":
-        make_mxfp4(path)
+        make_mxfp4(path, num_hidden_layers=2)
     else:
         make_quantised(path, family, FORMS[form])
 
