@@ -1,0 +1,39 @@
+"""The checkpoint with random experts in mxfp4 is whole, and served from 4 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import model_maker
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weights import stream_attention_weights
+from models.description.config import load_model_config
+from models.quantised.precision import checkpoint_rules
+from tests.weights import load_expert_weights
+from topspin.plan.precision import PrecisionRule
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+
+
+def test_a_model_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_maker, "_copy_tokenizer", lambda directory: None)
+    model_maker.make_mxfp4(tmp_path / "model", num_layers=2, **SIZES)
+    config = load_model_config(tmp_path / "model")
+    assert [layer.sliding_window for layer in config.layers] == [128, None]
+    rules = checkpoint_rules(tmp_path / "model", config)
+    assert rules["cpu"] == rules["triton"] == (PrecisionRule(format="mxfp4", part="experts"),)
+    checkpoint = Checkpoint(tmp_path / "model")
+    experts = load_expert_weights(checkpoint, config, dtype=torch.float32, experts=[range(32)] * 2)
+    assert all(0.01 < layer.down.std() < 0.05 for layer in experts.layers)
+    assert len(list(stream_attention_weights(checkpoint, config, dtype=torch.float32).layers)) == 2
+    with pytest.raises(SystemExit, match="already has a config"):
+        model_maker.make_mxfp4(tmp_path / "model")
