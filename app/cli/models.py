@@ -64,7 +64,8 @@ def _families() -> Iterator[tuple[str, str]]:
 
 def _facts(parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:
     config = load_model_config(parsed.directory)
-    facts = facts_of(config, parsed.directory)
+    has_weights = any(parsed.directory.glob("*.safetensors"))
+    facts = facts_of(config, parsed.directory if has_weights else None)
     shape = ModelShape.from_config(config, dtype=config.dtype)
     rules = rules_of(parsed.quantization) or facts.precision.get("cpu", ())
     precision = precision_by(rules)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from models.description.config import ModelConfig
-from models.quantised.precision import checkpoint_rules
+from models.quantised.precision import checkpoint_rules, presumed_rules
 from models.rope import is_length_dependent
 from topspin.plan.rules.model_facts import ModelFacts
 
@@ -16,7 +16,7 @@ from topspin.plan.rules.model_facts import ModelFacts
 def facts_of(model: ModelConfig, path: Path | None = None) -> ModelFacts:
     """Return what a plan depends on.
 
-    `path` is the checkpoint, for the precision of its weights; without it that is not asked for.
+    `path` is the checkpoint, for the precision of its weights; without it config.json says that.
     Raises CheckpointError if it is quantised and cannot be read.
     """
     has_experts = model.moe is not None and len(model.moe_layers) > 0
@@ -29,5 +29,5 @@ def facts_of(model: ModelConfig, path: Path | None = None) -> ModelFacts:
         # With dynamic NTK a key is rotated by its own prompt's length.
         shares_prefixes=not is_length_dependent(model.rope),
         windows=tuple(layer.sliding_window for layer in model.layers),
-        precision={} if path is None else checkpoint_rules(path, model),
+        precision=presumed_rules(model) if path is None else checkpoint_rules(path, model),
     )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from models.checkpoints.tensor_names import LM_HEAD
 from models.description.config_fields import ConfigFields
 from models.quantised.compressed_tensors import parse_compressed_tensors
 from models.quantised.scheme import (
@@ -47,27 +48,32 @@ def parse_quantisation(fields: ConfigFields, notes: list[str] | None = None) -> 
     method = raw.get("quant_method")
     if method == "compressed-tensors":
         return parse_compressed_tensors(own, [] if notes is None else notes)
+    plain = _plain(own)
     if method == "fp8":
-        return Quantisation(method=method, rules=(SchemeRule(EVERY, _fp8(own)),))
+        return Quantisation(method=method, rules=(SchemeRule(EVERY, _fp8(own)),), plain=plain)
     if method == "gptq":
-        return Quantisation(method=method, rules=_gptq(own))
+        return Quantisation(method=method, rules=_gptq(own), plain=plain)
     if method == "auto-round":
-        return Quantisation(method=method, rules=_auto_round(own))
+        return Quantisation(method=method, rules=_auto_round(own), plain=plain)
     if method == "awq":
-        return Quantisation(method=method, rules=(SchemeRule(EVERY, _awq(own)),))
+        return Quantisation(method=method, rules=(SchemeRule(EVERY, _awq(own)),), plain=plain)
     if method == "mxfp4":
-        # As in fp8, the tensors say which modules are converted, not modules_to_not_convert.
         scheme = Scheme(layout="mxfp4", bits=MXFP4_BITS, group_size=MXFP4_GROUP)
-        return Quantisation(method=method, rules=(SchemeRule(EVERY, scheme),))
+        return Quantisation(method=method, rules=(SchemeRule(EVERY, scheme),), plain=plain)
     raise own.error("quant_method", f"supported: {', '.join(METHODS)}")
 
 
-def _fp8(fields: ConfigFields) -> Scheme:
-    """Read the options of fp8: codes beside `weight_scale_inv`, per block or per matrix.
+def _plain(fields: ConfigFields) -> tuple[str, ...]:
+    """Return what says which modules stay as numbers: the LM head, and modules_to_not_convert."""
+    named = fields.raw.get("modules_to_not_convert") or []
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        raise fields.error("modules_to_not_convert", "must be a list of names")
+    return (LM_HEAD.removesuffix(".weight"), *named)
 
-    The tensors say which modules are converted, not modules_to_not_convert.
-    """
-    _among(fields, "fmt", ("e4m3",), default="e4m3")
+
+def _fp8(fields: ConfigFields) -> Scheme:
+    """Read the options of fp8: codes beside `weight_scale_inv`, per block or per matrix."""
+    _among(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     _among(fields, "activation_scheme", ("dynamic", "static"), default="dynamic")
     _among(fields, "scale_fmt", ("float", "ue8m0"), default="float")
     _among(fields, "expert_dtype", ("fp8",), default="fp8")

@@ -8,7 +8,7 @@ shapes say it all. Called by `topspin serve` before anything is started, and by 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from models.checkpoints.checkpoint_index import TensorEntry, read_index
 from models.checkpoints.tensor_names import LM_HEAD, expert_name, fused_expert_name, layer_name
 from models.description.config import ModelConfig
-from models.quantised.scheme import StoredNames, find_stored
+from models.quantised.scheme import Scheme, find_stored
 from topspin.plan.precision import (
     CODE_GROUPS,
     KERNEL_FORMATS,
@@ -41,7 +41,14 @@ def checkpoint_rules(path: Path, config: ModelConfig) -> dict[str, Rules]:
     if config.quantisation is None:
         return {}
     tensors = read_index(path).tensors
-    return {kernels: _rules(config, tensors, kernels) for kernels in KERNEL_FORMATS}
+    return {kernels: _rules(_Model(config, tensors, kernels)) for kernels in KERNEL_FORMATS}
+
+
+def presumed_rules(config: ModelConfig) -> dict[str, Rules]:
+    """Return the rules of a checkpoint of which only config.json is there, as it describes them."""
+    if config.quantisation is None:
+        return {}
+    return {kernels: _rules(_Presumed(config, {}, kernels)) for kernels in KERNEL_FORMATS}
 
 
 class _Model:
@@ -95,18 +102,30 @@ class _Model:
         """
         found: set[Format] = set()
         for name in names:
-            stored = find_stored(self._tensors, self.config.quantisation, name)
-            if stored is not None:
-                found.add(self._format(stored, is_whole))
-            elif name in self._tensors:
+            own = self._format_of(name, is_whole)
+            if own == UNQUANTISED:
                 return UNQUANTISED
+            if own is not None:
+                found.add(own)
         if not found:
             return UNQUANTISED
         return found.pop() if len(found) == 1 else "int8"
 
-    def _format(self, stored: StoredNames, is_whole: bool) -> Format:
-        """Return a format that holds the codes; int8 adds little to the errors of any other."""
-        scheme, shape = stored.scheme, self._tensors[stored.scales].shape
+    def _format_of(self, name: str, is_whole: bool) -> Format | None:
+        """Return a matrix's format; None: there is no such matrix."""
+        stored = find_stored(self._tensors, self.config.quantisation, name)
+        if stored is None:
+            return UNQUANTISED if name in self._tensors else None
+        shape = self._tensors[stored.scales].shape
+        return self._format(stored.scheme, shape, is_whole, has_order=stored.order is not None)
+
+    def _format(
+        self, scheme: Scheme, shape: Sequence[int], is_whole: bool, *, has_order: bool
+    ) -> Format:
+        """Return a format that holds the codes, with scales of this shape.
+
+        int8 adds little to the errors of any other.
+        """
         if scheme.is_float:
             is_held = math.prod(shape) == 1
             if scheme.block is not None:
@@ -118,14 +137,29 @@ class _Model:
             return "int8"
         is_transposed = scheme.layout in ("gptq", "awq")
         has_groups = scheme.group_size is not None and shape[0 if is_transposed else -1] > 1
-        is_shuffled = scheme.any_order and stored.order is not None
+        is_shuffled = scheme.any_order and has_order
         is_divided = scheme.group_size is None or scheme.group_size % self._group == 0
         return "int4" if not has_groups or (is_divided and not is_shuffled) else "int8"
 
 
-def _rules(config: ModelConfig, tensors: Mapping[str, TensorEntry], kernels: str) -> Rules:
-    model = _Model(config, tensors, kernels)
-    layers = range(config.num_layers)
+class _Presumed(_Model):
+    """Formats of matrices that nobody has seen, by the checkpoint's own description."""
+
+    def _format_of(self, name: str, is_whole: bool) -> Format | None:
+        described, hidden = self.config.quantisation, self.config.hidden_size
+        assert described is not None
+        scheme = described.presumed_scheme_of(name.removesuffix(".weight"))
+        if scheme is None:
+            return UNQUANTISED
+        num_groups = -(-hidden // (scheme.group_size or hidden))
+        # Without groups and blocks fp8 has one scale, compressed-tensors one per output, as a rule.
+        has_outputs = described.method == "compressed-tensors"
+        shape = (hidden if has_outputs else num_groups, num_groups)
+        return self._format(scheme, shape, is_whole, has_order=scheme.any_order)
+
+
+def _rules(model: _Model) -> Rules:
+    layers = range(model.config.num_layers)
     rules = _of_layers("attention", {idx: model.attention(idx) for idx in layers})
     mlps = {idx: model.mlp(idx) for idx in layers}
     rules += _of_layers("mlp", {idx: each for idx, each in mlps.items() if each is not None})

@@ -63,14 +63,26 @@ class SchemeRule(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantisation:
-    """A checkpoint's quantisation: its method (as in config.json), and rules, the first wins."""
+    """A checkpoint's quantisation: its method (as in config.json), and rules, the first wins.
+
+    `plain` names modules that stay as numbers, "*" for any part: each, and those within. Tensors,
+    where there are some, say it instead.
+    """
 
     method: str
     rules: tuple[SchemeRule, ...]
+    plain: tuple[str, ...] = ()
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a module, by its name in the checkpoint; None: unquantised."""
         return next((rule.scheme for rule in self.rules if rule.covers(module)), None)
+
+    def presumed_scheme_of(self, module: str) -> Scheme | None:
+        """Return the scheme of a module of which there is no tensor to see."""
+        patterns = [re.escape(each).replace(r"\*", r"[^.]+") for each in self.plain]
+        if any(re.search(rf"(^|\.){each}(\.|$)", module) for each in patterns):
+            return None
+        return self.scheme_of(module)
 
 
 class StoredNames(NamedTuple):

@@ -11,13 +11,22 @@ from safetensors.torch import load_file, save_file
 
 from models.description.config import load_model_config
 from models.description.facts import facts_of
-from models.quantised.precision import checkpoint_rules
+from models.quantised.precision import checkpoint_rules, presumed_rules
 from tests.checkpoints import make_checkpoint
-from tests.models.quantised.forms import FORMS, Form, fp8_blocks, gptq, make_quantised
+from tests.models.quantised.forms import (
+    FORMS,
+    Form,
+    fp8_blocks,
+    gptq,
+    make_quantised,
+    set_quantisation,
+)
+from topspin.errors import ConfigError
 from topspin.plan.from_flags import resolve
 from topspin.plan.precision import Format, PrecisionRule, Rules
 
 PARTS = ("attention", "experts")
+PLAIN = "modules_to_not_convert"
 
 
 def of_parts(weight_format: Format) -> Rules:
@@ -43,6 +52,7 @@ def test_codes_keep_their_bits_where_kernels_have_their_groups(
     config = load_model_config(tmp_path / "coded")
     rules = checkpoint_rules(tmp_path / "coded", config)
     assert rules == {"cpu": of_parts(on_cpu), "triton": of_parts(on_triton)}
+    assert presumed_rules(config) == rules
 
 
 @pytest.mark.parametrize(("kv_heads", "attention"), [(4, "fp8"), (2, "int8")])
@@ -58,6 +68,20 @@ def test_fp8_blocks_of_joined_matrices_must_be_whole(
         PrecisionRule(format="fp8", part="experts"),
     )
     assert found["cpu"] == of_parts("int8")
+    assert presumed_rules(config) == found
+
+
+def test_what_config_json_excludes_is_presumed_plain(tmp_path: Path) -> None:
+    names = ["gate", "model.layers.*.self_attn", "model.layers.1.mlp.experts"]
+    form = fp8_blocks()
+    make_quantised(tmp_path, "mixtral", form._replace(config=form.config | {PLAIN: names}))
+    model = load_model_config(tmp_path / "coded")
+    assert presumed_rules(model)["cpu"] == (
+        PrecisionRule(format="int8", part="experts", layers=(0,)),
+    )
+    set_quantisation(tmp_path / "coded", form.config | {PLAIN: "gate"})
+    with pytest.raises(ConfigError, match="modules_to_not_convert = 'gate': must be a list"):
+        load_model_config(tmp_path / "coded")
 
 
 def test_a_part_with_a_plain_matrix_stays_plain(tmp_path: Path) -> None:
