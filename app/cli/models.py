@@ -87,7 +87,15 @@ def _facts(parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:
         held = -(-config.moe.num_experts // nodes)
         experts = expert_weight_bytes(shape, precision, held=held, kernels="cpu")
         yield "expert node", f"{format_size(experts)}, {held} experts of each layer"
-    yield "keys and values", f"{shape.kv_bytes_per_token()} bytes a token, {config.dtype}"
+    yield "keys and values", f"{_keys(shape)}, {config.dtype}"
+
+
+def _keys(shape: ModelShape) -> str:
+    """Return what a token's keys take, and a sequence's in layers with windows, however long."""
+    windows = [each.sliding_window for each in shape.layers]
+    per_token = windows.count(None) * shape.kv_layer_bytes()
+    kept = sum(each for each in windows if each is not None) * shape.kv_layer_bytes()
+    return f"{per_token} bytes a token" + (f", {format_size(kept)} a sequence" if kept else "")
 
 
 def _layers(config: ModelConfig) -> str:

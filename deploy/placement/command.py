@@ -91,7 +91,8 @@ def read_inputs(
     """Return what the files say; raises ConfigError naming the file and the field."""
     directory = resolve_model(model)
     config = load_model_config(directory)
-    facts = facts_of(config)
+    has_weights = any(directory.glob("*.safetensors"))
+    facts = facts_of(config, directory if has_weights else None)
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
     shape = ModelShape.from_config(config, dtype=dtype)
     asked = read_workload(workload)
@@ -103,7 +104,6 @@ def read_inputs(
         )
     measured = None
     if sensitivity is not None:
-        has_weights = any(directory.glob("*.safetensors"))
         fingerprint = fingerprint_of(digests_of(read_index(directory))) if has_weights else None
         measured = read_sensitivity(sensitivity, shape, fingerprint=fingerprint)
     found = read_cluster(cluster)
@@ -114,6 +114,7 @@ def read_inputs(
         config.context_length,
         asked,
         measured,
+        precision=facts.precision,
         between_hosts=found.between_hosts,
         draft=None if asked.speculation is None else _draft_of(asked.speculation, shape, dtype),
     )

@@ -121,15 +121,16 @@ def _half_s(work: _Work, layer: int, rows: BatchRows) -> float:
 
 def _roofline_half_s(work: _Work, layer: int, rows: BatchRows) -> float:
     model = work.model
-    numbers = model.numbers("attention", layer) + model.num_experts * model.hidden_size
+    numbers = model.numbers("attention", layer)
+    numbers += model.num_experts * model.hidden_size if model.layers[layer].is_moe else 0
     products_s = work.roofline_s(
         moved=work.weight_bytes("attention", layer) + model.other_bytes(layer),
         flops=2 * rows.total * numbers,
         launches=_ATTENTION_LAUNCHES,
     )
     seen = rows.decode * model.seen_keys(layer, rows.context)
-    end = rows.start + rows.prefill
-    read = seen + (model.seen_keys(layer, end) if rows.prefill else 0.0)
+    # A chunk reads its own keys too, whatever the window.
+    read = seen + (model.seen_keys(layer, rows.start) + rows.prefill if rows.prefill else 0.0)
     scored = seen + rows.prefill * model.seen_keys(layer, rows.start + rows.prefill / 2)
     keys = work._replace(weight_format=UNQUANTISED)
     return products_s + keys.roofline_s(

@@ -251,7 +251,7 @@ class _Explainer:
         def load(rating: Rating) -> str:
             return f"{rating.load(self.workload):.3g}"
 
-        if chosen.formats.is_stored:
+        if chosen.formats.key == plain.formats.key:
             if quantised is None:
                 return "Do not quantise: no format is within max_kl on these devices."
             return (

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from deploy.placement.shapes import ModelShape
-from topspin.plan.precision import UNQUANTISED, Format, Part, PrecisionRule
+from deploy.placement.shapes import ModelShape, precision_by
+from topspin.plan.precision import UNQUANTISED, Format, Part, PrecisionRule, Rules
 
 Layers = tuple[int, ...]
 LAYER_PARTS: Final[tuple[Part, ...]] = ("attention", "mlp", "experts")
@@ -66,11 +66,6 @@ class Formats:
             return self.head
         return self.layers[layer][LAYER_PARTS.index(part)]
 
-    @property
-    def is_stored(self) -> bool:
-        """Say whether all weights stay as they are."""
-        return not any(self._choices())
-
     def rules(self) -> tuple[PrecisionRule, ...]:
         """Return a plan's rules: one per part and format, with its layers if not all have it."""
         return tuple(
@@ -100,6 +95,16 @@ class Formats:
         return ", ".join(words) or "as stored"
 
 
-def stored(model: ModelShape) -> Formats:
-    """Return the formats of weights that stay as they are."""
-    return Formats(model, (LayerFormats(),) * model.num_layers)
+def stored(model: ModelShape, rules: Rules = ()) -> Formats:
+    """Return the formats of weights that stay as they are, by the `rules` of a checkpoint."""
+    precision_of = precision_by(rules)
+    layers = [
+        [
+            precision_of(part, each) if model.matrices(part, each) else UNQUANTISED
+            for part in LAYER_PARTS
+        ]
+        for each in range(model.num_layers)
+    ]
+    return Formats(
+        model, tuple(LayerFormats(*each) for each in layers), precision_of("lm_head", None)
+    )

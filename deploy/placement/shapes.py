@@ -7,7 +7,7 @@ weights by tests. Called by the cost model (cost.py, memory.py) and the planner.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -262,6 +262,25 @@ class ModelShape:
     def kv_bytes_per_token(self, itemsize: int | None = None) -> int:
         """Return the bytes of a token's keys and values in all layers (`itemsize` 1: fp8)."""
         return self.num_layers * self.kv_layer_bytes(itemsize)
+
+    def kept_bytes_per_token(
+        self,
+        length: float,
+        itemsize: int | None = None,
+        *,
+        layers: Iterable[int] | None = None,
+        step_tokens: int = 0,
+    ) -> float:
+        """Return the bytes that a sequence of `length` tokens keeps, per token, in `layers`.
+
+        None: in all. Layers with a window keep that much, and the tokens of the two steps of
+        `step_tokens` that are under way.
+        """
+        each = self.kv_layer_bytes(itemsize)
+        return sum(
+            each * (min(length, self.seen_keys(layer, length) + 2 * step_tokens) / length)
+            for layer in (range(self.num_layers) if layers is None else layers)
+        )
 
     def kv_layer_bytes(self, itemsize: int | None = None) -> int:
         """Return the bytes of a token's keys and values in one layer."""

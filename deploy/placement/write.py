@@ -26,7 +26,7 @@ from deploy.placement.search.steady import EngineShape as EngineShape
 from deploy.placement.search.steady import chunks_of, high_running
 from deploy.placement.search.steps import EngineSetup, EngineSteps, StepEstimate
 from topspin.plan.expected import Expected, ExpectedStep
-from topspin.plan.kv_cache import KvCacheSpec
+from topspin.plan.kv_cache import BlockNeeds, KvCacheSpec, kv_groups
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.rules.checks import check_model, check_plan
 from topspin.plan.rules.model_facts import ModelFacts
@@ -135,7 +135,7 @@ def _nodes(rater: Rater, rating: Rating) -> Iterator[PlannedNode]:
         }
         if role == "attention":
             group = groups.index(slot)
-            cache = _cache_bytes(rater, rating, group, num_layers=ends[0])
+            cache = _cache_bytes(rater, rating, group, layers=range(ends[0]))
             yield AttentionNode(
                 **fields,
                 layers=(0, ends[0]) if engine.ends else None,
@@ -145,7 +145,7 @@ def _nodes(rater: Rater, rating: Rating) -> Iterator[PlannedNode]:
             )
         elif role == "stage":
             layers = (ends[index], ends[index + 1])
-            cache = _cache_bytes(rater, rating, 0, num_layers=layers[1] - layers[0])
+            cache = _cache_bytes(rater, rating, 0, layers=range(*layers))
             yield StageNode(**fields, layers=layers, of=0, kv_cache_bytes=cache)
         elif not layout.is_colocated:
             yield ExpertNode(**fields, experts=held[index])
@@ -164,17 +164,33 @@ def _fields(index: int, slot: DeviceSlot, *, device: str, cores: tuple[int, ...]
     }
 
 
-def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -> int:
-    """Return a CPU's cache of so many layers: its share of the keys at the p95, in whole blocks.
+def _cache_bytes(rater: Rater, rating: Rating, group: int, *, layers: range) -> int:
+    """Return a CPU's cache of its layers: its share of the keys at the p95, in whole blocks.
 
-    All layers have as many blocks, on whatever node: the fewest are what the engine has.
+    There are as many blocks on whatever node: the fewest are what the engine has. A block has room
+    for the layers of a group, of which those with a window have few.
     """
     engine, found = rating.settled
     high = max(high_running(rater.workload, found), rating.max_num_seqs / max(engine.weights))
     tokens = KEYS_IN_RESERVE * high * engine.weights[group] * rater.clock.context
     block = KvCacheSpec().block_size
     needed = max(tokens, float(rater.max_model_len + block))
-    blocks = math.ceil(min(needed, max(rating.room[group], rater.max_model_len + block)) / block)
+    columns = math.ceil(min(needed, max(rating.room[group], rater.max_model_len + block)) / block)
+    groups = kv_groups(
+        [each.sliding_window for each in rater.model.layers],
+        KvCacheSpec(),
+        max_len=rater.max_model_len,
+    )
+    usual, longest = (
+        BlockNeeds(groups.windows, block_size=block, max_step_tokens=tokens)
+        for tokens in (1, engine.batched_tokens)
+    )
+    own = math.ceil(rater.clock.context / block)
+    blocks = max(
+        math.ceil(columns * usual.of(own) / own),
+        longest.of(math.ceil((rater.max_model_len + block) / block)),
+    )
+    num_layers = max(Counter(groups.of_layer[each] for each in layers).values())
     return blocks * block * num_layers * rater.model.kv_layer_bytes(engine.kv_itemsize)
 
 

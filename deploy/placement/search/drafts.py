@@ -198,7 +198,7 @@ class EngineDrafts:
     def _serial(self) -> Iterator[Maker]:
         """Yield the attention nodes, if they have room for the draft model and its keys."""
         rating = self._rating
-        per_token = self._rater.model.kv_bytes_per_token(self._engine.kv_itemsize)
+        per_token = self._rater.nodes.kept_per_token(self._engine.kv_itemsize)
         high = high_running(self._rater.workload, self._point)
         room = []
         for (slot, _), tokens, weight in zip(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from typing import Literal, NamedTuple
 
@@ -54,12 +54,14 @@ def _usable(slot: DeviceSlot) -> float:
 class _KeyMemory(NamedTuple):
     """Memory of which keys get what is left, equally on `num_nodes`.
 
-    `size` of all that is no keys, which have `token_bytes` per token. `subject`: of a sentence.
+    `size` of all that is no keys, which have `token_bytes` per token of a sequence of the usual
+    length; `longest`: bytes of the longest sequence. `subject`: of a sentence.
     """
 
     size: float
     has: float
-    token_bytes: int
+    token_bytes: float
+    longest: float
     num_nodes: int = 1
     subject: str = "needs"
 
@@ -109,8 +111,8 @@ class NodeContents:
         """
         parts = list(self._parts(engine))
         worst = max(parts, key=self._over)
-        if worst.tokens < self.max_model_len:
-            needs = worst.size + worst.token_bytes * self.max_model_len
+        if self._over(worst) > 0:
+            needs = worst.size + worst.longest
             text = (
                 f"{worst.subject} {needs / GIB:.1f} GiB with the keys of one sequence of "
                 f"{self.max_model_len} tokens, the node has {worst.has / GIB:.1f}"
@@ -123,29 +125,29 @@ class NodeContents:
 
     def _over(self, part: _KeyMemory) -> float:
         """Return by how many bytes a sequence's keys are too many; negative: they fit."""
-        return part.size + part.num_nodes * part.token_bytes * self.max_model_len - part.has
+        return part.size + part.num_nodes * part.longest - part.has
 
     def _parts(self, engine: EngineSetup) -> Iterator[_KeyMemory]:
         """Yield the memories that hold an engine's keys, by attention group or by range."""
         layout, formats, tokens = engine.layout, engine.formats, engine.batched_tokens
-        token_bytes = self.model.kv_bytes_per_token(engine.kv_itemsize)
         if engine.ends:
             begins = (0, *engine.ends[:-1])
             ranges = zip(layout.chain, begins, engine.ends, strict=True)
             for place, (slot, begin, end) in enumerate(ranges):
                 size = self.range_bytes(slot, formats, tokens, place=place)
                 size += sum(layer_bytes(formats, slot.device.kernels)[begin:end])
-                token_bytes = (end - begin) * self.model.kv_layer_bytes(engine.kv_itemsize)
+                keys = self._keys(engine, range(begin, end))
                 subject = f"layers {begin} to {end - 1} on {slot.device.name} need"
-                yield _KeyMemory(size, _usable(slot), token_bytes, subject=subject)
+                yield _KeyMemory(size, _usable(slot), *keys, subject=subject)
             return
+        keys = self._keys(engine, range(self.model.num_layers))
         num_local = len(self.model.moe_layers) if layout.is_colocated else engine.num_local
         sizes = [
             self.attention_bytes(slot, formats, tokens, num_local) for slot, _ in layout.attention
         ]
         if not layout.shares_memory:
             for (slot, _), size in zip(layout.attention, sizes, strict=True):
-                yield _KeyMemory(size, _usable(slot), token_bytes)
+                yield _KeyMemory(size, _usable(slot), *keys)
             return
         used = sum(count * size for (_, count), size in zip(layout.attention, sizes, strict=True))
         if not layout.is_colocated:
@@ -155,7 +157,27 @@ class NodeContents:
                 for (slot, count), each in zip(layout.experts, engine.held, strict=True)
             )
         has = _usable(layout.attention[0][0])
-        yield _KeyMemory(used, has, token_bytes, layout.num_attention)
+        yield _KeyMemory(used, has, *keys, layout.num_attention)
+
+    def _keys(self, engine: EngineSetup, layers: range) -> tuple[float, float]:
+        """Return the bytes of keys in `layers`: per token as a rule, and of the longest sequence.
+
+        A prompt may be fed in whole steps.
+        """
+        usual = self.kept_per_token(engine.kv_itemsize, layers)
+        longest = self.model.kept_bytes_per_token(
+            self.max_model_len,
+            engine.kv_itemsize,
+            layers=layers,
+            step_tokens=engine.batched_tokens,
+        )
+        return usual, longest * self.max_model_len
+
+    def kept_per_token(
+        self, itemsize: int | None = None, layers: Iterable[int] | None = None
+    ) -> float:
+        """Return the bytes of keys per token of a sequence of the usual length."""
+        return self.model.kept_bytes_per_token(self.clock.context, itemsize, layers=layers)
 
     def cuts(self, layout: EngineLayout, formats: Formats, tokens: int) -> tuple[Ends, ...]:
         """Return the ends of layer ranges to try; ((),): the layout's layers are not cut.
@@ -180,7 +202,7 @@ class NodeContents:
                 _usable(slot) - self.range_bytes(slot, formats, tokens, place=place)
                 for place, slot in enumerate(slots)
             ],
-            float(self.model.kv_layer_bytes()),
+            self.kept_per_token() / self.model.num_layers,
         )
         return tuple(some_cuts(chain, self.max_model_len))
 
@@ -223,7 +245,7 @@ class NodeContents:
 
         `room`: tokens of keys without local layers. One layer, at least, stays remote.
         """
-        per_token = self.model.kv_bytes_per_token()
+        per_token = self.kept_per_token()
         found = len(self.model.moe_layers) - 1
         for (slot, _), tokens in zip(layout.attention, room, strict=True):
             spare = (tokens - self.max_model_len) * per_token

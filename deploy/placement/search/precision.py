@@ -7,7 +7,9 @@ are stored. Called by deploy.placement.search.search.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from deploy.placement.cost import BatchRows
 from deploy.placement.formats import LAYER_PARTS, Formats, LayerClass, LayerFormats, stored
@@ -22,12 +24,12 @@ from deploy.placement.search.bits import (
     least,
     solve,
 )
-from deploy.placement.search.layouts import EngineLayout
+from deploy.placement.search.layouts import Device, EngineLayout
 from deploy.placement.search.nodes import USABLE, layer_bytes
 from deploy.placement.search.rating import Rater, Rating
 from deploy.placement.search.steps import node_shares
 from deploy.placement.sensitivity import Sensitivity
-from topspin.plan.precision import KERNEL_FORMATS, LM_HEAD_FORMATS, UNQUANTISED, Format, Part
+from topspin.plan.precision import KERNEL_FORMATS, LM_HEAD_FORMATS, UNQUANTISED, Format, Part, Rules
 
 FORMATS: tuple[Format, ...] = (UNQUANTISED, "int8", "int4", "fp8")
 PREFILL_ROWS = 512.0
@@ -38,12 +40,19 @@ RUNNING = 16.0
 class Precisions:
     """The formats worth trying for layouts of one model."""
 
-    def __init__(self, rater: Rater, sensitivity: Sensitivity | None) -> None:
+    def __init__(
+        self,
+        rater: Rater,
+        sensitivity: Sensitivity | None,
+        own: Mapping[str, Rules] = MappingProxyType({}),
+    ) -> None:
+        """`own`: the rules of a quantised checkpoint, by kernels."""
         self._rater = rater
         self._model = rater.model
         self._sensitivity = sensitivity
         self._max_kl = rater.workload.max_kl
-        self.stored = stored(rater.model)
+        self.plain = stored(rater.model)
+        self._own = {name: stored(rater.model, rules) for name, rules in own.items()}
         self._known: dict[tuple[object, ...], tuple[Formats, ...]] = {}
 
     @property
@@ -51,13 +60,38 @@ class Precisions:
         """Say whether anything but the stored precision can be chosen."""
         return self._sensitivity is not None and bool(self._max_kl)
 
+    def stored_on(self, layout: EngineLayout) -> Formats:
+        """Return the formats in which a layout's kernels serve the weights as they are stored.
+
+        Attention nodes may hold experts as well.
+        """
+        if not self._own:
+            return self.plain
+        holders = [slot.device for slot, _ in layout.holders]
+        experts = self._own_on([*holders, *(slot.device for slot, _ in layout.experts)])
+        others = self._own_on(holders)
+        layers = tuple(
+            own._replace(experts=each.experts)
+            for own, each in zip(others.layers, experts.layers, strict=True)
+        )
+        return replace(others, layers=layers)
+
+    def _own_on(self, devices: Sequence[Device]) -> Formats:
+        """Return the formats that all `devices` compute with: those of a CPU, if need be."""
+        found = self._own["triton"]
+        names = {rule.format for rule in found.rules()}
+        is_known = all(
+            each.kernels == "triton" and names <= {*each.profile.formats} for each in devices
+        )
+        return found if is_known else self._own["cpu"]
+
     def of(self, layout: EngineLayout) -> tuple[Formats, ...]:
         """Return the formats to try on a layout, the stored ones first.
 
         Those of layouts of like devices: the fastest within the bound, and the smallest.
         """
         if not self.may_quantise:
-            return (self.stored,)
+            return (self.stored_on(layout),)
         key = (
             layout.kind,
             tuple(slot for slot, _ in layout.holders),
@@ -81,7 +115,8 @@ class Precisions:
         problem = self.problem(layout)
         smallest = least(problem.items, lambda option: option.num_bytes, max_kl=problem.max_kl)
         choices = [each for each in (solve(problem), smallest) if each is not None]
-        found = {self.stored.key: self.stored}
+        own = self.stored_on(layout)
+        found = {own.key: own}
         for choice in choices:
             formats = self._formats(problem, choice)
             found.setdefault(formats.key, formats)
@@ -197,12 +232,12 @@ class Precisions:
         """Return the memory of the tightest node of each role, for quantisable weights."""
         rater, model = self._rater, self._model
         own_keys = max(keys / layout.num_attention, rater.max_model_len)
-        kept = own_keys * model.kv_bytes_per_token()
+        kept = own_keys * rater.nodes.kept_per_token()
         # What cannot be quantised: all but the matrices of the layers and the head.
         first = layout.attention[0][0]
-        fixed = kept + rater.nodes.attention_bytes(first, self.stored, 512)
+        fixed = kept + rater.nodes.attention_bytes(first, self.plain, 512)
         fixed -= model.head_bytes(UNQUANTISED, kernels=first.device.kernels)
-        fixed -= sum(layer_bytes(self.stored, first.device.kernels))
+        fixed -= sum(layer_bytes(self.plain, first.device.kernels))
         fixed += sum(map(model.other_bytes, range(model.num_layers)))
         held = -(-model.num_experts // max(1, layout.num_experts))
         if layout.shares_memory:
@@ -218,7 +253,7 @@ class Precisions:
         budgets = [Budget(room - fixed, {"attention": 1.0, "mlp": 1.0, "lm_head": 1.0})]
         if layout.experts:
             room = min(slot.device.memory_bytes for slot, _ in layout.experts) * USABLE
-            spare = room - rater.nodes.expert_bytes(layout.experts[0][0], self.stored, 0, 512)
+            spare = room - rater.nodes.expert_bytes(layout.experts[0][0], self.plain, 0, 512)
             budgets.append(Budget(spare, {"experts": float(held)}))
         return tuple(budgets)
 

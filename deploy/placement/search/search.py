@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from deploy.placement.cluster import HostLink
@@ -26,6 +26,7 @@ from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.shapes import ModelShape
 from deploy.placement.workload import Workload, answer_s, asked_load
 from topspin.errors import TopspinError
+from topspin.plan.precision import Rules
 
 REFINED = 6
 """Layouts whose formats are chosen again for their own memory and load."""
@@ -68,6 +69,7 @@ class Result:
 class Inputs:
     """What a search is about. `context_length`: the model's longest sequence.
 
+    `precision`: the rules of a quantised checkpoint, by kernels.
     `only`: the names of the layouts to which a repeated search is limited; None: all. `draft`: the
     model of the workload's `speculation`, which the search itself knows nothing of.
     """
@@ -77,6 +79,7 @@ class Inputs:
     context_length: int
     workload: Workload
     sensitivity: Sensitivity | None = None
+    precision: Mapping[str, Rules] = field(default_factory=dict)
     between_hosts: HostLink | None = None
     only: frozenset[str] | None = None
     draft: ModelShape | None = None
@@ -89,7 +92,7 @@ class Inputs:
 def search(inputs: Inputs) -> Result:
     """Return the best fleet for the workload's objective."""
     rater = inputs.rater()
-    precisions = Precisions(rater, inputs.sensitivity)
+    precisions = Precisions(rater, inputs.sensitivity, inputs.precision)
     ratings: list[Rating] = []
     plain: list[Rating] = []
     quantised: list[Rating | None] = []

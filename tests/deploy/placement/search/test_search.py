@@ -67,7 +67,7 @@ def best_of_all(inputs: Inputs) -> list[tuple[float, float]]:
     for host in inputs.hosts:
         loads: dict[tuple[int, ...], float] = {}
         for layout in layouts_of(host, num_experts=inputs.model.num_experts).layouts:
-            formats = [precisions.stored]
+            formats = [precisions.plain]
             if precisions.may_quantise:
                 problem = precisions.problem(layout)
                 formats += [
@@ -227,7 +227,7 @@ def test_quality_is_a_bound() -> None:
         asked = samples.workload(max_kl=max_kl, objective="min_latency")
         found[max_kl] = search(samples.inputs(hosts, shape, asked, measured=measured))
         assert found[max_kl].members[0].rating.formats.kl <= max_kl
-    assert found[0.0].members[0].rating.formats.is_stored
+    assert found[0.0].members[0].rating.formats.rules() == ()
     times = [
         member.rating.point.tpot_s
         for result in found.values()
