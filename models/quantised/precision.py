@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -48,7 +49,7 @@ def presumed_rules(config: ModelConfig) -> dict[str, Rules]:
     """Return the rules of a checkpoint of which only config.json is there, as it describes them."""
     if config.quantisation is None:
         return {}
-    return {kernels: _rules(_Presumed(config, {}, kernels)) for kernels in KERNEL_FORMATS}
+    return {kernels: _rules(_Presumed(config, kernels)) for kernels in KERNEL_FORMATS}
 
 
 class _Model:
@@ -143,7 +144,18 @@ class _Model:
 
 
 class _Presumed(_Model):
-    """Formats of matrices that nobody has seen, by the checkpoint's own description."""
+    """Formats of matrices that nobody has seen, by the checkpoint's own description.
+
+    It has no word for a single expert.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: str) -> None:
+        super().__init__(config, {}, kernels)
+        self._of_layer = cache(partial(super().expert, expert=0))
+
+    def expert(self, layer: int, expert: int) -> Format:
+        """Return the format of all routed experts of a layer."""
+        return self._of_layer(layer)
 
     def _format_of(self, name: str, is_whole: bool) -> Format | None:
         described, hidden = self.config.quantisation, self.config.hidden_size

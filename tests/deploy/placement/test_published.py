@@ -1,0 +1,133 @@
+"""Models of hundreds of billions of weights, by the config.json that is published, without one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from app.cli.main import main
+from attention_nodes.step import kv_cache
+from deploy.placement.command import plan_texts, read_inputs
+from deploy.placement.devices import save_profile
+from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
+from deploy.placement.search.search import search
+from deploy.placement.shapes import Kernels, ModelShape, precision_by
+from models.description.config import load_model_config
+from tests.deploy.placement import samples
+from topspin.plan.file import read_plan
+from topspin.plan.kv_cache import BlockNeeds, kv_groups
+from topspin.plan.precision import Format, PrecisionRule
+from topspin.plan.spec import EnginePlan
+
+MODELS = Path(__file__).parent / "models"
+# As published, in billions; GLM's figure has the layer of multi-token prediction.
+BILLIONS = {"gpt-oss-120b": 117, "glm-4.6": 357, "minimax-m2": 230}
+WORKLOAD = {"prompt": {"mean": 3000, "p95": 9000}, "output": {"mean": 300}, "users": 4}
+
+
+def shape_of(name: str, **options: Any) -> ModelShape:
+    return ModelShape.from_config(load_model_config(MODELS / name), **options)
+
+
+def weight_bytes(shape: ModelShape, kernels: Kernels = "triton", **formats: Format) -> int:
+    """Return the bytes of all weights, with formats by part."""
+    parts: Any = formats
+    precision = precision_by(
+        [PrecisionRule(format=each, part=part) for part, each in parts.items()]
+    )
+    own = attention_weight_bytes(shape, precision, kernels=kernels)
+    return own + expert_weight_bytes(shape, precision, held=shape.num_experts, kernels=kernels)
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_weights_are_those_of_transformers_and_as_many_as_published(name: str) -> None:
+    config = AutoConfig.from_pretrained(MODELS / name)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(name)
+    found = weight_bytes(shape) / shape.itemsize
+    assert found == pytest.approx(sum(each.numel() for each in model.parameters()), rel=1e-3)
+    last = shape.moe_layers[-1]
+    parts = shape.numbers("attention", last) + shape.num_experts * shape.numbers("experts", last)
+    found += load_model_config(MODELS / name).num_mtp_layers * parts
+    assert found == pytest.approx(BILLIONS[name] * 1e9, rel=0.01)
+
+
+def test_quantised_weights_have_their_bits() -> None:
+    """Of the format that serves them: int8 on CPUs has 9 bits, fp8 a scale for 128 x 128."""
+    oss, m2 = shape_of("gpt-oss-120b"), shape_of("minimax-m2")
+    experts = 36 * 128 * 3 * 2880 * 2880
+    biases = 36 * 128 * 3 * 2880 * 4
+    spared = weight_bytes(oss, "cpu") - weight_bytes(oss, "cpu", experts="int8")
+    assert spared == experts * 2 - experts * 9 // 8
+    assert weight_bytes(oss) == pytest.approx(2 * 116.83e9 + biases / 2, rel=1e-4)
+    coded = 62 * (256 * 3 * 3072 * 1536 + 3072 * (48 + 2 * 8) * 128 + 3072 * 48 * 128)
+    spared = weight_bytes(m2) - weight_bytes(m2, attention="fp8", experts="fp8")
+    assert spared == coded * 2 - coded - coded * 4 // 128**2
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "expert_bytes"),
+    [
+        ("gpt-oss-120b", ["experts"], 36 * 128 * (3 * 2880 * 2880 * 9 // 8 + 3 * 2880 * 4)),
+        ("glm-4.6", [], 89 * 160 * 3 * 5120 * 1536 * 2),
+        ("minimax-m2", ["attention", "experts"], 62 * 256 * 3 * 3072 * 1536 * 9 // 8),
+    ],
+)
+def test_plans_memory_and_manifests_are_made_without_weights(
+    name: str, parts: list[str], expert_bytes: int, tmp_path: Path
+) -> None:
+    plan = planned(name, tmp_path)
+    assert plan.precision == tuple(PrecisionRule(format="int8", part=each) for each in parts)
+    check_cache(name, plan)
+    file, out = tmp_path / "plan.yaml", tmp_path / "manifests"
+    file.write_text(file.read_text().replace(str(MODELS), "/topspin/models"))
+    asked = ["--plan", str(file), "-o", str(out), "--model", str(MODELS / name)]
+    assert main(["deploy", "render", *asked]) == 0
+    found = re.findall(r"memory: (\d+)Mi", (out / "base" / "nodes.yaml").read_text())
+    of_attention = sum(each.kv_cache_bytes or 0 for each in plan.attention)
+    shape = shape_of(name)
+    whole = weight_bytes(shape, "cpu", **dict.fromkeys(parts, "int8"))
+    of_attention += len(plan.attention) * (whole - expert_bytes)
+    assert len(found) == len(plan.nodes)
+    taken = (sum(map(int, found)) - 1024 * len(found)) * 2**20 / 1.05
+    assert taken == pytest.approx(expert_bytes + of_attention, rel=1e-4)
+
+
+def planned(name: str, place: Path) -> EnginePlan:
+    """Return the plan that `topspin plan` writes for a large host without GPUs."""
+    save_profile(samples.cpu(cores=8, memory_gib=1500), place / "device.json")
+    links = [{"transport": "shm", "alpha_us": 10, "gbps": 100}]
+    devices = [{"device": "device.json"}]
+    cluster = {"hosts": [{"name": "box", "devices": devices, "links": links}]}
+    (place / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    (place / "workload.yaml").write_text(yaml.safe_dump(WORKLOAD))
+    model = str(MODELS / name)
+    inputs, facts = read_inputs(place / "cluster.yaml", model, place / "workload.yaml")
+    (text,) = plan_texts(inputs, search(inputs), model=model, facts=facts)
+    (place / "plan.yaml").write_text(text)
+    return read_plan(str(place / "plan.yaml"))
+
+
+def check_cache(name: str, plan: EnginePlan) -> None:
+    """Check that an attention node's cache holds the longest sequence, as the node counts."""
+    model, longest = load_model_config(MODELS / name), plan.model.max_model_len
+    specs = kv_cache.layer_specs(model, torch.bfloat16, plan.kv_cache, max_len=longest)
+    block = plan.kv_cache.block_size
+    windows = [each.sliding_window for each in model.layers]
+    for node in plan.attention:
+        groups = kv_groups(windows, plan.kv_cache, max_len=longest)
+        needs = BlockNeeds(
+            groups.windows, block_size=block, max_step_tokens=node.max_num_batched_tokens
+        )
+        assert node.kv_cache_bytes is not None
+        blocks = node.kv_cache_bytes // kv_cache.bytes_per_block(specs, block_size=block)
+        assert needs.columns_within(blocks, 10**6) * block >= longest
