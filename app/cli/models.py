@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from rich import box
 from rich.console import Console
@@ -20,11 +21,25 @@ from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
 from deploy.placement.shapes import ModelShape, precision_by
 from models.description.config import ModelConfig, load_model_config
 from models.description.facts import facts_of
+from models.description.parts import LayerConfig, MoeConfig, RouterConfig
+from models.description.rope_config import RopeConfig
 from models.families import FAMILIES
+from models.families.family import FamilyParts
 from models.quantised.config import METHODS
 from topspin.errors import ConfigError
+from topspin.expert_activation import ExpertActivation
 from topspin.plan.precision import KERNEL_FORMATS, rules_of
 from topspin.units import format_size
+
+PARTS: Final[dict[str, type]] = {
+    "models": FamilyParts,
+    "layers": LayerConfig,
+    "ropes": RopeConfig,
+    "routers": RouterConfig,
+    "experts": MoeConfig,
+    "activations": ExpertActivation,
+}
+_STRUCTURE: Final = ("layers", "moe", "router", "activation", "names")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +72,19 @@ def _families() -> Iterator[tuple[str, str]]:
     for name, family in sorted(FAMILIES.items()):
         head = inspect.getdoc(inspect.getmodule(family.parts)) or ""
         yield name, head.partition("\n")[0]
+    for title, part in PARTS.items():
+        yield title, ", ".join(_options(part))
     yield "checkpoints", f"bfloat16, float16, float32; {', '.join(METHODS)}"
     for kernels, formats in KERNEL_FORMATS.items():
         yield f"weights on {kernels}", f"as they are, {', '.join(formats)}"
+
+
+def _options(part: type) -> Iterator[str]:
+    """Yield what a part may have, with the words that it chooses from."""
+    for name, hint in get_type_hints(part).items():
+        words = get_args(hint) if get_origin(hint) is Literal else ()
+        if name not in _STRUCTURE:
+            yield f"{name} ({', '.join(map(str, words))})" if words else name
 
 
 def _facts(parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from app.cli.main import main
+from models.description.rope_config import RopeType
 from models.families import FAMILIES
 from tests.checkpoints import make_checkpoint
 from topspin.units import format_size
 
-
-def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """Return what a table says by the names in its first column."""
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    return {words[0]: words[-1].strip() for words in lines if len(words) == 2}
+PUBLISHED = Path(__file__).parents[2] / "deploy" / "placement" / "models"
 
 
 def test_all_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
-    assert said(capsys).keys() >= FAMILIES.keys()
+    told = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in told.splitlines() if line.strip()}
+    assert lines.keys() >= FAMILIES.keys()
+    words = " ".join(told.split())
+    assert "scores (softmax, sigmoid, logits)" in words
+    assert f"rope_type ({', '.join(get_args(RopeType))})" in words
+    assert all(
+        part in words for part in ("qk_norm (none, head, full)", "sliding_window", "has_sinks")
+    )
+
+
+def test_layers_with_a_window_keep_no_more_for_longer_contexts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As published for gpt-oss-120b, whose config.json is all that is there."""
+    assert main(["models", str(PUBLISHED / "gpt-oss-120b"), "--expert-nodes", "8"]) == 0
+    told = capsys.readouterr().out
+    assert f"36864 bytes a token, {format_size(18 * 128 * 2 * 8 * 64 * 2)} a sequence" in told
+    assert "16 experts of each layer" in told
 
 
 def test_the_facts_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import yaml
@@ -16,9 +17,11 @@ from attention_nodes.step import kv_cache
 from deploy.placement.command import plan_texts, read_inputs
 from deploy.placement.devices import save_profile
 from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
+from deploy.placement.search.precision import Precisions
 from deploy.placement.search.search import search
 from deploy.placement.shapes import Kernels, ModelShape, precision_by
 from models.description.config import load_model_config
+from models.description.facts import facts_of
 from tests.deploy.placement import samples
 from topspin.plan.file import read_plan
 from topspin.plan.kv_cache import BlockNeeds, kv_groups
@@ -100,6 +103,32 @@ def test_plans_memory_and_manifests_are_made_without_weights(
     assert len(found) == len(plan.nodes)
     taken = (sum(map(int, found)) - 1024 * len(found)) * 2**20 / 1.05
     assert taken == pytest.approx(expert_bytes + of_attention, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "formats"),
+    [
+        ("attention on 1 gpu, experts on 1 gpu", ("fp8", "fp8")),
+        ("attention on 1 old, experts on 1 gpu", ("int8", "int8")),
+        ("attention on 1 gpu, experts on 1 old", ("fp8", "int8")),
+    ],
+)
+def test_a_checkpoint_in_fp8_is_planned_in_formats_that_devices_have(
+    layout: str, formats: tuple[Format, Format]
+) -> None:
+    """Experts in those of attention nodes too, which may hold some."""
+    old = msgspec.structs.replace(samples.gpu("old"), formats=("none", "int8", "int4"))
+    host = samples.host((samples.gpu(), 2), (old, 1))
+    model = load_model_config(MODELS / "minimax-m2")
+    rater = samples.inputs([host], ModelShape.from_config(model)).rater()
+    found = Precisions(rater, None, facts_of(model).precision)
+    named = found.of(samples.layout_named(host, layout, num_experts=256))
+    assert [each.rules() for each in named] == [
+        tuple(
+            PrecisionRule(format=own, part=part)
+            for part, own in zip(("attention", "experts"), formats, strict=True)
+        )
+    ]
 
 
 def planned(name: str, place: Path) -> EnginePlan:

@@ -116,3 +116,7 @@ def test_layers_have_their_own_parts() -> None:
     assert [with_sinks.other_bytes(idx) - shape.other_bytes(idx) for idx in (0, 1)] == [16, 16]
     assert shape.seen_keys(0, 100.0) == 100.0
     assert shape.seen_keys(1, 100.0) == 8.0
+    each = shape.kv_layer_bytes()
+    assert shape.kept_bytes_per_token(100.0) * 100 == pytest.approx(each * (100 + 8))
+    assert shape.kept_bytes_per_token(100.0, layers=[1], step_tokens=16) == each * 0.4
+    assert shape.kept_bytes_per_token(4.0) == shape.kv_bytes_per_token()
