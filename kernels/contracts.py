@@ -20,12 +20,12 @@ from torch import Tensor
 
 from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import UNQUANTISED, Format
+from topspin.plan.retrieval import NUM_SUBSPACES as NUM_SUBSPACES
 from topspin.plan.retrieval import SEGMENT_TOKENS
 from topspin.trace import Kind
 
 SEGMENT_KEYS: Final = SEGMENT_TOKENS
 """The keys of a segment, which have a codebook of their own."""
-NUM_SUBSPACES: Final = 8
 NUM_CENTROIDS: Final = 64
 """Of each sub-space."""
 MAX_FP8_DIM: Final = 256

@@ -186,7 +186,7 @@ VARIANTS: dict[str, Variant] = {
         {
             **_MIXTRAL,
             "num_experts_per_tok": 3,
-            "head_dim": 20,
+            "head_dim": 32,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -200,7 +200,7 @@ VARIANTS: dict[str, Variant] = {
             "num_local_experts": 8,
             "num_experts_per_tok": 4,
             "intermediate_size": 64,
-            "head_dim": 20,
+            "head_dim": 24,
             "num_hidden_layers": 3,
             "sliding_window": 8,
             "max_position_embeddings": 256,

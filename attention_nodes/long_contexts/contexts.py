@@ -251,7 +251,8 @@ def contexts_of(
     """Return the contexts of a node with `num_blocks` blocks that may be assigned.
 
     Allocates the codes of the decoder's keys and opens the spill, where `config` asks for them.
-    Raises ConfigError for keys that are not coded, and for a spill that cannot be or is too small.
+    Raises ConfigError for blocks that do not fill segments, and for a spill that cannot be or is
+    too small.
     """
     policy, spill, cache = config.kv_cache.retrieval, config.kv_cache.spill, decoder.kv
     if policy is None:

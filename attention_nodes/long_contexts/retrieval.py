@@ -128,24 +128,14 @@ class KeyIndex:
     ) -> None:
         """`num_blocks` are those that the scheduler assigns, which may be more than the cache's.
 
-        Raises ConfigError for a model whose keys are not coded.
+        Raises ConfigError for blocks that do not fill segments.
         """
-        if model.head_dim % NUM_SUBSPACES:
-            raise ConfigError(
-                f"--kv-retrieval-tokens: keys of {model.head_dim} numbers are not coded; that "
-                f"must be a multiple of {NUM_SUBSPACES}"
-            )
         if SEGMENT_KEYS % cache.block_size:
             raise ConfigError(
                 f"--kv-retrieval-tokens: blocks of {cache.block_size} tokens (block_size) do not "
                 f"fill a segment of {SEGMENT_KEYS}"
             )
         coded = [idx for idx, layer in enumerate(cache.layers) if layer.has_codes]
-        if not coded:
-            raise ConfigError(
-                "--kv-retrieval-tokens: all layers of the model have a window, or no retrieval by "
-                "kv_cache.layers"
-            )
         self._ops = ops
         self._runtime = runtime
         self._cache = cache

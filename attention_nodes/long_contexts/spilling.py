@@ -51,13 +51,7 @@ def without_spill(config: NodeConfig) -> NodeConfig:
 
 
 def check_spilled(model: ModelConfig, spill: SpillSpec) -> None:
-    """Raise ConfigError for a model whose keys must all be in memory."""
-    windows = [layer.sliding_window for layer in model.layers if layer.sliding_window is not None]
-    if windows:
-        raise ConfigError(
-            f"--kv-spill-dir: the model has layers with a window of {max(windows)} tokens, whose "
-            "keys must be in memory"
-        )
+    """Raise ConfigError for a model whose selected keys are not read from a file."""
     if spill.is_in_host_memory:
         return
     # Nodes on GPUs may lack numba.

@@ -120,8 +120,8 @@ class NodeLayers:
         gate = weights.shared.gate if weights.shared is not None else None
         routing = None
         if weights.router is not None and self.config.moe is not None:
-            bias, dtype = weights.score_bias, weights.router.dtype
-            routing = routing_rule(self.config.moe.router, bias=bias, dtype=dtype)
+            own, dtype = weights.router, weights.router.weight.dtype
+            routing = routing_rule(self.config.moe.router, bias=own.score_bias, dtype=dtype)
         return Layer(
             idx=idx,
             moe_idx=moe_idx,
@@ -136,8 +136,8 @@ class NodeLayers:
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
             sinks=weights.sinks,
-            router=pack(weights.router) if weights.router is not None else None,
-            router_bias=weights.router_bias,
+            router=pack(weights.router.weight) if weights.router is not None else None,
+            router_bias=weights.router.bias if weights.router is not None else None,
             routing=routing,
             mlp=(pack(mlp.gate_up, of_mlp), pack(mlp.down, of_mlp)) if mlp is not None else None,
             mlp_biases=(

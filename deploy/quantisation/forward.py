@@ -173,9 +173,10 @@ def _routed(
     observe: Observer | None,
 ) -> Tensor:
     assert config.moe is not None
-    assert layer.weights.router is not None
-    logits = F.linear(rows, layer.weights.router, layer.weights.router_bias)
-    rule = routing_rule(config.moe.router, bias=layer.weights.score_bias, dtype=torch.float32)
+    router = layer.weights.router
+    assert router is not None
+    logits = F.linear(rows, router.weight, router.bias)
+    rule = routing_rule(config.moe.router, bias=router.score_bias, dtype=torch.float32)
     chosen, weights = reference.route(logits, rule)
     shares = torch.zeros_like(logits).scatter_(1, chosen, weights)
     if observe is not None:

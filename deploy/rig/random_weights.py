@@ -18,6 +18,7 @@ from models.checkpoints.weights import (
     DenseMlpWeights,
     ExpertStream,
     LayerWeights,
+    RouterWeights,
     SharedExpertWeights,
 )
 from models.description.config import ModelConfig
@@ -83,9 +84,7 @@ class RandomWeights:
             k_norm=self._ones(k_norm) if k_norm is not None else None,
             sinks=self._normal(model.num_heads, std=1.0).float() if model.has_sinks else None,
             post_norm=self._ones(hidden),
-            router=self._normal(model.moe.num_experts, hidden) if is_moe and model.moe else None,
-            router_bias=self._router_bias() if is_moe else None,
-            score_bias=self._score_bias() if is_moe else None,
+            router=self._router() if is_moe else None,
             shared=self._shared(shared) if shared else None,
             dense=None if is_moe else self._dense(),
         )
@@ -99,17 +98,14 @@ class RandomWeights:
             gate=self._normal(1, hidden) if moe.shared_is_gated else None,
         )
 
-    def _router_bias(self) -> Tensor | None:
-        moe = self._model.moe
-        if moe is None or not moe.router.has_logit_bias:
-            return None
-        return self._normal(moe.num_experts, std=0.1)
-
-    def _score_bias(self) -> Tensor | None:
-        moe = self._model.moe
-        if moe is None or not moe.router.has_bias:
-            return None
-        return self._normal(moe.num_experts, std=0.1).float()
+    def _router(self) -> RouterWeights:
+        model, moe = self._model, self._model.moe
+        assert moe is not None
+        return RouterWeights(
+            self._normal(moe.num_experts, model.hidden_size),
+            self._normal(moe.num_experts, std=0.1) if moe.router.has_logit_bias else None,
+            self._normal(moe.num_experts, std=0.1).float() if moe.router.has_bias else None,
+        )
 
     def _dense(self) -> DenseMlpWeights:
         model = self._model

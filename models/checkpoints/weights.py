@@ -49,6 +49,15 @@ class DenseMlpWeights:
     down_bias: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """A router's weight [E, H], the bias [E] of its logits and that of its scores, f32[E]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    score_bias: Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """The attention role's part of one layer.
@@ -56,8 +65,8 @@ class LayerWeights:
     input_norm [H], qkv [q + 2 kv, H] (query rows, then key, then value; the numbers of query and
     key heads in the order of models.checkpoints.head_order, those of their bias and norms too),
     qkv_bias [q + 2 kv], o [H, q], o_bias [H], q_norm and k_norm [head_dim] ("head") or [q], [kv]
-    ("full"), sinks f32[heads], post_norm [H] (before the MLP), router [E, H], router_bias [E] (of
-    its logits), score_bias f32[E]. A layer has router (and maybe shared) or dense, never both.
+    ("full"), sinks f32[heads], post_norm [H] (before the MLP). A layer has router (and maybe
+    shared) or dense, never both.
     """
 
     input_norm: Tensor
@@ -69,9 +78,7 @@ class LayerWeights:
     k_norm: Tensor | None
     sinks: Tensor | None
     post_norm: Tensor
-    router: Tensor | None
-    router_bias: Tensor | None
-    score_bias: Tensor | None
+    router: RouterWeights | None
     shared: SharedExpertWeights | None
     dense: DenseMlpWeights | None
 
@@ -339,38 +346,22 @@ def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
         sinks=reader.read_fp32(attn("sinks"), config.num_heads) if config.has_sinks else None,
         post_norm=reader.read(layer_name(layer_idx, "post_attention_layernorm.weight"), hidden),
         router=_load_router(reader, layer_idx) if is_moe else None,
-        router_bias=_load_router_bias(reader, layer_idx) if is_moe else None,
-        score_bias=_load_score_bias(reader, layer_idx) if is_moe else None,
         shared=_load_shared(reader, layer_idx) if is_moe else None,
         dense=None if is_moe else _load_dense(reader, layer_idx),
     )
 
 
-def _load_router(reader: _Reader, layer_idx: int) -> Tensor:
+def _load_router(reader: _Reader, layer_idx: int) -> RouterWeights:
+    """Return a router; the bias of its scores is fp32: rounded, it would choose other experts."""
     moe = reader.config.moe
     assert moe is not None
-    block = moe_block(reader.matrices, reader.config, layer_idx)
-    name = layer_name(layer_idx, f"{block}.{moe.names.router}.weight")
-    return reader.read(name, moe.num_experts, reader.config.hidden_size)
-
-
-def _load_router_bias(reader: _Reader, layer_idx: int) -> Tensor | None:
-    moe = reader.config.moe
-    assert moe is not None
-    if not moe.router.has_logit_bias:
-        return None
-    block = moe_block(reader.matrices, reader.config, layer_idx)
-    return reader.read(layer_name(layer_idx, f"{block}.{moe.names.router}.bias"), moe.num_experts)
-
-
-def _load_score_bias(reader: _Reader, layer_idx: int) -> Tensor | None:
-    """Return the bias of the router's scores in fp32: rounded, it would choose other experts."""
-    moe = reader.config.moe
-    assert moe is not None
-    if not moe.router.has_bias:
-        return None
-    block = moe_block(reader.matrices, reader.config, layer_idx)
-    return reader.read_fp32(layer_name(layer_idx, f"{block}.{moe.names.bias}"), moe.num_experts)
+    own, count, names = moe.router, moe.num_experts, moe.names
+    block = layer_name(layer_idx, moe_block(reader.matrices, reader.config, layer_idx))
+    return RouterWeights(
+        reader.read(f"{block}.{names.router}.weight", count, reader.config.hidden_size),
+        reader.read(f"{block}.{names.router}.bias", count) if own.has_logit_bias else None,
+        reader.read_fp32(f"{block}.{names.bias}", count) if own.has_bias else None,
+    )
 
 
 def _load_shared(reader: _Reader, layer_idx: int) -> SharedExpertWeights | None:

@@ -29,5 +29,6 @@ def facts_of(model: ModelConfig, path: Path | None = None) -> ModelFacts:
         # With dynamic NTK a key is rotated by its own prompt's length.
         shares_prefixes=not is_length_dependent(model.rope),
         windows=tuple(layer.sliding_window for layer in model.layers),
+        head_dim=model.head_dim,
         precision=presumed_rules(model) if path is None else checkpoint_rules(path, model),
     )

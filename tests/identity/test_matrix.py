@@ -73,7 +73,8 @@ def test_other_pairs_are_of_the_table() -> None:
 
 
 def model_of(row: Row) -> str:
-    return next((name for name in row if name in matrix.MODELS), matrix.MODELS[0])
+    turn = matrix.IN_TURN[ROWS.index(row) % len(matrix.IN_TURN)]
+    return next((name for name in row if name in matrix.MODELS), turn)
 
 
 def plan_of(path: Path, names: Iterable[str]) -> EnginePlan:

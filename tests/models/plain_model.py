@@ -96,10 +96,11 @@ def _mlp(
         inner = _gated(x, layer.dense.gate_up, layer.dense.gate_up_bias)
         return F.linear(inner, layer.dense.down, layer.dense.down_bias)
     assert config.moe is not None
-    assert layer.router is not None
+    router = layer.router
+    assert router is not None
     assert experts is not None
-    rule = routing_rule(config.moe.router, bias=layer.score_bias, dtype=torch.float32)
-    chosen, weights = reference.route(F.linear(x, layer.router, layer.router_bias), rule)
+    rule = routing_rule(config.moe.router, bias=router.score_bias, dtype=torch.float32)
+    chosen, weights = reference.route(F.linear(x, router.weight, router.bias), rule)
     out = torch.zeros_like(x)
     for token in range(len(x)):
         for weight, expert_id in zip(weights[token], chosen[token], strict=True):

@@ -19,6 +19,8 @@ MAX_TOKENS: Final = 2**24
 """The least and the most that a token may be let attend to."""
 SEGMENT_TOKENS: Final = 1024
 """Aligned tokens of a sequence whose keys are coded together."""
+NUM_SUBSPACES: Final = 8
+"""Equal parts of a head's numbers, each coded by itself."""
 _MOST_RECENT: Final = 128
 _SEARCHED_SELECTIONS: Final = 24
 _LEAST_SEARCHED: Final = 12 * SEGMENT_TOKENS

@@ -57,7 +57,7 @@ def oracle(model: ModelConfig, prompt: list[int]) -> tuple[list[int], float]:
             f"{at}.self_attn.o_proj.weight": layer.o,
             f"{at}.self_attn.q_norm.weight": layer.q_norm,
             f"{at}.self_attn.k_norm.weight": layer.k_norm,
-            f"{at}.mlp.gate.weight": layer.router,
+            f"{at}.mlp.gate.weight": layer.router.weight if layer.router else None,
             f"{at}.input_layernorm.weight": layer.input_norm,
             f"{at}.post_attention_layernorm.weight": layer.post_norm,
         }

@@ -119,7 +119,7 @@ def test_weights_are_contiguous_and_of_the_asked_dtype(tmp_path: Path) -> None:
     layer = attention.layers[0]
     assert layer.shared is not None
     assert layer.router is not None
-    tensors = [attention.embed, layer.qkv, layer.o, layer.router, layer.shared.gate_up]
+    tensors = [attention.embed, layer.qkv, layer.o, layer.router.weight, layer.shared.gate_up]
     for tensor in [*tensors, experts.layers[0].gate_up, experts.layers[0].down]:
         assert tensor.is_contiguous()
         assert tensor.dtype == torch.bfloat16

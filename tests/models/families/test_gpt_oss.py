@@ -160,8 +160,9 @@ def test_an_expert_alone(tmp_path: Path, dtype: torch.dtype, is_coded: bool) -> 
 def test_random_weights_have_its_biases(checkpoint: Path) -> None:
     config = load_model_config(checkpoint)
     drawn = RandomWeights(config, device=torch.device("cpu"), dtype=torch.float32)
-    layers = list(drawn.attention().layers)
-    assert [each.router_bias.shape for each in layers if each.router_bias is not None] == [(8,)] * 3
+    routers = [each.router for each in drawn.attention().layers]
+    biases = [each.bias for each in routers if each is not None]
+    assert [each.shape for each in biases if each is not None] == [(8,)] * 3
     stream = next(iter(drawn.experts()))
     assert stream.biases is not None
     assert [each.shape for each in stream.biases] == [(8, 128), (8, 64)]

@@ -207,7 +207,7 @@ def test_every_token_takes_each_shard_once_and_tokens_differ(tmp_path: Path, whe
     used = set()
     for layer in weights.layers:
         assert layer.router is not None
-        chosen = (hidden @ layer.router.T).softmax(-1).topk(NUM_SHARDS).indices
+        chosen = (hidden @ layer.router.weight.T).softmax(-1).topk(NUM_SHARDS).indices
         assert torch.equal((chosen // 2).sort(-1).values, torch.arange(8).expand(200, 8))
         used.update(chosen.flatten().tolist())
         assert len({tuple(sorted(row.tolist())) for row in chosen}) > 50

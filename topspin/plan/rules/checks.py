@@ -16,6 +16,7 @@ from topspin.plan.kv_cache import KvCacheSpec
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.network import place_of
 from topspin.plan.precision import KERNEL_FORMATS, check_rules, formats
+from topspin.plan.retrieval import NUM_SUBSPACES
 from topspin.plan.rules.combinations import conflicts_in
 from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.spec import AttentionNode, EnginePlan, NodeSpec
@@ -182,7 +183,9 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
     _check_experts(plan, model)
     _check_ends(plan, model.num_layers)
     check_precision(plan, model)
-    _check_windows(plan.kv_cache, model.windows or (None,) * model.num_layers)
+    windows = model.windows or (None,) * model.num_layers
+    _check_windows(plan.kv_cache, windows)
+    _check_retrieval(plan.kv_cache, windows, model.head_dim)
 
 
 def check_precision(plan: EnginePlan, model: ModelFacts) -> None:
@@ -291,3 +294,27 @@ def _check_windows(kept: KvCacheSpec, windows: Sequence[int | None]) -> None:
                 f"kv_cache.layers[{idx}].retrieval: layer {narrow[0]} has a window of "
                 f"{windows[narrow[0]]} tokens, in which all keys are attended to"
             )
+
+
+def _check_retrieval(
+    kept: KvCacheSpec, windows: Sequence[int | None], head_dim: int | None
+) -> None:
+    """Check that a model's keys can be selected, and spilled, as is asked for."""
+    if kept.retrieval is None:
+        return
+    name = "kv_cache.retrieval (--kv-retrieval-tokens)"
+    if head_dim is not None and head_dim % NUM_SUBSPACES:
+        raise ConfigError(
+            f"{name}: keys of {head_dim} numbers are not coded; that must be a multiple of "
+            f"{NUM_SUBSPACES}"
+        )
+    if not any(window is None and kept.retrieves(idx) for idx, window in enumerate(windows)):
+        raise ConfigError(
+            f"{name}: all layers of the model have a window, or no retrieval by kv_cache.layers"
+        )
+    widest = max((each for each in windows if each is not None), default=None)
+    if kept.spill is not None and widest is not None:
+        raise ConfigError(
+            f"kv_cache.spill (--kv-spill-dir): the model has layers with a window of {widest} "
+            "tokens, whose keys must be in memory"
+        )

@@ -19,6 +19,7 @@ class ModelFacts(NamedTuple):
     `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes an
     engine without expert nodes. `shares_prefixes`: a token's key and value depend only on the
     tokens before it. `windows` are those of all layers, None where a layer has none; (): of none.
+    `head_dim`: the numbers of a head, None: not known.
     `precision` are a quantised checkpoint's rules by the kernels that serve it as it is.
     """
 
@@ -29,4 +30,5 @@ class ModelFacts(NamedTuple):
     num_experts: int
     shares_prefixes: bool = True
     windows: tuple[int | None, ...] = ()
+    head_dim: int | None = None
     precision: Mapping[str, Rules] = MappingProxyType({})

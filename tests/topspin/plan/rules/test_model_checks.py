@@ -19,7 +19,7 @@ from topspin.errors import ConfigError
 from topspin.plan.kv_cache import KvCacheSpec, KvLayerRule
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.precision import PrecisionRule, rules_of
-from topspin.plan.retrieval import RetrievalPolicy
+from topspin.plan.retrieval import RetrievalPolicy, parse_spill
 from topspin.plan.rules.checks import check_model, check_plan
 from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.settings import FailoverPolicy
@@ -112,6 +112,21 @@ MISFITS: list[tuple[EnginePlan, ModelFacts, str]] = [
         with_layer(retrieval=True),
         FACTS._replace(windows=(None, None, 40)),
         r"^kv_cache\.layers\[0\]\.retrieval: layer 2 has a window of 40 tokens",
+    ),
+    (
+        plan(kv_retrieval_tokens=96),
+        FACTS._replace(head_dim=20),
+        r"^kv_cache\.retrieval .* 20 numbers",
+    ),
+    (
+        plan(kv_retrieval_tokens=96),
+        FACTS._replace(windows=(8, 8, 8)),
+        r"^kv_cache\.retrieval .*: all layers of the model have a window",
+    ),
+    (
+        plan(kv_retrieval_tokens=96, kv_spill=parse_spill("/tmp:1GiB")),
+        FACTS._replace(windows=(None, 40, 8)),
+        r"^kv_cache\.spill .*: the model has layers with a window of 40 tokens",
     ),
 ]
 
