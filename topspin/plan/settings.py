@@ -224,17 +224,17 @@ class GatewaySection(Section, frozen=True, kw_only=True):
         ),
     ] = True
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "mistral", "llama3_json", TaggedCallParser],
+        Literal["auto", "none", "hermes", "mistral", "llama3_json", "openai", TaggedCallParser],
         Setting(
             "the format in which the model calls tools; auto: that of its chat template",
             flag="--tool-call-parser",
         ),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "deepseek_r1", "qwen3"],
+        Literal["auto", "none", "deepseek_r1", "qwen3", "glm45", "minimax_m2", "openai_gptoss"],
         Setting(
-            "the format in which the model marks its reasoning (both names: <think>); auto: that "
-            "of its chat template",
+            "the format in which the model marks its reasoning (openai_gptoss: channels, other "
+            "names: <think>); auto: that of its chat template",
             flag="--reasoning-parser",
         ),
     ] = "auto"

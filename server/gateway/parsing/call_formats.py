@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 from models.text.chat_template import ChatTemplate
+from server.gateway.parsing.channels import CHANNEL, MESSAGE, Channels
 from server.gateway.parsing.json_scan import CallScan, ValueScan
 from server.gateway.parsing.marked_calls import Calls, MarkedCalls
 from server.gateway.parsing.markers import num_held
@@ -337,7 +338,7 @@ class LlamaCalls:
         return [Content(held)] if shown else []
 
 
-def _openai_id() -> str:
+def openai_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -350,7 +351,7 @@ HERMES = CallFormat(
     name="hermes",
     begin=HermesCalls.begin,
     end=HermesCalls.end,
-    new_parser=lambda _: HermesCalls(_openai_id),
+    new_parser=lambda _: HermesCalls(openai_id),
 )
 MISTRAL = CallFormat(
     name="mistral",
@@ -366,23 +367,34 @@ LLAMA3 = CallFormat(
     name="llama3_json",
     begin=LlamaCalls.begin,
     end="",
-    new_parser=lambda names: LlamaCalls(_openai_id, names),
+    new_parser=lambda names: LlamaCalls(openai_id, names),
 )
 
 
 def _tagged(name: str, tags: CallTags) -> CallFormat:
-    new_parser = partial(TaggedCalls, _openai_id, tags)
+    new_parser = partial(TaggedCalls, openai_id, tags)
     return CallFormat(
         name=name, begin=tags.begins[0], end=tags.end, new_parser=new_parser, tags=tags
     )
 
 
+OPENAI = CallFormat(
+    name="openai",
+    begin="",
+    end="",
+    new_parser=lambda names: Channels(openai_id, names),
+)
 GLM45 = _tagged("glm45", GLM45_TAGS)
 GLM47 = _tagged("glm47", GLM47_TAGS)
 MINIMAX_M2 = _tagged("minimax_m2", MINIMAX_M2_TAGS)
 QWEN3_CODER = _tagged("qwen3_coder", QWEN3_CODER_TAGS)
-_ALL = (HERMES, MISTRAL, LLAMA3, GLM45, GLM47, MINIMAX_M2, QWEN3_CODER)
+_ALL = (HERMES, MISTRAL, LLAMA3, OPENAI, GLM45, GLM47, MINIMAX_M2, QWEN3_CODER)
 FORMATS = {each.name: each for each in _ALL}
+
+
+def writes_channels(template: ChatTemplate) -> bool:
+    """Return whether a template writes messages in channels."""
+    return template.has_text(CHANNEL) and template.has_text(MESSAGE)
 
 
 def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
@@ -391,6 +403,8 @@ def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
         return FORMATS.get(name)
     if template is None:
         return None
+    if writes_channels(template):
+        return OPENAI if template.mentions("tools") else None
     if not template.mentions("tools"):
         return HERMES  # of server.gateway.dialects.chat.generic_tools
     # Most of these have Hermes' `<tool_call>` too.

@@ -25,6 +25,11 @@ class ValueScan:
         self._is_scalar = False
         self.is_done = False
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether the next character belongs to a string."""
+        return self._in_string
+
     def push(self, text: str, begin: int = 0) -> int:
         """Return the end of the part of `text` from `begin` on that belongs to the value."""
         for idx in range(begin, len(text)):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from server.gateway.parsing.call_formats import CallFormat
+from server.gateway.parsing.call_formats import OPENAI, CallFormat, openai_id
+from server.gateway.parsing.channels import MARKS, Channels
 from server.gateway.parsing.parts import (
     CallArguments,
     CallBegin,
@@ -29,8 +30,9 @@ class MessageOptions:
     `calls` None: text is never read as a call; `tools` are the JSON schemas of the arguments of the
     request's tools, by their names.
     `is_named`: the client named the function to be called. `reasons`: the model marks its
-    reasoning; `is_inside_reasoning`: the prompt ends within it. `hides_reasoning_tokens`: the
-    reasoning's tokens are not shown either.
+    reasoning; `is_inside_reasoning`: the prompt ends within it. `has_channels`: it writes messages
+    in channels, and the prompt has `begun` the first. `hides_reasoning_tokens`: the reasoning's
+    tokens are not shown either.
     """
 
     calls: CallFormat | None = None
@@ -39,12 +41,16 @@ class MessageOptions:
     is_named: bool = False
     reasons: bool = False
     is_inside_reasoning: bool = False
+    has_channels: bool = False
+    begun: str = ""
     shows_reasoning: bool = True
     hides_reasoning_tokens: bool = False
 
     @property
     def markers(self) -> frozenset[str]:
         """Return the texts that the parsers must see even where they are special tokens."""
+        if self.has_channels:
+            return frozenset(MARKS)
         markers = self.calls.markers if self.calls else ()
         return frozenset((*markers, BEGIN, END) if self.reasons else markers)
 
@@ -74,16 +80,72 @@ class MessageCall:
         return "".join(self.pieces)
 
 
-class AnswerMessage:
-    """One choice's message; `items` are its parts in order."""
+class MessageParser(CallParser, Protocol):
+    """Reads one message whole: reasoning, content and calls."""
+
+    @property
+    def place(self) -> Literal["undecided", "reasoning", "answer"]:
+        """Where its text so far ends."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether its next text is reasoning, as far as can be told."""
+
+
+class ThoughtFirst:
+    """Text that may begin with one block of reasoning, and calls in what follows."""
 
     def __init__(self, options: MessageOptions) -> None:
-        self.options = options
         self._reasoning = (
             ReasoningSplit(is_inside=options.is_inside_reasoning) if options.reasons else None
         )
         self._calls: CallParser | None = (
             options.calls.new_parser(options.tools) if options.calls else None
+        )
+
+    @property
+    def place(self) -> Literal["undecided", "reasoning", "answer"]:
+        """Where its text so far ends."""
+        return "answer" if self._reasoning is None else self._reasoning.place
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether its next text is reasoning, as far as can be told."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that `text` completes."""
+        thought = ""
+        if self._reasoning is not None:
+            thought, text = self._reasoning.push(text)
+        return self._parts(thought, text)
+
+    def flush(self) -> list[Part]:
+        """Return the parts that were held back, as no text follows."""
+        parts = self._parts(*self._reasoning.flush()) if self._reasoning is not None else []
+        return [*parts, *(self._calls.flush() if self._calls is not None else ())]
+
+    def _parts(self, thought: str, text: str) -> list[Part]:
+        parts: list[Part] = [Reasoning(thought)] if thought else []
+        if text:
+            parts += [Content(text)] if self._calls is None else self._calls.push(text)
+        return parts
+
+
+class AnswerMessage:
+    """One choice's message; `items` are its parts in order."""
+
+    def __init__(self, options: MessageOptions) -> None:
+        self.options = options
+        self._parser: MessageParser = (
+            Channels(
+                openai_id,
+                options.tools if options.calls is OPENAI else None,
+                reasons=options.reasons,
+                begun=options.begun,
+            )
+            if options.has_channels
+            else ThoughtFirst(options)
         )
         self.items: list[MessageText | MessageCall] = []
         self.calls: list[MessageCall] = []
@@ -92,37 +154,26 @@ class AnswerMessage:
     @property
     def place(self) -> Literal["undecided", "reasoning", "answer"]:
         """Where its text so far ends."""
-        return "answer" if self._reasoning is None else self._reasoning.place
+        return self._parser.place
 
     @property
     def is_inside_reasoning(self) -> bool:
         """Whether its next text is reasoning, as far as can be told."""
-        return self._reasoning is not None and self._reasoning.is_inside
+        return self._parser.is_inside
 
     def push(self, text: str, *, num_tokens: int = 0, is_last: bool = False) -> list[Part]:
         """Return the parts that `text`, of so many tokens, completes.
 
         Tokens count as reasoning if their step began within it.
         """
-        parts: list[Part] = []
-        if self._reasoning is not None:
-            was_inside = self._reasoning.is_inside
-            thought, text = self._reasoning.push(text)
-            if is_last:
-                rest = self._reasoning.flush()
-                thought, text = thought + rest.reasoning, text + rest.answer
-            if was_inside or self._reasoning.is_inside:
-                self.num_reasoning_tokens += num_tokens
-            if thought and self.options.shows_reasoning:
-                parts.append(Reasoning(thought))
-        if self._calls is None:
-            if text:
-                parts.append(Content(text))
-        else:
-            if text:
-                parts += self._calls.push(text)
-            if is_last:
-                parts += self._calls.flush()
+        was_inside = self._parser.is_inside
+        parts = self._parser.push(text)
+        if is_last:
+            parts += self._parser.flush()
+        if was_inside or self._parser.is_inside:
+            self.num_reasoning_tokens += num_tokens
+        if not self.options.shows_reasoning:
+            parts = [each for each in parts if not isinstance(each, Reasoning)]
         if self.options.only_one_call:
             parts = [each for each in parts if not _is_of_later_call(each)]
         self._keep(parts)

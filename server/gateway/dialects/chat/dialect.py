@@ -12,6 +12,7 @@ from functools import partial
 
 import msgspec
 
+from server.gateway.dialects.chat.channel_grammar import constrained_channels
 from server.gateway.dialects.chat.generic_tools import shown_chat
 from server.gateway.dialects.chat.prompt import ChatPrompt, chat_prompt, reasoning_variables
 from server.gateway.dialects.chat.reply import ChatAnswer, ChatChunk, ChatReplies
@@ -23,7 +24,8 @@ from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.grammars.structured_outputs import check_end, marker_terminal
 from server.gateway.openapi.endpoint import CHUNKS, EXAMPLE_MODEL, OF_GENERATION, Endpoint
-from server.gateway.parsing.message import MessageOptions
+from server.gateway.parsing.channels import begun_answer
+from server.gateway.parsing.message import AnswerMessage, MessageOptions
 from server.gateway.parsing.reasoning import begins_inside, is_over
 from topspin.errors import InvalidRequest
 
@@ -101,19 +103,6 @@ def prepared_chat(
     unread = [name for name in names if name not in template.options]
     ignored = (*ignored, *(f"chat_template_kwargs.{name}" for name in unread))
     is_inside = formats.reasons and begins_inside(prompt.text, prompt.continued)
-    is_behind = prompt.is_reasoning_off or is_over(prompt.text, prompt.continued)
-    grammar = constrained(
-        params.sampling.grammar,
-        tools,
-        calls=formats.calls,
-        terminal=marker_terminal(tokenizer.token_id, tokenizer.special_ids),
-        reasons=formats.reasons,
-        is_inside_reasoning=is_inside,
-        is_behind_reasoning=is_behind and not is_inside,
-    )
-    if grammar:
-        check_end(body, "tools")
-        params = params.with_grammar(grammar, field="tools")
     options = MessageOptions(
         calls=formats.calls if tools.may_call else None,
         tools=tools.schemas,
@@ -121,11 +110,31 @@ def prepared_chat(
         is_named=tools.is_named,
         reasons=formats.reasons,
         is_inside_reasoning=is_inside,
+        has_channels=formats.has_channels,
+        begun=begun_answer(prompt.text) if formats.has_channels else "",
         shows_reasoning=body.include_reasoning is not False,
         hides_reasoning_tokens=formats.reasons
         and (scores_text or body.include_reasoning is False)
         and (params.text.num_logprobs is not None or params.return_token_ids),
     )
+    terminal = marker_terminal(tokenizer.token_id, tokenizer.special_ids)
+    if formats.has_channels:
+        begun = AnswerMessage(options)
+        grammar = constrained_channels(params.sampling.grammar, tools, begun, terminal=terminal)
+    else:
+        is_behind = prompt.is_reasoning_off or is_over(prompt.text, prompt.continued)
+        grammar = constrained(
+            params.sampling.grammar,
+            tools,
+            calls=formats.calls,
+            terminal=terminal,
+            reasons=formats.reasons,
+            is_inside_reasoning=is_inside,
+            is_behind_reasoning=is_behind and not is_inside,
+        )
+    if grammar:
+        check_end(body, "tools")
+        params = params.with_grammar(grammar, field="tools")
     made = [Prompt(ids=prompt.ids)]
     replies = replies_to(prompt)
     return PreparedRequest(params, made, "messages", ignored, replies, options, shown.is_generic)

@@ -175,7 +175,7 @@ def constrained(
         return grammar
     rules += _beginning(terminal, reasons=reasons, is_inside=is_inside_reasoning)
     top = {"name": "top", "lark_grammar": "\n".join(rules)}
-    text = [] if must_call or not grammar else [_named_text(grammar)]
+    text = [] if must_call or not grammar else [named_text(grammar)]
     return checked_grammar(json.dumps({"grammars": [top, *text]}), param="tools")
 
 
@@ -204,7 +204,7 @@ def _calls(calls: CallFormat, use: ToolUse, terminal: Terminal) -> list[str]:
         return [*rules, *tagged.block(only_one=use.only_one)]
     for name, tool in zip(names, tools, strict=True):
         rules.append(f"{name}: {_call(calls, tool, f'{name}_arguments', terminal)}")
-        rules.append(f"{name}_arguments: %json {json.dumps(_schema(tool))}")
+        rules.append(f"{name}_arguments: %json {json.dumps(call_schema(tool))}")
     if calls is HERMES:
         rest, more = f'"\\n" call "\\n" {terminal(calls.end)}', '("\\n" one)*'
     elif calls is LLAMA3:
@@ -246,14 +246,14 @@ def _text_and_calls(calls: CallFormat, terminal: Terminal, *, is_answer: bool) -
     return [*texts, *opened, "answer: FIRST | first rest (opened rest)* text"]
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def call_schema(tool: Tool) -> dict[str, Any]:
     """Return a tool's schema; keywords that no grammar has are left out unless it is `strict`."""
     options = {"lenient": not tool.function.strict, "whitespace_pattern": WHITESPACE}
     parameters = closed(tool.function.parameters or {})
     return {**parameters, "type": "object", "x-guidance": options}
 
 
-def _named_text(grammar: str) -> dict[str, Any]:
+def named_text(grammar: str) -> dict[str, Any]:
     """Return the grammar of the answer's text as one that others name `@text`."""
     try:
         [inner] = json.loads(grammar)["grammars"]

@@ -1,0 +1,244 @@
+"""Messages in channels, as gpt-oss writes them (OpenAI's harmony form).
+
+Owns the marks and the one parser. An answer is a row of messages, each a header and a body: of the
+channel `analysis` it is reasoning, of `commentary` with a recipient a call, any other is content.
+What has no such form is shown as content to the letter. Pure: knows no tokens and no grammar; a
+mark that is quoted within the arguments of a call, or without a header behind it, is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container
+from typing import Final, Literal
+
+from server.gateway.parsing.json_scan import ValueScan
+from server.gateway.parsing.marked_calls import Calls
+from server.gateway.parsing.markers import num_held
+from server.gateway.parsing.parts import Content, Part, Reasoning
+
+START: Final = "<|start|>"
+CHANNEL: Final = "<|channel|>"
+CONSTRAIN: Final = "<|constrain|>"
+MESSAGE: Final = "<|message|>"
+END: Final = "<|end|>"
+MARKS: Final = (START, CHANNEL, CONSTRAIN, MESSAGE, END, "<|call|>", "<|return|>")
+"""All of them; the last two end an answer."""
+ASSISTANT: Final = "assistant"
+FUNCTIONS: Final = "functions."
+"""Stands before the name of a function that is called."""
+
+_BLANKS: Final = " \t\r\n"
+_HEADER: Final = re.compile(
+    r"""\s*(?:<\|start\|>\s*assistant)?\s*(?:to=(?P<before>[\w.:-]+)\s*)?
+    <\|channel\|>\s*(?P<channel>analysis|commentary|final)(?:\s+to=(?P<behind>[\w.:-]+))?
+    (?:\s*<\|constrain\|>\s*[\w.-]+|\s+[\w.-]+)?\s*""",
+    re.VERBOSE,
+)
+_HEADER_BEGINS: Final = (START, CHANNEL, "to=")
+_MAX_HEADER_CHARS: Final = 300
+# A header that is cut off by the end of the text, and says nothing yet.
+_CUT_HEADER: Final = re.compile(
+    r"(?:<\|(?:start|channel|constrain)\|>|assistant|analysis|commentary|final|\s)+"
+)
+_BODY_ENDS: Final = tuple(each for each in MARKS if each not in (CONSTRAIN, MESSAGE))
+_BODY_END: Final = re.compile("|".join(map(re.escape, _BODY_ENDS)))
+
+
+def begun_answer(prompt: str) -> str:
+    """Return what the prompt has of the answer, behind the name of the assistant."""
+    _, found, begun = prompt.rpartition(START + ASSISTANT)
+    return begun if found else ""
+
+
+class Channels:
+    """Reads one answer, of which the prompt has `begun`.
+
+    `names` are those of the functions that may be called, None: none may; models write them behind
+    `functions.`, which some forget. Not `reasons`: `analysis` is content too.
+    """
+
+    def __init__(
+        self,
+        new_id: Callable[[], str],
+        names: Container[str] | None,
+        *,
+        reasons: bool = True,
+        begun: str = "",
+    ) -> None:
+        self._calls = Calls(new_id)
+        self._names = names
+        self._reasons = reasons
+        self._state: Literal["header", "body", "arguments", "behind call"] = "header"
+        self._kind: type[Content | Reasoning] = Content
+        self._held = ""
+        # The mark that ended the last body; text, if no header follows.
+        self._ended_by = ""
+        # The header of a call, until its arguments begin, and its function.
+        self._header, self._function = "", ""
+        self._arguments = ValueScan()
+        # Whether there is a text of this kind already, from which a message's is set apart.
+        self._shown: set[type[Part]] = set()
+        self._has_body = False
+        self.push(begun)
+        self._ended_by = ""
+        if self._state == "header":
+            self._kind = Content
+        else:
+            self._held = ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the next text is reasoning, as far as can be told."""
+        return self._state == "body" and self._kind is Reasoning
+
+    @property
+    def place(self) -> Literal["undecided", "reasoning", "answer"]:
+        """Where the text so far ends; an answer's header still belongs to the reasoning."""
+        if self._state == "header":
+            return "undecided"
+        return "reasoning" if self.is_inside or not self._has_body else "answer"
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that `text` completes."""
+        parts: list[Part] = []
+        self._held += text
+        while self._held and self._advance(parts):
+            pass
+        return parts
+
+    def flush(self) -> list[Part]:
+        """Return the parts that were held back; a call that has no arguments yet has none."""
+        held, self._held = self._held, ""
+        parts: list[Part] = []
+        if self._state == "arguments" and not self._has_body:
+            self._begin_call("{}", parts)
+        elif self._state == "header":
+            is_text = not _CUT_HEADER.fullmatch(held) if held.strip() else not self._ended_by
+            if is_text:
+                self._show(self._text_of(held) + held, parts)
+        elif self._state == "body":
+            self._show(held, parts)
+        elif self._state == "arguments":
+            parts += self._calls.arguments(held)
+        return parts
+
+    def _advance(self, parts: list[Part]) -> bool:
+        """Read what is held up to the next change of state; return whether there was one."""
+        match self._state:
+            case "header":
+                return self._read_header(parts)
+            case "body":
+                return self._read_body(parts)
+            case "arguments":
+                return self._read_arguments(parts)
+            case "behind call":
+                self._held = self._held.lstrip(_BLANKS + "}")
+                self._state = "body" if self._held else "behind call"
+                return bool(self._held)
+
+    def _read_header(self, parts: list[Part]) -> bool:
+        end = self._held.find(MESSAGE)
+        begins = self._held.lstrip()
+        if end < 0 and len(self._held) < _MAX_HEADER_CHARS + len(MESSAGE):
+            if any(each.startswith(begins[: len(each)]) for each in _HEADER_BEGINS):
+                return False
+        elif 0 <= end <= _MAX_HEADER_CHARS and self._open(self._held[:end]):
+            self._held, self._ended_by = self._held[end + len(MESSAGE) :], ""
+            return True
+        # It is none: the mark that it begins with, if any, is text too.
+        mark = next((each for each in (START, CHANNEL) if begins.startswith(each)), "")
+        size = len(self._held) - len(begins) + len(mark)
+        self._show(self._text_of(self._held) + self._held[:size], parts)
+        self._held, self._ended_by, self._state = self._held[size:], "", "body"
+        return True
+
+    def _text_of(self, header: str) -> str:
+        """Return what of the mark before a header that is none is text.
+
+        One that begins as a header does is content, whatever was before it.
+        """
+        if self._ended_by and header.lstrip().startswith(_HEADER_BEGINS):
+            self._kind = Content
+            return ""
+        return self._ended_by
+
+    def _open(self, header: str) -> bool:
+        """Begin a body, unless `header` is none."""
+        found = _HEADER.fullmatch(header)
+        if found is None:
+            return False
+        recipient = found["behind"] or found["before"]
+        if recipient is not None:
+            name = recipient.removeprefix(FUNCTIONS)
+            if self._names is None or (name == recipient and name not in self._names):
+                return False
+            self._header, self._function = header + MESSAGE, name
+            self._arguments = ValueScan()
+        is_thought = found["channel"] == "analysis" and self._reasons and recipient is None
+        self._kind = Reasoning if is_thought else Content
+        self._state = "body" if recipient is None else "arguments"
+        self._has_body = False
+        return True
+
+    def _read_body(self, parts: list[Part]) -> bool:
+        found = _BODY_END.search(self._held)
+        end = found.start() if found else len(self._held) - num_held(self._held, *_BODY_ENDS)
+        self._show(self._held[:end], parts)
+        self._held = self._held[end:]
+        if found is None:
+            return False
+        self._end_body()
+        return True
+
+    def _end_body(self) -> None:
+        """Go on to the next header, which begins with what is held, or behind its first mark."""
+        self._state, self._ended_by = "header", ""
+        if not self._held.startswith(_HEADER_BEGINS):
+            mark = _BODY_END.match(self._held)
+            assert mark is not None, "a body ends with a mark"
+            self._ended_by, self._held = mark[0], self._held[mark.end() :]
+
+    def _read_arguments(self, parts: list[Part]) -> bool:
+        if not self._has_body:
+            self._held = self._held.lstrip(_BLANKS)
+            if not self._held:
+                return False
+            if _BODY_END.match(self._held):
+                self._begin_call("{}", parts)
+                self._end_body()
+                return True
+            if any(each.startswith(self._held) for each in _BODY_ENDS):
+                return False
+            if self._held[0] != "{":
+                self._show(self._header, parts)
+                self._state = "body"
+                return True
+            self._begin_call("", parts)
+        found = _BODY_END.search(self._held)
+        end = found.start() if found else len(self._held) - num_held(self._held, *_BODY_ENDS)
+        num_read = self._arguments.push(self._held[:end])
+        if self._arguments.is_done:
+            self._state = "behind call"
+        elif found is not None and self._arguments.is_in_string:
+            num_read += self._arguments.push(found[0])
+        parts += self._calls.arguments(self._held[:num_read])
+        self._held = self._held[num_read:]
+        if found is not None and self._state == "arguments" and not self._arguments.is_in_string:
+            self._end_body()
+        return bool(found) or self._state != "arguments"
+
+    def _begin_call(self, arguments: str, parts: list[Part]) -> None:
+        self._has_body = True
+        parts.append(self._calls.begin(self._function))
+        parts += self._calls.arguments(arguments)
+
+    def _show(self, text: str, parts: list[Part]) -> None:
+        """Add text of the present kind; an empty line sets it apart from that before."""
+        if not text:
+            return
+        if not self._has_body and self._kind in self._shown:
+            text = "\n\n" + text
+        self._has_body = True
+        self._shown.add(self._kind)
+        parts.append(self._kind(text))
