@@ -61,12 +61,20 @@ _CALL_FORMS: Final = (
 
 
 class MessageForms:
-    """The forms that one template takes; may be shared by threads."""
+    """The forms that one template takes; may be shared by threads.
+
+    Of a message with calls: `calls` is its form, `has_one_call`: only the first of them is shown;
+    `has_one_text`: it is refused if it has both content and reasoning.
+    """
 
     def __init__(self, render: Render) -> None:
         self._render = render
         self._of_role: dict[str, tuple[bool, bool]] = {}
         self.calls = self._call_form()
+        self.has_one_call = not self._shows_two_calls()
+        is_shown = bool(self._try(self._called(self.calls)))
+        has_both = bool(self._try(self._called(self.calls, content="x", thinking="x")))
+        self.has_one_text = is_shown and not has_both
 
     def content(self, role: str, texts: Sequence[str], *, is_list: bool) -> str | list[Part]:
         """Return the content of a message of `role`, given as a text or as a list of several.
@@ -100,13 +108,24 @@ class MessageForms:
 
     def _call_form(self) -> CallForm:
         """Return the form closest to what clients send, in which the calls are shown."""
-        result = {"role": "tool", "tool_call_id": _FIRST, "name": "f", "content": "x"}
         for form in _CALL_FORMS:
-            arguments = json.dumps({"a": _SECOND}) if form.has_texts else {"a": _SECOND}
-            shown = self._try([_USER, _call(arguments, form.members), result])
+            shown = self._try(self._called(form))
             if _SECOND in shown and re.search("None|null", shown) is None:
                 return form
         return _CALL_FORMS[-1]
+
+    def _shows_two_calls(self) -> bool:
+        chat = self._called(self.calls)
+        [call] = chat[1]["tool_calls"]
+        chat[1]["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}}, call]
+        shown = self._try(chat)
+        return not shown or _SECOND in shown
+
+    def _called(self, form: CallForm, **members: str) -> list[dict[str, Any]]:
+        """Return a chat with a call in this form, whose message has other `members`."""
+        arguments = json.dumps({"a": _SECOND}) if form.has_texts else {"a": _SECOND}
+        result = {"role": "tool", "tool_call_id": _FIRST, "name": "f", "content": "x"}
+        return [_USER, _call(arguments, {**form.members, **members}), result]
 
     def _try(self, messages: Sequence[Mapping[str, object]]) -> str:
         try:

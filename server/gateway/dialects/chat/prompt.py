@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from models.text.chat_template import ChatTemplate, MessageForms, marked, may_set, text_of
 from server.gateway.bodies.decoding import check_depth
@@ -69,9 +70,12 @@ def chat_prompt(
             )
     kwargs = reasoning_variables(body, template) | kwargs
     _check_tool_use(given, template)
+    numbered = list(enumerate(given))
+    if template.forms.has_one_call:
+        numbered = _with_one_call_each(given)
     messages = [
         _plain(message, idx, forms=template.forms, call_id_chars=call_id_chars)
-        for idx, message in enumerate(given)
+        for idx, message in numbered
     ]
     if shown_tools := tools.for_template():
         kwargs["tools"] = shown_tools
@@ -94,7 +98,11 @@ def chat_prompt(
                 "`report_prefix_cache` and `truncate_prompt_tokens` exclude each other",
                 param="report_prefix_cache",
             )
-        places = PromptMap(text=text, begins=_begins(messages, template=template, kwargs=kwargs))
+        begins = [
+            (begin, numbered[nth][0], role)
+            for begin, nth, role in _begins(messages, template=template, kwargs=kwargs)
+        ]
+        places = PromptMap(text=text, begins=begins)
     continued = text_of(messages[-1]["content"]) if body.continue_final_message else ""
     is_off = any(kwargs.get(name) is False for name in _REASONING_SWITCHES & template.options)
     return ChatPrompt(
@@ -105,7 +113,7 @@ def chat_prompt(
 def _begins(
     messages: Sequence[Mapping[str, Any]], *, template: ChatTemplate, kwargs: dict[str, Any]
 ) -> list[tuple[int, int, str]]:
-    """Return where each message's content begins in the prompt, its index and role.
+    """Return where each message's content begins in the prompt, its index in them and its role.
 
     Found by marks that no client can foresee. A message whose content the template does not show
     has no place; blanks that it drops can move the places of those behind by as much.
@@ -155,6 +163,36 @@ def _check_tool_use(messages: Sequence[ChatMessage], template: ChatTemplate) -> 
             raise InvalidRequest(f"`tool_calls`: {reason}", param=f"messages[{idx}].tool_calls")
 
 
+def _with_one_call_each(given: Sequence[ChatMessage]) -> list[tuple[int, ChatMessage]]:
+    """Return the messages with their indices, each call in one of its own, before its result."""
+    found: list[tuple[int, ChatMessage]] = []
+    calls: list[tuple[int, ChatMessage]] = []  # whose results have not come
+    for idx, message in enumerate(given):
+        if message.role == "tool":
+            ids = [each.tool_calls[0].id for _, each in calls if each.tool_calls]
+            if message.tool_call_id in ids:
+                found.append(calls.pop(ids.index(message.tool_call_id)))
+        else:
+            found += calls
+            calls = []
+        if len(message.tool_calls or ()) < 2:
+            found.append((idx, message))
+            continue
+        for call in message.tool_calls or ():
+            calls.append((idx, replace(message, tool_calls=[call])))
+            message = ChatMessage(role="assistant")
+    return found + calls
+
+
+def _with_one_text(message: ChatMessage) -> ChatMessage:
+    """Return a message whose content follows its reasoning there, if it has both and calls."""
+    thought, content = message.reasoning_content or message.reasoning, message.content or ""
+    text = content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
+    if not (message.tool_calls and thought and text):
+        return message
+    return replace(message, content=None, reasoning_content=f"{thought}\n\n{text}")
+
+
 def _plain(
     message: ChatMessage, idx: int, *, forms: MessageForms, call_id_chars: int | None
 ) -> dict[str, Any]:
@@ -163,6 +201,8 @@ def _plain(
     Of longer ids of calls the end is kept, in the call and in its result. Open models' templates
     call OpenAI's `developer` by its older name, `system`.
     """
+    if forms.has_one_text:
+        message = _with_one_text(message)
     role = "system" if message.role == "developer" else message.role
     content = message.content or ""
     is_list = not isinstance(content, str)

@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 from server.gateway.parsing.call_formats import OPENAI
 from server.gateway.parsing.channels import MARKS, begun_answer
 from server.gateway.parsing.message import AnswerMessage, MessageOptions, MessageText
+from tests.server.gateway.channels import CALL, FINAL, NEXT, THOUGHT
 
 Items = list[tuple[str, str]]
-THOUGHT = "<|channel|>analysis<|message|>hm"
-NEXT = "<|end|><|start|>assistant"
-FINAL = "<|channel|>final<|message|>Yes."
-CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 ADD = ("add", '{"a": 1}')
 
 
