@@ -22,8 +22,8 @@ CHANNEL: Final = "<|channel|>"
 CONSTRAIN: Final = "<|constrain|>"
 MESSAGE: Final = "<|message|>"
 END: Final = "<|end|>"
-MARKS: Final = (START, CHANNEL, CONSTRAIN, MESSAGE, END, "<|call|>", "<|return|>")
-"""All of them; the last two end an answer."""
+_ENDS: Final = (END, "<|call|>", "<|return|>")
+MARKS: Final = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
 ASSISTANT: Final = "assistant"
 FUNCTIONS: Final = "functions."
 """Stands before the name of a function that is called."""
@@ -41,18 +41,21 @@ _MAX_HEADER_CHARS: Final = 300
 _CUT_HEADER: Final = re.compile(
     r"(?:<\|(?:start|channel|constrain)\|>|assistant|analysis|commentary|final|\s)+"
 )
-_BODY_ENDS: Final = tuple(each for each in MARKS if each not in (CONSTRAIN, MESSAGE))
+# Where a header follows, or should.
+_BODY_ENDS: Final = (*_ENDS, START, CHANNEL)
 _BODY_END: Final = re.compile("|".join(map(re.escape, _BODY_ENDS)))
 
 
 def begun_answer(prompt: str) -> str:
-    """Return what the prompt has of the answer, behind the name of the assistant."""
+    """Return the header with which the prompt begins the answer's present message, if it does."""
     _, found, begun = prompt.rpartition(START + ASSISTANT)
-    return begun if found else ""
+    is_over = not found or begun.rstrip().endswith(_ENDS)
+    header, mark, _ = begun[: _MAX_HEADER_CHARS + len(MESSAGE)].partition(MESSAGE)
+    return "" if is_over else header + mark
 
 
 class Channels:
-    """Reads one answer, of which the prompt has `begun`.
+    """Reads one answer, which the prompt has `begun`.
 
     `names` are those of the functions that may be called, None: none may; models write them behind
     `functions.`, which some forget. Not `reasons`: `analysis` is content too.
@@ -69,7 +72,7 @@ class Channels:
         self._calls = Calls(new_id)
         self._names = names
         self._reasons = reasons
-        self._state: Literal["header", "body", "arguments", "behind call"] = "header"
+        self._state: Literal["header", "body", "call", "arguments", "behind call"] = "header"
         self._kind: type[Content | Reasoning] = Content
         self._held = ""
         # The mark that ended the last body; text, if no header follows.
@@ -81,11 +84,6 @@ class Channels:
         self._shown: set[type[Part]] = set()
         self._has_body = False
         self.push(begun)
-        self._ended_by = ""
-        if self._state == "header":
-            self._kind = Content
-        else:
-            self._held = ""
 
     @property
     def is_inside(self) -> bool:
@@ -111,16 +109,16 @@ class Channels:
         """Return the parts that were held back; a call that has no arguments yet has none."""
         held, self._held = self._held, ""
         parts: list[Part] = []
-        if self._state == "arguments" and not self._has_body:
-            self._begin_call("{}", parts)
-        elif self._state == "header":
-            is_text = not _CUT_HEADER.fullmatch(held) if held.strip() else not self._ended_by
-            if is_text:
-                self._show(self._text_of(held) + held, parts)
-        elif self._state == "body":
-            self._show(held, parts)
-        elif self._state == "arguments":
-            parts += self._calls.arguments(held)
+        match self._state:
+            case "header":
+                is_text = not _CUT_HEADER.fullmatch(held) if held.strip() else not self._ended_by
+                self._show(self._text_of(held) + held if is_text else "", parts)
+            case "body":
+                self._show(held, parts)
+            case "call":
+                self._begin_call("{}", parts)
+            case "arguments":
+                parts += self._calls.arguments(held)
         return parts
 
     def _advance(self, parts: list[Part]) -> bool:
@@ -130,6 +128,8 @@ class Channels:
                 return self._read_header(parts)
             case "body":
                 return self._read_body(parts)
+            case "call":
+                return self._read_call(parts)
             case "arguments":
                 return self._read_arguments(parts)
             case "behind call":
@@ -174,59 +174,62 @@ class Channels:
             if self._names is None or (name == recipient and name not in self._names):
                 return False
             self._header, self._function = header + MESSAGE, name
-            self._arguments = ValueScan()
         is_thought = found["channel"] == "analysis" and self._reasons and recipient is None
         self._kind = Reasoning if is_thought else Content
-        self._state = "body" if recipient is None else "arguments"
+        self._state = "body" if recipient is None else "call"
         self._has_body = False
         return True
 
     def _read_body(self, parts: list[Part]) -> bool:
-        found = _BODY_END.search(self._held)
-        end = found.start() if found else len(self._held) - num_held(self._held, *_BODY_ENDS)
+        end, mark = self._next_end()
         self._show(self._held[:end], parts)
         self._held = self._held[end:]
+        return self._end_body(mark)
+
+    def _next_end(self) -> tuple[int, str]:
+        """Return where the text ends that is certain, and the mark there, which may end a body."""
+        found = _BODY_END.search(self._held)
         if found is None:
+            return len(self._held) - num_held(self._held, *_BODY_ENDS), ""
+        return found.start(), found[0]
+
+    def _end_body(self, mark: str) -> bool:
+        """Go on to the next header if a mark is held, which ends the body or begins that."""
+        if mark:
+            self._state, self._ended_by = "header", mark if mark in _ENDS else ""
+            self._held = self._held.removeprefix(self._ended_by)
+        return bool(mark)
+
+    def _read_call(self, parts: list[Part]) -> bool:
+        """Begin a call, unless no object follows its header: then that is text."""
+        body = self._held.lstrip(_BLANKS)
+        if num_held(body, *_BODY_ENDS) == len(body):
             return False
-        self._end_body()
+        if body[0] == "{":
+            self._begin_call("", parts)
+            self._arguments, self._state = ValueScan(), "arguments"
+        elif body.startswith(_BODY_ENDS):
+            self._begin_call("{}", parts)
+            self._state = "behind call"
+        else:
+            self._show(self._header, parts)
+            self._state = "body"
+            return True
+        self._held = body
         return True
 
-    def _end_body(self) -> None:
-        """Go on to the next header, which begins with what is held, or behind its first mark."""
-        self._state, self._ended_by = "header", ""
-        if not self._held.startswith(_HEADER_BEGINS):
-            mark = _BODY_END.match(self._held)
-            assert mark is not None, "a body ends with a mark"
-            self._ended_by, self._held = mark[0], self._held[mark.end() :]
-
     def _read_arguments(self, parts: list[Part]) -> bool:
-        if not self._has_body:
-            self._held = self._held.lstrip(_BLANKS)
-            if not self._held:
-                return False
-            if _BODY_END.match(self._held):
-                self._begin_call("{}", parts)
-                self._end_body()
-                return True
-            if any(each.startswith(self._held) for each in _BODY_ENDS):
-                return False
-            if self._held[0] != "{":
-                self._show(self._header, parts)
-                self._state = "body"
-                return True
-            self._begin_call("", parts)
-        found = _BODY_END.search(self._held)
-        end = found.start() if found else len(self._held) - num_held(self._held, *_BODY_ENDS)
+        end, mark = self._next_end()
         num_read = self._arguments.push(self._held[:end])
-        if self._arguments.is_done:
-            self._state = "behind call"
-        elif found is not None and self._arguments.is_in_string:
-            num_read += self._arguments.push(found[0])
+        is_quoted = bool(mark) and self._arguments.is_in_string
+        if is_quoted:
+            num_read += self._arguments.push(mark)
         parts += self._calls.arguments(self._held[:num_read])
         self._held = self._held[num_read:]
-        if found is not None and self._state == "arguments" and not self._arguments.is_in_string:
-            self._end_body()
-        return bool(found) or self._state != "arguments"
+        if self._arguments.is_done:
+            self._state = "behind call"
+            return True
+        return is_quoted or self._end_body(mark)
 
     def _begin_call(self, arguments: str, parts: list[Part]) -> None:
         self._has_body = True

@@ -31,43 +31,41 @@ def constrained_channels(
     `grammar` is that of the answer's text, empty if any text will do; `begun` the answer as far as
     the prompt has it. Raises InvalidRequest for schemas that cannot be served.
     """
-    is_strict = any(tool.function.strict for tool in use.tools)
+    must_call, is_strict = bool(use.called), any(tool.function.strict for tool in use.tools)
     is_content = begun.place != "undecided" and not begun.is_inside_reasoning
-    must_call = bool(use.called)
-    has_calls = use.may_call and (must_call or is_strict or bool(grammar))
-    if is_content and grammar and not must_call:
+    if must_call:
+        grammar = ""
+    elif grammar and is_content:
         return grammar
+    has_calls = use.may_call and bool(must_call or is_strict or (grammar and use.tools))
     if not has_calls and not grammar:
         return ""
-    calls = _calls(use, terminal) if has_calls else []
-    final = "final" if grammar and not must_call else ""
-    if grammar or must_call:
-        answer = " | ".join(filter(None, (calls and "calls", final)))
-        rules = [f"messages: (analysis next)* ({answer})"]
+    if must_call or grammar:
+        answers = [name for name, has in (("calls", has_calls), ("final", grammar)) if has]
+        rules = [f"messages: (analysis next)* ({' | '.join(answers)})"]
     elif use.only_one:
         rules = ["messages: (free next)* (call | free)"]
     else:
         rules = ["messages: (either next)* either", "either: call | free"]
     if begun.place == "undecided":
         rules.append("start: messages")
-    elif is_content and not must_call:
-        rules.append("start: TEXT | TEXT next messages")
     else:
-        rules.append("start: TEXT next messages")
+        rules.append(f"start: TEXT next messages {'' if must_call or grammar else '| TEXT'}")
     channel, message = terminal(CHANNEL), terminal(MESSAGE)
-    as_json = f'(" "? {terminal(CONSTRAIN)} "json" | " json")?'
     rules += [
         "TEXT: /(.|\\n)*/",
         f"next: {terminal(END)} {terminal(START)} {quoted(ASSISTANT)}",
         f'analysis: {channel} "analysis" {message} TEXT',
-        f'free: {channel} ("analysis" | "commentary" | "final") {as_json} {message} TEXT',
-        f'final: {channel} "final" {as_json} {message} @text' if grammar else "",
-        *calls,
-        f"form: {as_json} {message}",
+        f'free: {channel} ("analysis" | "commentary" | "final") form TEXT',
+        f'form: (" "? {terminal(CONSTRAIN)} "json" | " json")? {message}',
+        *(_calls(use, terminal) if has_calls else ()),
     ]
-    top = {"name": "top", "lark_grammar": "\n".join(filter(None, rules))}
-    text = [] if must_call or not grammar else [named_text(grammar)]
-    return checked_grammar(json.dumps({"grammars": [top, *text]}), param="tools")
+    texts = []
+    if grammar:
+        rules.append(f'final: {channel} "final" form @text')
+        texts.append(named_text(grammar))
+    top = {"name": "top", "lark_grammar": "\n".join(rules)}
+    return checked_grammar(json.dumps({"grammars": [top, *texts]}), param="tools")
 
 
 def _calls(use: ToolUse, terminal: Terminal) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -33,14 +32,14 @@ PARAMETERS = {
     "type": "object",
     "properties": {
         "a": {"type": "integer"},
-        "unit": {"type": "string", "enum": ["m", "\u00b5m"]},
         "of": {"type": "array", "items": {"type": ["string", "null"]}},
+        "unit": {"type": "string", "enum": ["m", "\u00b5m"]},
     },
     "required": ["a"],
 }
 ADD = {"name": "add", "description": "adds", "parameters": PARAMETERS}
 TOOLS = {"tools": [{"type": "function", "function": each} for each in (ADD, {"name": "now"})]}
-STRICT = {"tools": [{"type": "function", "function": {**ADD, "strict": True}}]}
+STRICT = {"tools": [{"type": "function", "function": {**ADD, "strict": True}}, TOOLS["tools"][1]]}
 SCHEMA = {
     "response_format": {
         "type": "json_schema",
@@ -54,7 +53,13 @@ def ids(text: str) -> list[int]:
 
 
 def ask(
-    said: str, *, step: int = 1, ended_by: str = "<|return|>", path: str = CHAT, **fields: Any
+    said: str,
+    *,
+    step: int = 1,
+    ended_by: str = "<|return|>",
+    path: str = CHAT,
+    num_cached: int = 0,
+    **fields: Any,
 ) -> tuple[Any, AddRequest]:
     """Return the answer of a model that says `said`, so many tokens a step, and its request."""
 
@@ -65,7 +70,7 @@ def ask(
             ends = {"finish_reason": "stop" if ended_by else "length"} if is_last else {}
             if is_last and ended_by:
                 ends["stop_token_id"] = part[-1]
-            yield output(request, part, index=index, **ends)
+            yield output(request, part, index=index, num_cached_tokens=num_cached, **ends)
 
     fake = FakeEngine(script)
     given = {"input": "hi"} if path == "/v1/responses" else {"messages": [USER]}
@@ -229,8 +234,9 @@ def test_what_the_template_shows_once_is_shown_in_several_messages() -> None:
     added = said + to.format("add", '{"a": 1}') + by.format("add", "3")
     told = to.format("now", "{}") + by.format("now", "noon")
     assert shown == f"{user}{told}{added}{user}<|start|>assistant"
-    answer, _ = ask(FINAL, messages=messages, report_prefix_cache=True)
-    assert answer["prefix_cache"]["message"] == 0
+    num_cached = len(ids(prompt)) - 1
+    answer, _ = ask(FINAL, messages=messages, report_prefix_cache=True, num_cached=num_cached)
+    assert answer["prefix_cache"]["message"] == 4
 
 
 def settings_of(**given: Any) -> Any:
@@ -246,7 +252,7 @@ def test_settings_choose_the_form() -> None:
     for name in ("glm45", "minimax_m2"):
         formats = message_formats(GatewaySection(reasoning_parser=name), template_of("{{ tools }}"))
         assert (formats.reasons, formats.has_channels) == (True, False)
-    with pytest.raises(ConfigError, match="--tool-call-parser hermes: .* openai, or none"):
+    with pytest.raises(ConfigError, match=r"--tool-call-parser hermes: .* openai, or none"):
         settings_of(tool_call_parser="hermes")
 
 
@@ -281,8 +287,9 @@ ANSWERS = [
         (SCHEMA, {3, 5}),
         ({**SCHEMA, **TOOLS}, {1, 2, 3, 4, 5, 6, 9}),
         ({**SCHEMA, **TOOLS, "tool_choice": "none"}, {3, 5}),
-        (STRICT, {0, 1, 3, 4, 5, 6, 10, 11, 12}),
-        ({**STRICT, "parallel_tool_calls": False}, {0, 1, 3, 4, 5, 6, 10, 11, 12}),
+        ({**SCHEMA, **TOOLS, "tool_choice": "required"}, {1, 2, 4, 6, 9}),
+        (STRICT, {0, 1, 2, 3, 4, 5, 6, 9, 10, 11, 12}),
+        ({**STRICT, "parallel_tool_calls": False}, {0, 1, 2, 3, 4, 5, 6, 10, 11, 12}),
     ],
 )
 def test_a_grammar_leaves_reasoning_free(fields: dict[str, Any], wanted: set[int]) -> None:

@@ -122,7 +122,7 @@ def test_what_is_not_read_is_content() -> None:
     [
         ("", FINAL, [("content", "Yes.")]),
         (f"<|start|>user<|message|>hi{NEXT}", FINAL, [("content", "Yes.")]),
-        (f"{NEXT}{FINAL}<|end|>", f"<|start|>assistant{FINAL}", [("content", "\n\nYes.")]),
+        (f"{NEXT}{FINAL}<|end|>", f"<|start|>assistant{FINAL}", [("content", "Yes.")]),
         (f"{NEXT}{FINAL}<|end|>", "No.", [("content", "No.")]),
         (f"{NEXT}{FINAL[:-1]} <", "b>", [("content", "b>")]),
         (f"{NEXT}{THOUGHT}", f", so{NEXT}{FINAL}", [("reasoning", ", so"), ("content", "Yes.")]),
@@ -130,18 +130,6 @@ def test_what_is_not_read_is_content() -> None:
 )
 def test_an_answer_goes_on_where_the_prompt_ends(prompt: str, text: str, wanted: Items) -> None:
     check(text, wanted, options_of(begun=begun_answer(prompt)))
-
-
-def test_the_place_of_tokens() -> None:
-    message = AnswerMessage(options_of())
-    places = []
-    for token in ("<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", "<|start|>",
-                  "assistant", "<|channel|>", "final", "<|message|>", "Yes"):  # fmt: skip
-        message.push(token, num_tokens=1)
-        places.append(message.place)
-    header = ["undecided"] * 2 + ["reasoning"]
-    assert places == [*header, "reasoning", *["undecided"] * 3, *header, "answer"]
-    assert message.num_reasoning_tokens == 3
 
 
 PIECES = [*MARKS, "assistant", "analysis", "commentary", "final", " to=functions.add", " to=x",
