@@ -28,7 +28,7 @@ from topspin.errors import ConfigError
 from topspin.messages import AddRequest, RequestOutput, unpack_ints
 from topspin.plan.settings import GatewaySection
 
-PARAMETERS = {
+PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
         "a": {"type": "integer"},
@@ -38,14 +38,16 @@ PARAMETERS = {
     "required": ["a"],
 }
 ADD = {"name": "add", "description": "adds", "parameters": PARAMETERS}
-TOOLS = {"tools": [{"type": "function", "function": each} for each in (ADD, {"name": "now"})]}
-STRICT = {"tools": [{"type": "function", "function": {**ADD, "strict": True}}, TOOLS["tools"][1]]}
-SCHEMA = {
-    "response_format": {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": {"type": "array", "items": {"type": "integer"}}},
-    }
-}
+FORM = {"name": "x", "schema": {"type": "array", "items": {"type": "integer"}}}
+SCHEMA: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": FORM}}
+
+
+def offering(*functions: dict[str, Any]) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": each} for each in functions]}
+
+
+TOOLS = offering(ADD, {"name": "now"})
+STRICT = offering({**ADD, "strict": True}, {"name": "now"})
 
 
 def ids(text: str) -> list[int]:
@@ -67,10 +69,10 @@ def ask(
         tokens = ids(said + ended_by)
         for index in range(0, len(tokens), step):
             part, is_last = tokens[index : index + step], index + step >= len(tokens)
-            ends = {"finish_reason": "stop" if ended_by else "length"} if is_last else {}
-            if is_last and ended_by:
-                ends["stop_token_id"] = part[-1]
-            yield output(request, part, index=index, num_cached_tokens=num_cached, **ends)
+            ends: dict[str, Any] = {"finish_reason": "stop", "stop_token_id": part[-1]}
+            ends = ends if ended_by else {"finish_reason": "length"}
+            more = ends if is_last else {}
+            yield output(request, part, index=index, num_cached_tokens=num_cached, **more)
 
     fake = FakeEngine(script)
     given = {"input": "hi"} if path == "/v1/responses" else {"messages": [USER]}
@@ -85,8 +87,7 @@ def ask(
         max_request_tokens=5000,
     )
     assert response.status_code == 200, response.text
-    is_stream = fields.get("stream") and path == CHAT
-    return events_of(response) if is_stream else response.json(), fake.added[0]
+    return events_of(response) if "stream" in fields else response.json(), fake.added[0]
 
 
 def message_of(answer: Any) -> Any:
@@ -140,14 +141,17 @@ def test_every_api_tells_channels_apart() -> None:
     answer, _ = ask(f"{THOUGHT}{NEXT}{CALL}", path="/v1/responses", tools=tools)
     assert [each["type"] for each in answer["output"]] == ["reasoning", "function_call"]
     tools = [{"name": "add", "input_schema": PARAMETERS}]
-    fields = {"max_tokens": 99, "thinking": {"type": "enabled", "budget_tokens": 50}}
+    fields: dict[str, Any] = {
+        "max_tokens": 99,
+        "thinking": {"type": "enabled", "budget_tokens": 50},
+    }
     answer, _ = ask(f"{THOUGHT}{NEXT}{CALL}", path="/v1/messages", tools=tools, **fields)
     assert [each["type"] for each in answer["content"]] == ["thinking", "tool_use"]
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
 def test_tokens_of_reasoning_and_headers_that_are_not_shown(step: int) -> None:
-    asked = {"include_reasoning": False, "return_token_ids": True}
+    asked: dict[str, Any] = {"include_reasoning": False, "return_token_ids": True}
     answer, _ = ask(f"{THOUGHT}{NEXT}{FINAL}", step=step, **asked)
     assert answer["choices"][0]["token_ids"] == ids("Yes.<|return|>")
     assert "reasoning" not in message_of(answer)
@@ -206,11 +210,8 @@ def test_thoughts_of_an_anthropic_client_reach_the_prompt() -> None:
         {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
     ]
     result = {"type": "tool_result", "tool_use_id": "c", "content": "3"}
-    messages = [
-        USER,
-        {"role": "assistant", "content": said},
-        {"role": "user", "content": [result]},
-    ]
+    results = {"role": "user", "content": [result]}
+    messages = [USER, {"role": "assistant", "content": said}, results]
     prompt = prompt_of(path="/v1/messages", messages=messages, max_tokens=9)
     assert "<|channel|>analysis<|message|>so<|end|><|start|>assistant to=functions.add" in prompt
 
@@ -261,12 +262,17 @@ def grammar_tokenizer() -> LLTokenizer:
     return LLTokenizer(marked_backend().to_str(), eos_token=ids("<|return|><|call|>"))
 
 
-def allows(said: str, **fields: Any) -> bool:
-    """Return whether the grammar of a request allows `said` as a whole answer."""
-    matcher = LLMatcher(grammar_tokenizer(), ask(FINAL, **fields)[1].sampling.grammar)
+def allowed(*answers: str, **fields: Any) -> set[int]:
+    """Return the indices of the answers that the grammar of a request allows as a whole."""
+    matcher = LLMatcher(grammar_tokenizer(), ask("hi", **fields)[1].sampling.grammar)
     assert not matcher.is_error(), matcher.get_error()
-    tokens = ids(said)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    found = set()
+    for idx, tokens in enumerate(map(ids, answers)):
+        if matcher.validate_tokens(tokens) == len(tokens):
+            matcher.consume_tokens(tokens)
+            found |= {idx} if matcher.is_accepting() else set()
+            matcher.reset()
+    return found
 
 
 NOW = CALL.replace("add", "now").replace('{"a": 1}', "{}")
@@ -293,7 +299,7 @@ ANSWERS = [
     ],
 )
 def test_a_grammar_leaves_reasoning_free(fields: dict[str, Any], wanted: set[int]) -> None:
-    assert {idx for idx, said in enumerate(ANSWERS) if allows(said, **fields)} == wanted
+    assert allowed(*ANSWERS, **fields) == wanted
 
 
 def test_only_what_is_forced_has_a_grammar() -> None:
@@ -302,14 +308,12 @@ def test_only_what_is_forced_has_a_grammar() -> None:
 
 
 def test_a_grammar_goes_on_with_what_the_client_began() -> None:
-    begun = {
-        "messages": [USER, {"role": "assistant", "content": "["}],
-        "continue_final_message": True,
-    }
-    assert allows("1, 2]", **begun, structured_outputs={"regex": "[0-9, ]+]"})
+    messages = [USER, {"role": "assistant", "content": "["}]
+    begun: dict[str, Any] = {"messages": messages, "continue_final_message": True}
+    assert allowed("1, 2]", FINAL, **begun, structured_outputs={"regex": "[0-9, ]+]"}) == {0}
     assert message_of(ask("1]", **begun)[0])["content"] == "1]"
     required = {**begun, **TOOLS, "tool_choice": "required"}
-    assert allows(f"]{NEXT}{THOUGHT}{NEXT}{CALL}", **required)
-    assert not allows("]", **required)
-    assert allows("]", **begun, **STRICT)
-    assert not allows(f"]{NEXT}{CALL}".replace("1", '"x"'), **begun, **STRICT)
+    called = f"]{NEXT}{THOUGHT}{NEXT}{CALL}"
+    answers = ("]", called, called.replace("1", '"x"'))
+    assert allowed(*answers, **required) == {1}
+    assert allowed(*answers, **begun, **STRICT) == {0, 1}

@@ -136,7 +136,7 @@ PIECES = [*MARKS, "assistant", "analysis", "commentary", "final", " to=functions
           "json", '{"a": "', '"}', "hm", *' \n{}"\\<|']  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     text=st.lists(st.sampled_from([*PIECES, THOUGHT, NEXT, FINAL, CALL]), max_size=12).map("".join),
     begun=st.sampled_from(["", THOUGHT, FINAL, FINAL + "<|end|>"]),
@@ -159,7 +159,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(arguments=st.dictionaries(st.text(), JSON, max_size=3), data=st.data())
 def test_arguments_are_passed_on_to_the_letter(
     arguments: dict[str, object], data: st.DataObject
