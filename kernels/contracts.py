@@ -338,6 +338,8 @@ class RoutingRule(NamedTuple):
     """Weights are divided by their sum."""
     epsilon: float = 0.0
     """Added to that sum."""
+    least_sum: float = 0.0
+    """Weights are divided by no less."""
     scale: float = 1.0
     """Multiplies the weights, last."""
     weights_dtype: torch.dtype = torch.float32

@@ -297,7 +297,8 @@ def route(logits: Tensor, rule: RoutingRule) -> Routing:
     if rule.scores == "logits":
         weights = F.softmax(weights, dim=-1)
     if rule.renormalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.epsilon)
+        total = weights.sum(dim=-1, keepdim=True) + rule.epsilon
+        weights = weights / total.clamp(min=rule.least_sum)
     return Routing(experts, (weights * rule.scale).to(rule.weights_dtype).float())
 
 

@@ -63,10 +63,13 @@ def pair_order(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.int64] | None:
     None: it is the checkpoint's. With it kernels need to know one kind of rotation only. A score
     is a sum over the numbers of a query and a key, in any order.
     """
-    if rope.rotary_dim is None:
+    if rope.rotary_dim is None and not rope.is_interleaved:
         return None
-    half, rest = rope.rotary_dim // 2, (head_dim - rope.rotary_dim) // 2
-    first, second, others = np.split(np.arange(head_dim), [half, rope.rotary_dim])
+    num_rotated = rope.rotary_dim or head_dim
+    rotated, others = np.split(np.arange(head_dim), [num_rotated])
+    halves = (rotated[::2], rotated[1::2]) if rope.is_interleaved else np.split(rotated, 2)
+    first, second = halves
+    rest = len(others) // 2
     return np.concatenate([first, others[:rest], second, others[rest:]])
 
 

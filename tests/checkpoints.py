@@ -60,6 +60,14 @@ _GLM4: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "num_mtp_layers": 0,
 }
+_ERNIE: dict[str, Any] = {
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "rms_norm_eps": 3e-4,
+    "tie_word_embeddings": True,
+}
 _LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -192,6 +200,21 @@ VARIANTS: dict[str, Variant] = {
                 "rope_theta": 10000.0,
                 "partial_rotary_factor": 0.5,
             },
+        },
+    ),
+    "ernie4_5_moe": Variant("ernie4_5_moe", {**_ERNIE, "head_dim": 20}),
+    "ernie4_5_moe_sparse_step": Variant(
+        "ernie4_5_moe",
+        {
+            **_ERNIE,
+            "num_hidden_layers": 4,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 2,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
+            "rope_parameters": _YARN_ROPE,
+            "max_position_embeddings": 128,
         },
     ),
     "gpt_oss": Variant(
@@ -330,6 +353,8 @@ def _randomise(model: Any, *, seed: int) -> None:
 
 def _scale(name: str, num_inputs: int, *, is_tied: bool) -> float:
     scale: float = num_inputs**-0.5
+    if name.endswith("e_score_correction_bias"):  # of a softmax, whose scores are small
+        return 0.1
     if name.endswith("bias"):
         return 0.3
     if "embed_tokens" in name:

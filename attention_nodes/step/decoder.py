@@ -72,6 +72,7 @@ def routing_rule(router: RouterConfig, *, bias: Tensor | None, dtype: torch.dtyp
         best_of_group=router.best_of_group,
         renormalise=router.renormalise,
         epsilon=router.epsilon,
+        least_sum=router.least_sum,
         scale=router.scale,
         weights_dtype=dtype if router.rounded else torch.float32,
     )

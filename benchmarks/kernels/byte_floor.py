@@ -133,5 +133,6 @@ def _other_numbers(model: ModelConfig, layer: LayerConfig) -> int:
     if not layer.is_moe:
         return numbers + (2 * model.intermediate_size + hidden if model.mlp_bias else 0)
     assert model.moe is not None
-    numbers += model.moe.num_experts * (hidden + int(model.moe.router.has_logit_bias))
+    router = model.moe.router
+    numbers += model.moe.num_experts * (hidden + router.has_logit_bias + router.has_bias)
     return numbers + (hidden if model.moe.shared_is_gated else 0)

@@ -262,9 +262,10 @@ class _Reader:
         return self.matrices.read([Source(name, shape[0])], *shape[1:])
 
     def read_fp32(self, name: str, size: int) -> Tensor:
-        """Return vector `name`, f32[size], whatever the dtype of the others."""
+        """Return vector `name`, stored as [size] or [1, size], f32 whatever the others are."""
+        is_row = self.checkpoint.shape(name)[:-1] == (1,)
         out = torch.empty(size, dtype=torch.float32)
-        self.checkpoint.read_into(name, out)
+        self.checkpoint.read_into(name, out, index=0 if is_row else None)
         return out.to(self.device)
 
     def read_rows(self, parts: Iterable[tuple[str, int]]) -> Tensor:

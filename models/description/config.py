@@ -153,6 +153,7 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
             max_position_embeddings=max_positions,
             head_dim=head_dim,
             rotary_factor=parts.rotary_factor,
+            is_interleaved=parts.rope_is_interleaved,
         ),
         layers=parts.layers,
         intermediate_size=fields.positive_int("intermediate_size"),

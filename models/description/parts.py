@@ -33,6 +33,7 @@ class RouterConfig:
     top_groups: int = 1
     best_of_group: Literal[1, 2] = 2
     epsilon: float = 0.0
+    least_sum: float = 0.0
     scale: float = 1.0
     fp32_logits: bool = False
     rounded: bool = False

@@ -47,6 +47,7 @@ class RopeConfig:
     factor: linear, dynamic, yarn, llama3. max_position_embeddings: dynamic.
     original_max_position_embeddings: yarn, llama3 (equal to max_position_embeddings
     elsewhere). rotary_dim: how many numbers of a head are rotated, the first ones; None: all.
+    is_interleaved: neighbours are rotated together, otherwise numbers half of them apart.
     attention_factor None: yarn derives it from factor, or from mscale and
     mscale_all_dim where both are set. truncate: yarn rounds its correction range outwards.
     low_freq_factor, high_freq_factor: llama3.
@@ -58,6 +59,7 @@ class RopeConfig:
     factor: float = 1.0
     original_max_position_embeddings: int
     rotary_dim: int | None = None
+    is_interleaved: bool = False
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -75,13 +77,15 @@ def parse_rope(
     max_position_embeddings: int,
     head_dim: int,
     rotary_factor: float | None = None,
+    is_interleaved: bool = False,
 ) -> RopeConfig:
     """Return the rotary options of config.json.
 
     `rotary_factor` is the family's share of a head that is rotated, if others than all are
-    possible. As in transformers 5, a non-empty `rope_scaling` wins over `rope_parameters`, and
-    rope_theta inside either wins over rope_theta beside it; without both the family's default
-    counts. Raises ConfigError for rope types and options that are not supported.
+    possible; `is_interleaved` as in RopeConfig. As in transformers 5, a non-empty `rope_scaling`
+    wins over `rope_parameters`, and rope_theta inside either wins over rope_theta beside it;
+    without both the family's default counts. Raises ConfigError for rope types and options that
+    are not supported.
     """
     option = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
     raw = fields.raw.get(option)
@@ -107,6 +111,7 @@ def parse_rope(
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=original,
         rotary_dim=_rotary_dim(rope, fields, head_dim=head_dim, factor=rotary_factor),
+        is_interleaved=is_interleaved,
         factor=_factor(rope, rope_type, ratio=max_position_embeddings / original),
         attention_factor=rope.optional_number("attention_factor"),
         # transformers takes the default for 0 as well as for null.

@@ -39,6 +39,7 @@ class FamilyParts:
     rotary_factor: float | None = None
     """The share of a head's numbers that are rotated, unless the rotary options say another one;
     None: all are, always."""
+    rope_is_interleaved: bool = False
     num_mtp_layers: int = 0
     """Layers behind the decoder's, for multi-token prediction; nobody reads them."""
 

@@ -39,9 +39,9 @@ _ROWS_PER_THREAD: Final = 16
 
 (
     LOGITS, LOGITS_STRIDE, LOGITS_ARE_F32, ROUTE_ROWS, NUM_EXPERTS, TOP_K, SCORES, ROUTE_BIAS,
-    NUM_GROUPS, TOP_GROUPS, BEST_OF_GROUP, RENORMALISE, EPSILON, WEIGHT_SCALE, ROUND, EXPERTS_OUT,
-    WEIGHTS_OUT,
-) = offsets(17)  # fmt: skip
+    NUM_GROUPS, TOP_GROUPS, BEST_OF_GROUP, RENORMALISE, EPSILON, LEAST_SUM, WEIGHT_SCALE, ROUND,
+    EXPERTS_OUT, WEIGHTS_OUT,
+) = offsets(18)  # fmt: skip
 """The arguments of `_route`; a bias of 0: no bias."""
 
 _SOFTMAX, _SIGMOID, _LOGITS = range(3)
@@ -175,6 +175,7 @@ def route_rows(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
         rule.best_of_group,
         int(rule.renormalise),
         float_word(rule.epsilon),
+        float_word(rule.least_sum),
         float_word(rule.scale),
         int(rule.weights_dtype == torch.bfloat16),
         experts.data_ptr(),
@@ -440,6 +441,7 @@ def _route(block: int) -> None:
             total = epsilon
             for choice in range(top_k):
                 total += simd.read_f32(weights + 4 * choice)
+            total = max(total, simd.read_f32(block + LEAST_SUM))
         for choice in range(top_k):
             weight = simd.read_f32(weights + 4 * choice) / total * scale
             if simd.read_i64(block + ROUND):

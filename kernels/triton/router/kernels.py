@@ -149,6 +149,7 @@ def route_block(
     E: tl.tensor,
     row_stride: tl.tensor,
     epsilon: tl.tensor,
+    least_sum: tl.tensor,
     scale: tl.tensor,
     SCORES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -207,7 +208,7 @@ def route_block(
         shares = shares / tl.sum(shares, axis=1)[:, None]
     weights = tl.where(choices < K, shares, 0.0)
     if RENORMALISE:
-        weights = weights / (tl.sum(weights, axis=1)[:, None] + epsilon)
+        weights = weights / tl.maximum(tl.sum(weights, axis=1)[:, None] + epsilon, least_sum)
     weights = weights * scale
     if ROUND:
         weights = rounded(weights, tl.bfloat16).to(tl.float32)

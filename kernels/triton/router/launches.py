@@ -145,6 +145,7 @@ def route(logits: Tensor, rule: RoutingRule) -> Routing:
             num_experts,
             logits.stride(0),
             rule.epsilon,
+            rule.least_sum,
             rule.scale,
             SCORES=("softmax", "sigmoid", "logits").index(rule.scores),
             HAS_BIAS=rule.bias is not None,

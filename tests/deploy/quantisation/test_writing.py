@@ -29,8 +29,9 @@ SIZES = {
     "olmoe": {"intermediate_size": 64},
     "mixtral_sliding_window": {"intermediate_size": 64},
     "glm4_moe": {"first_k_dense_replace": 0},
+    "ernie4_5_moe": {"moe_layer_start_index": 0, "head_dim": 32},
 }
-BY_DEFAULT = ("llama_bias", "qwen2_moe", "mixtral_sliding_window", "glm4_moe")
+BY_DEFAULT = ("llama_bias", "qwen2_moe", "mixtral_sliding_window", "glm4_moe", "ernie4_5_moe")
 FILE = "model.safetensors"
 MIXED = "experts=8,experts[0]=4,attention=8,attention[0]=fp8,mlp=4,lm_head=8"
 DENSE = "mlp=4,mlp[1]=8,attention=8,attention[0]=fp8,lm_head=8"

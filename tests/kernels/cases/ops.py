@@ -236,6 +236,7 @@ def route(ops: Ops, make: Maker, case: Any) -> Run:
         best_of_group=best_of_group,
         renormalise=case.renormalise,
         epsilon=1e-20,
+        least_sum=0.5,
         scale=1.5,
         weights_dtype=case.dtype,
     )

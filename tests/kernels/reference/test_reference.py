@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
+    Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     GptOssConfig,
     MiniMaxM2Config,
@@ -17,6 +18,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.llama.modeling_llama import (
@@ -217,6 +219,18 @@ def test_routes_as_minimax() -> None:
     bias = torch.randn(12)
     logits, weights, experts = router(torch.randn(50, 24), bias)
     rule = RoutingRule(3, scores="sigmoid", bias=bias, renormalise=True)
+    _assert_same_pairs(reference.route(logits, rule), experts, weights)
+
+
+def test_routes_by_softmax_with_a_bias_as_ernie() -> None:
+    """The bias may choose experts whose weights are too small to be divided by."""
+    config = Ernie4_5_MoeConfig(hidden_size=24, moe_num_experts=12, moe_k=3, moe_norm_min=0.01)
+    router = Ernie4_5_MoeTopKRouter(config).requires_grad_(False)
+    router.weight.normal_()
+    bias = router.moe_statics.e_score_correction_bias.normal_()
+    logits, weights, experts = router(torch.randn(50, 24))
+    assert 5 < (weights.sum(-1) < 0.99).sum() < 45
+    rule = RoutingRule(3, bias=bias[0], renormalise=True, least_sum=0.01)
     _assert_same_pairs(reference.route(logits, rule), experts, weights)
 
 

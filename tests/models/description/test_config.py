@@ -165,7 +165,7 @@ def _read_fields(path: Path) -> ModelConfig:
     return dataclasses.replace(load_model_config(path), dtype="float32", notes=())
 
 
-_FAMILIES = ("Llama", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe")
+_FAMILIES = ("Llama", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "Ernie4_5_Moe")
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_sliding_window": True}])
@@ -303,6 +303,8 @@ _REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_moe", {"layer_types": ["full_attention"]}, "layer_types.*4 layers"),
     ("qwen2_moe", {"layer_types": ["linear_attention"] * 4}, "layer_types.*supported"),
     ("olmoe", {"head_dim": 8}, "head_dim = 8"),
+    ("ernie4_5_moe", {"moe_k": 9}, "moe_k = 9.*8"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias = True.*LM head"),
 ]
 
 
@@ -339,7 +341,7 @@ def _places(value: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 
 # What is named is the option that does not go with them.
-_MEANT = {"num_attention_heads", "num_local_experts"}
+_MEANT = {"num_attention_heads", "num_local_experts", "moe_num_experts"}
 _WRONG = (None, True, -1, 0, 2**31 - 1, 10**30, 0.5, 1e30, "", "x", [], ["x"], [-1], {}, {"x": {}})
 
 

@@ -32,6 +32,7 @@ FAST = (
     ("qwen2_moe", "fp8-blocks"),
     ("glm4_moe", "gptq-4"),
     ("minimax_m2", "ct-int4-groups"),
+    ("ernie4_5_moe", "ct-w8-zeros"),
 )
 # transformers stacks experts, and knows no zeros, plain integers or blocks for that.
 OF_TRANSFORMERS = ("ct-int4-groups", "ct-int8-channels", "ct-fp8-tensors", "ct-fp8-channels")
