@@ -53,6 +53,8 @@ def check_request(path: Path, rules: Rules) -> ModelConfig:
             f"{path}: is quantised already ({config.quantisation.method}); give the checkpoint "
             "that it was made from"
         )
+    if config.value_dim is not None:
+        raise ConfigError(f"{path}: values are narrower than keys, and such models not rewritten")
     check_rules(
         rules,
         num_layers=config.num_layers,

@@ -1,45 +1,72 @@
 """The order of heads' numbers in memory: those that are rotated together are half a head apart.
 
 Owns the reordering of what comes from a checkpoint, and back. With it kernels know one kind of
-rotation only, whatever the share of a head that is rotated (models.rope.pair_order). Values and
-outputs keep the checkpoint's order. Called by models.checkpoints.weights, and by those who write
-checkpoints.
+rotation only, whatever share of a head is rotated and in which pairs (models.rope.pair_order), and
+one size of heads: values narrower than keys have zeros behind them, which change no sum. Other
+values and outputs keep the checkpoint's order. Called by models.checkpoints.weights, and by those
+who write checkpoints.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.description.config import ModelConfig
+from models.quantised.coded import padded_columns
 from models.quantised.matrices import Matrix
 from models.rope import pair_order
 
 
 class HeadOrder:
-    """The order of the numbers of query and key heads of one model."""
+    """The order of the numbers of query and key heads, and the padding of values, of one model.
+
+    `value_dim` is the size of a value's head in the checkpoint.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         order = pair_order(config.rope, config.head_dim)
+        self._head_dim = config.head_dim
+        self.value_dim = config.value_dim or config.head_dim
         self._of_head = None if order is None else torch.from_numpy(order)
-        if self._of_head is None:
+        self._of_rows: Tensor | None = None
+        if self._of_head is None and config.value_dim is None:
             return
+        of_head = torch.arange(config.head_dim) if self._of_head is None else self._of_head
         heads = torch.arange(config.num_heads + config.num_kv_heads)
-        rotated = (heads[:, None] * config.head_dim + self._of_head).flatten()
-        values = torch.arange(config.kv_size) + len(rotated)
-        self._of_rows = torch.cat((rotated, values))
+        rotated = (heads[:, None] * config.head_dim + of_head).flatten()
+        values = torch.arange(config.num_kv_heads * self.value_dim) + len(rotated)
+        padding = (0, self._head_dim - self.value_dim)
+        values = F.pad(values.view(-1, self.value_dim), padding, value=-1)
+        self._of_rows = torch.cat((rotated, values.flatten()))
 
     def qkv(self, matrix: Matrix) -> Matrix:
-        """Return the projection [q + 2 kv, H] with its rows in memory's order."""
-        if self._of_head is None:
+        """Return the projection, of rows as they are stored, as [q + 2 kv, H] in memory's order."""
+        if self._of_rows is None:
             return matrix
         if isinstance(matrix, Tensor):
-            return matrix[self._of_rows]
-        return matrix.rows(self._of_rows)
+            return self._rows(matrix, self._of_rows)
+        found = matrix.rows(self._of_rows)
+        found.scales[self._of_rows < 0] = 0
+        return found
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return the bias [q + 2 kv] of that projection in memory's order."""
-        return bias if self._of_head is None or bias is None else bias[self._of_rows]
+        """Return the bias of that projection as [q + 2 kv] in memory's order."""
+        return bias if self._of_rows is None or bias is None else self._rows(bias, self._of_rows)
+
+    def _rows(self, stored: Tensor, order: Tensor) -> Tensor:
+        found = stored[order]
+        found[order < 0] = 0
+        return found
+
+    def out(self, matrix: Matrix) -> Matrix:
+        """Return the projection [H, heads * value_dim] behind attention as [H, q]."""
+        if self.value_dim == self._head_dim:
+            return matrix
+        if isinstance(matrix, Tensor):
+            return padded_columns(matrix, self.value_dim, self._head_dim)
+        return matrix.padded(self.value_dim, self._head_dim)
 
     def norm(self, weight: Tensor | None) -> Tensor | None:
         """Return the weight of a norm per head [D], or over all heads [heads * D]."""
@@ -49,4 +76,5 @@ class HeadOrder:
 
     def published(self, matrix: Tensor) -> Tensor:
         """Return a projection as qkv() returns it with its rows in the checkpoint's order."""
-        return matrix if self._of_head is None else matrix[self._of_rows.argsort()]
+        assert self.value_dim == self._head_dim, "zeros in place of values"
+        return matrix if self._of_rows is None else matrix[self._of_rows.argsort()]

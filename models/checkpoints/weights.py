@@ -311,12 +311,13 @@ def _load_lm_head(reader: _Reader, embed: Tensor) -> Matrix:
 def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
     config = reader.config
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
-    projections = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    order = reader.head_order
+    num_values = config.num_kv_heads * order.value_dim
+    projections = (("q_proj", q), ("k_proj", kv), ("v_proj", num_values))
 
     def attn(suffix: str) -> str:
         return layer_name(layer_idx, f"self_attn.{suffix}")
 
-    order = reader.head_order
     is_full = config.qk_norm == "full"
     has_norm = config.qk_norm != "none"
     is_moe = config.layers[layer_idx].is_moe
@@ -332,7 +333,12 @@ def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
             if config.qkv_bias
             else None
         ),
-        o=reader.matrix_of("attention", layer_idx, [(attn("o_proj.weight"), hidden)], q),
+        o=order.out(
+            reader.matrix_of(
+                *("attention", layer_idx, [(attn("o_proj.weight"), hidden)]),
+                config.num_heads * order.value_dim,
+            )
+        ),
         o_bias=reader.read(attn("o_proj.bias"), hidden) if config.o_bias else None,
         q_norm=order.norm(
             reader.read(attn("q_norm.weight"), q if is_full else config.head_dim)

@@ -45,10 +45,11 @@ class ModelConfig:
     dtype is the checkpoint's (the server may run another). qk_norm: "head" normalises each head
     after the projection, "full" the whole projection. clip_qkv clamps q, k and v to [-clip, clip]
     after qk_norm and before RoPE. has_sinks: each query head has a learnt score that takes part in
-    the softmax of every token, without a value. intermediate_size is the width of a dense MLP
-    layer. eos_token_ids end a generation, in no special order. quantisation: how the checkpoint
-    stores its projections; None: as numbers. num_mtp_layers: layers behind the others, for
-    multi-token prediction, that nobody reads. notes: sentences for the log about what the
+    the softmax of every token, without a value. value_dim: the size of a value's head in the
+    checkpoint, below head_dim; None: head_dim, as in memory always. intermediate_size is the width
+    of a dense MLP layer. eos_token_ids end a generation, in no special order. quantisation: how the
+    checkpoint stores its projections; None: as numbers. num_mtp_layers: layers behind the others,
+    for multi-token prediction, that nobody reads. notes: sentences for the log about what the
     checkpoint says and is not followed.
     """
 
@@ -74,6 +75,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     has_sinks: bool = False
+    value_dim: int | None = None
     num_mtp_layers: int = 0
     quantisation: Quantisation | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -160,6 +162,7 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
         moe=parts.moe if any(layer.is_moe for layer in parts.layers) else None,
         eos_token_ids=ending_token_ids(path, fields, vocab_size=vocab_size, notes=notes),
         has_sinks=parts.has_sinks,
+        value_dim=_value_dim(fields, parts.value_dim, head_dim=head_dim),
         num_mtp_layers=parts.num_mtp_layers,
         bos_token_id=fields.optional_int("bos_token_id"),
         quantisation=parse_quantisation(fields, notes),
@@ -230,6 +233,13 @@ def _head_dim(fields: ConfigFields, *, hidden_size: int, num_heads: int) -> int:
     if head_dim < 4 or head_dim % 2:
         raise ConfigError(f"{fields.source}: head_dim = {head_dim}: must be even, 4 or more")
     return head_dim
+
+
+def _value_dim(fields: ConfigFields, value_dim: int | None, *, head_dim: int) -> int | None:
+    """Return the size of a value's head; None: it is that of a key's."""
+    if value_dim is not None and not 0 < value_dim <= head_dim:
+        raise fields.error("v_head_dim", f"must be positive, and at most head_dim = {head_dim}")
+    return None if value_dim == head_dim else value_dim
 
 
 def _dtype(fields: ConfigFields, path: Path) -> DtypeName:

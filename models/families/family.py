@@ -40,6 +40,8 @@ class FamilyParts:
     """The share of a head's numbers that are rotated, unless the rotary options say another one;
     None: all are, always."""
     rope_is_interleaved: bool = False
+    value_dim: int | None = None
+    """The size of a value's head (`v_head_dim`); None: that of a key's."""
     num_mtp_layers: int = 0
     """Layers behind the decoder's, for multi-token prediction; nobody reads them."""
 

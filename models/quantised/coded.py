@@ -51,6 +51,15 @@ class StoredMatrix:
         zeros = None if self.zeros is None else self.zeros[order]
         return replace(self, codes=self.codes[order], scales=self.scales[order], zeros=zeros)
 
+    def padded(self, width: int, to: int) -> StoredMatrix:
+        """Return the matrix with zeros behind each `width` inputs, which are `to` with them."""
+        group = math.gcd(self.group, width, to)
+        own = _regrouped(self, group)
+        sizes = (width // group, to // group)
+        zeros = None if own.zeros is None else padded_columns(own.zeros, *sizes)
+        codes, scales = padded_columns(own.codes, width, to), padded_columns(own.scales, *sizes)
+        return replace(own, codes=codes, scales=scales, zeros=zeros)
+
     def dequantised(self) -> Tensor:
         """Return the numbers [O, I] in `dtype`, computed in fp32 and rounded once."""
         num_out, width = self.shape
@@ -63,6 +72,13 @@ class StoredMatrix:
                 numbers -= _by_input(self.zeros[rows], self.group, width)
             out[rows] = numbers.mul_(_by_input(self.scales[rows], self.group, width))
         return out
+
+
+def padded_columns(matrix: Tensor, width: int, to: int) -> Tensor:
+    """Return [R, N * width] as [R, N * to], with zeros behind each `width` columns."""
+    found = matrix.new_zeros(len(matrix), matrix.shape[1] // width, to)
+    found[:, :, :width] = matrix.view(len(matrix), -1, width)
+    return found.flatten(1)
 
 
 def stacked(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:

@@ -67,8 +67,10 @@ class _Model:
         """Return the format of a layer's projections."""
         q, k, v, o = (layer_name(layer, f"self_attn.{each}_proj.weight") for each in "qkvo")
         sizes = (self.config.q_size, self.config.kv_size)
-        # q, k and v are one matrix for kernels, whose fp8 blocks must not span two of them.
-        return self.of_names([q, k, v, o], is_whole=all(size % _FP8_BLOCK == 0 for size in sizes))
+        # q, k and v are one matrix for kernels, whose fp8 blocks must not span two of them, and
+        # hold no zeros in place of values.
+        is_whole = all(size % _FP8_BLOCK == 0 for size in sizes) and self.config.value_dim is None
+        return self.of_names([q, k, v, o], is_whole=is_whole)
 
     def mlp(self, layer: int) -> Format | None:
         """Return the format of a layer's dense MLP or shared expert, None if it has neither."""

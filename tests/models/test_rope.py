@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from models.description.config import ModelConfig, load_model_config
-from models.rope import inverse_frequencies, is_length_dependent, rope_seq_len
+from models.description.rope_config import RopeConfig
+from models.rope import inverse_frequencies, is_length_dependent, pair_order, rope_seq_len
 from tests.checkpoints import make_checkpoint, oracle_model
 
 _LLAMA3 = {
@@ -97,3 +98,39 @@ def test_decoding_past_the_trained_length_follows_rope_seq_len(tmp_path: Path) -
         seq_len = rope_seq_len(position, prompt_len=prompt_len)
         ours = inverse_frequencies(config.rope, config.head_dim, seq_len=seq_len)
         _assert_equal(ours.inv_freq, rotary.inv_freq)
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 12, 4])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_pairs_in_memory_rotate_as_complex_numbers(
+    rotary_dim: int | None, is_interleaved: bool
+) -> None:
+    """Pair i of a head is a complex number that is turned by position times frequency i."""
+    head_dim, position = 20, 7
+    rope = RopeConfig(
+        rope_type="default",
+        theta=100.0,
+        max_position_embeddings=64,
+        original_max_position_embeddings=64,
+        rotary_dim=rotary_dim,
+        is_interleaved=is_interleaved,
+    )
+    num_pairs = (rotary_dim or head_dim) // 2
+    head = np.random.default_rng(1).normal(size=head_dim)
+    turns = np.exp(1j * position * 100.0 ** -(np.arange(num_pairs) / num_pairs))
+    rotated = head[: 2 * num_pairs]
+    wanted = head.copy()
+    first, second = np.s_[0 : 2 * num_pairs : 2], np.s_[1 : 2 * num_pairs : 2]
+    if not is_interleaved:
+        first, second = np.s_[:num_pairs], np.s_[num_pairs : 2 * num_pairs]
+    turned = (rotated[first] + 1j * rotated[second]) * turns
+    wanted[first], wanted[second] = turned.real, turned.imag
+
+    order = pair_order(rope, head_dim)
+    order = np.arange(head_dim) if order is None else order
+    x, y = np.split(head[order], 2)
+    angles = position * inverse_frequencies(rope, head_dim, seq_len=1).inv_freq
+    found = np.concatenate(
+        (x * np.cos(angles) - y * np.sin(angles), y * np.cos(angles) + x * np.sin(angles))
+    )
+    np.testing.assert_allclose(found, wanted[order], rtol=1e-5, atol=1e-6)
