@@ -131,7 +131,7 @@ def check_rules(
             idx = next(i for i in reversed(range(len(rules))) if rules[i].format == asked)
             raise ConfigError(
                 f"precision[{idx}] {_text(rules[idx])}: the kernels {name} of the {role} nodes "
-                f"have {' and '.join(known) or 'no quantised format'}"
+                f"have {', '.join(known) or 'no quantised format'}"
             )
 
 

@@ -80,16 +80,27 @@ def test_quantised_weights_have_their_bits() -> None:
 @pytest.mark.parametrize(
     ("name", "parts", "expert_bytes"),
     [
-        ("gpt-oss-120b", ["experts"], 36 * 128 * (3 * 2880 * 2880 * 9 // 8 + 3 * 2880 * 4)),
-        ("glm-4.6", [], 89 * 160 * 3 * 5120 * 1536 * 2),
-        ("minimax-m2", ["attention", "experts"], 62 * 256 * 3 * 3072 * 1536 * 9 // 8),
+        # 4.25 bits a number, and biases in fp32.
+        (
+            "gpt-oss-120b",
+            {"experts": "mxfp4"},
+            36 * 128 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 4),
+        ),
+        ("glm-4.6", {}, 89 * 160 * 3 * 5120 * 1536 * 2),
+        (
+            "minimax-m2",
+            {"attention": "int8", "experts": "int8"},
+            62 * 256 * 3 * 3072 * 1536 * 9 // 8,
+        ),
     ],
 )
 def test_plans_memory_and_manifests_are_made_without_weights(
-    name: str, parts: list[str], expert_bytes: int, tmp_path: Path
+    name: str, parts: dict[str, Format], expert_bytes: int, tmp_path: Path
 ) -> None:
     plan = planned(name, tmp_path)
-    assert plan.precision == tuple(PrecisionRule(format="int8", part=each) for each in parts)
+    assert plan.precision == tuple(
+        PrecisionRule(format=each, part=part) for part, each in parts.items()
+    )
     check_cache(name, plan)
     file, out = tmp_path / "plan.yaml", tmp_path / "manifests"
     file.write_text(file.read_text().replace(str(MODELS), "/topspin/models"))
@@ -98,7 +109,7 @@ def test_plans_memory_and_manifests_are_made_without_weights(
     found = re.findall(r"memory: (\d+)Mi", (out / "base" / "nodes.yaml").read_text())
     of_attention = sum(each.kv_cache_bytes or 0 for each in plan.attention)
     shape = shape_of(name)
-    whole = weight_bytes(shape, "cpu", **dict.fromkeys(parts, "int8"))
+    whole = weight_bytes(shape, "cpu", **parts)
     of_attention += len(plan.attention) * (whole - expert_bytes)
     assert len(found) == len(plan.nodes)
     taken = (sum(map(int, found)) - 1024 * len(found)) * 2**20 / 1.05

@@ -101,7 +101,7 @@ MISFITS: list[tuple[EnginePlan, ModelFacts, str]] = [
     (
         msgspec.structs.replace(plan(), precision=rules_of("fp8")),
         FACTS,
-        r"^precision\[0\] .*kernels cpu of the attention nodes have int8 and int4",
+        r"^precision\[0\] .*kernels cpu of the attention nodes have int8, int4, mxfp4",
     ),
     (
         with_layer(dtype="fp8"),
