@@ -37,10 +37,9 @@ _HEADER: Final = re.compile(
 )
 _HEADER_BEGINS: Final = (START, CHANNEL, "to=")
 _MAX_HEADER_CHARS: Final = 300
-# A header that is cut off by the end of the text, and says nothing yet.
-_CUT_HEADER: Final = re.compile(
-    r"(?:<\|(?:start|channel|constrain)\|>|assistant|analysis|commentary|final|\s)+"
-)
+# What the end of the text may cut off without a loss: nothing is said yet.
+_WORDS: Final = (START, CHANNEL, CONSTRAIN, MESSAGE, ASSISTANT, "analysis", "commentary", "final")
+_CUT_HEADER: Final = re.compile(rf"(?:\s|{'|'.join(map(re.escape, _WORDS))})*")
 # Where a header follows, or should.
 _BODY_ENDS: Final = (*_ENDS, START, CHANNEL)
 _BODY_END: Final = re.compile("|".join(map(re.escape, _BODY_ENDS)))
@@ -111,7 +110,11 @@ class Channels:
         parts: list[Part] = []
         match self._state:
             case "header":
-                is_text = not _CUT_HEADER.fullmatch(held) if held.strip() else not self._ended_by
+                if held.lstrip().startswith(_HEADER_BEGINS):
+                    whole = held[: len(held) - num_held(held, *_WORDS)]
+                    is_text = _CUT_HEADER.fullmatch(whole) is None
+                else:
+                    is_text = bool(held.strip()) or not self._ended_by
                 self._show(self._text_of(held) + held if is_text else "", parts)
             case "body":
                 self._show(held, parts)

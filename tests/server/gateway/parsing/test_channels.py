@@ -81,6 +81,7 @@ def check(text: str, wanted: Items, options: MessageOptions | None = None) -> No
         ]),
         # Cut off in a header, which says nothing yet.
         (f"{THOUGHT}{NEXT}<|channel|>final", [("reasoning", "hm")]),
+        (f"{THOUGHT}{NEXT}<|channel|>comm", [("reasoning", "hm")]),
         ("<|channel|>", []),
         ("", []),
     ],
@@ -95,6 +96,7 @@ def test_each_channel_has_its_place(text: str, wanted: Items) -> None:
         "No channel.",
         " \n",
         " to be",
+        "<",
         "<|channel|>thoughts<|message|>hm",
         "<|channel|>final The answer is 4.",
         "<|channel|>analysis The answer is 4." + "!" * 300,
