@@ -71,7 +71,7 @@ def print_page() -> str:
     others = [f"* with {what}: {', '.join(names)}" for what, names in needs.items()]
     others = ["What needs more is tested by itself, and not in all pairs:", "", *others]
     rows = [f"| {row.this} | {row.other} | {row.why} |" for row in CONFLICTS]
-    return "\n".join([_HEAD, *rows, _TAIL, ", ".join(tried) + ".", "", *others, ""])
+    return "\n".join([_HEAD, *rows, _TAIL, ", ".join(tried) + ".", "", *others, _MODELS])
 
 
 _HEAD = """# What does not go together
@@ -86,7 +86,31 @@ _TAIL = """
 
 Every other pair of these features that a plan can have is in an engine of
 `tests/identity/test_matrix.py`, which gives the tokens of the reference; three and more at once are
-tested as they happen to meet there. Sizes of a model, and formats that kernels lack, rule out more:
+tested as they happen to meet there.
+"""
+_MODELS = """
+## Parts of models
+
+Each of these features is tested with each of four models as well, which have
+
+* attention sinks, windows in every second layer, experts with biases and a clamped activation, and
+  a router of plain logits;
+* a shared expert behind a gate, windows and dense layers here and there;
+* a sigmoid router with groups and a bias, heads that are rotated in part and normed, a shared
+  expert without a gate, and a dense first layer;
+* dense layers with biases only;
+
+but for what a model rules out. That is refused before anything starts, too:
+
+| the model has | not with |
+|---|---|
+| layers with a window | spill; `retrieval: true` of these layers |
+| windows in all layers | key retrieval |
+| heads of a size that 8 does not divide | key retrieval |
+| keys rotated by the length of their prompt (dynamic NTK) | the prefix cache |
+| no routed experts | expert nodes, local layers |
+
+Formats that kernels lack rule out more, and a file of spilled keys is for some sizes of heads only:
 the message says so.
 """
 
