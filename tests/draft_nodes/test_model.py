@@ -115,13 +115,11 @@ def oracle_log_probs(oracle: Any, tokens: list[int]) -> Tensor:
     ("variant", "settings", "num_turns"),
     [
         *((variant, F32, 8) for variant in VARIANTS),
-        pytest.param("mixtral_sliding_window", ON_DEVICE, 3, marks=on_device, id="mixtral-triton"),
-        pytest.param(
-            "qwen3_moe",
-            ON_DEVICE,
-            3,
-            marks=[*on_device, pytest.mark.slow],
-            id="qwen3_moe-triton",
+        *(
+            pytest.param(
+                each, ON_DEVICE, 3, marks=[*on_device, pytest.mark.slow], id=f"{each}-triton"
+            )
+            for each in ("mixtral_sliding_window", "qwen3_moe")
         ),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_budget_for_all_keys_is_attention_to_all(
     ("kernels", "dtype", "trees"),
     [
         *product(["cpu"], [FP32, BF16], [False, True]),
-        ("triton", FP32, True),
+        pytest.param("triton", FP32, True, marks=pytest.mark.slow),
         pytest.param("triton", BF16, False, marks=pytest.mark.slow),
     ],
 )

@@ -46,8 +46,8 @@ ON_A_GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
     [
         ("shm", False),
         ("tcp", True),
-        pytest.param("nixl", False, marks=NIXL.marks),
-        pytest.param("cuda_ipc", False, marks=ON_A_GPU),
+        pytest.param("nixl", False, marks=[*NIXL.marks, pytest.mark.slow]),
+        pytest.param("cuda_ipc", False, marks=[*ON_A_GPU, pytest.mark.slow]),
     ],
 )
 def test_an_expert_process_serves_and_its_death_is_noticed_at_once(

@@ -23,6 +23,7 @@ from tests.m2n_comm.harness import (
 from topspin.messages import StepTicket
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_steps_take_nothing_that_is_not_given_back(transport: Transport) -> None:
     fleet = open_fleet(transport, 1, 2, shape=make_shape(num_layers=1))

@@ -64,6 +64,7 @@ def test_stop_strings_lengths_and_logprobs_are_those_of_plain_decoding(
         assert accepted(server) > before + 40
 
 
+@pytest.mark.slow
 def test_a_draft_model_in_the_attention_nodes_process(tiny: Tiny, tmp_path: Path) -> None:
     flags = ("--dtype", "float32", "--speculative-config", TREES % tiny.path)
     with Server(tiny.path, tmp_path, *flags) as server:

@@ -98,7 +98,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name",
+    # It takes all the CPU time that a grammar may have.
+    [
+        pytest.param(each, marks=pytest.mark.slow) if each == "numbers without end" else each
+        for each in HOSTILE
+    ],
+)
 def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(
     cache: Grammars, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -137,6 +144,7 @@ def follow_to_the_end(cache: Grammars, text: str) -> None:
         tokens = allowed[-1:]
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_or_too_much_is_told_apart(
     cache: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys
@@ -26,6 +28,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_reads_are_timed_without_torch_in_the_load_tester(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -16,9 +16,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    ("quantization", "bits"), [pytest.param("none", 16, marks=pytest.mark.slow), ("int4", 4)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "bits"), [("none", 16), ("int4", 4)])
 def test_every_op_and_the_bytes_of_its_weights(
     quantization: str,
     bits: int,

@@ -42,7 +42,7 @@ def test_figures_of_distributions_that_can_be_counted() -> None:
     [
         ("qwen2_moe", {"shared_expert_intermediate_size": 64}),
         ("llama_bias", {}),
-        ("gpt_oss", {"head_dim": 32}),
+        pytest.param("gpt_oss", {"head_dim": 32}, marks=pytest.mark.slow),
     ],
 )
 @torch.inference_mode()

@@ -38,6 +38,7 @@ def some_tokens(count: int) -> list[int]:
     return torch.randint(VOCAB_SIZE - 8, (count,), generator=rng).tolist()
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_queries_and_keys_are_those_of_transformers(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,12 +12,13 @@ from app.cli.main import main
 from benchmarks.transport import m2n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "backends"),
     [
         ("1x1", ("shm", "tcp keys", "local", "gloo", "zmq ipc")),
-        pytest.param("1x1", m2n.OURS + m2n.BASELINES, marks=pytest.mark.slow),
-        pytest.param("2x2", ("shm", "tcp", "gloo", "zmq ipc"), marks=pytest.mark.slow),
+        ("1x1", m2n.OURS + m2n.BASELINES),
+        ("2x2", ("shm", "tcp", "gloo", "zmq ipc")),
     ],
 )
 def test_the_command_plays_every_backend_on_both_sides_and_writes_what_it_measured(

@@ -109,7 +109,14 @@ KUSTOMIZE = os.environ.get("TOPSPIN_KUSTOMIZE") or shutil.which("kustomize")
 
 
 @pytest.mark.skipif(KUSTOMIZE is None, reason="there is no kustomize here")
-@pytest.mark.parametrize("name", ["kubernetes", "unequal", "two cut in three", WHOLE[0]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kubernetes",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("unequal", WHOLE[0])),
+        pytest.param("two cut in three", marks=pytest.mark.slow),
+    ],
+)
 def test_kustomize_builds_every_folder(name: str, tmp_path: Path) -> None:
     engine, files = render(name)
     for path, text in files.items():

@@ -73,10 +73,8 @@ def test_sixteen_requests_of_several_times_the_memory(path: Path, tmp_path: Path
     assert stats.num_preemptions == 0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "memory_tokens"),
-    [pytest.param("auto", 6_000, marks=pytest.mark.slow), ("fp8", 10_000)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "memory_tokens"), [("auto", 6_000), ("fp8", 10_000)])
 def test_prefixes_and_decoded_tokens_come_back_from_the_file(
     path: Path, tmp_path: Path, dtype: KvDtype, memory_tokens: int
 ) -> None:

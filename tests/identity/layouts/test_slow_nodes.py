@@ -82,6 +82,7 @@ def test_a_slow_node_gives_the_same_tokens_and_reports_its_time(tmp_path: Path) 
         assert seconds[phase] > 2 * usual[phase]
 
 
+@pytest.mark.slow
 def test_a_slow_draft_node_gives_the_same_tokens(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3_moe", **SIZES)
     plan = engine_config(path, dtype="bfloat16", transport="shm", speculation=DRAFTS, draft_nodes=1)

@@ -80,6 +80,7 @@ def _with_one_rope(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_narrow_values_give_the_tokens_of_transformers(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "narrow")
     oracle = oracle_generate(path, PROMPTS, 10)

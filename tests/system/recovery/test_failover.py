@@ -64,7 +64,7 @@ def make_config(
 @pytest.mark.parametrize(
     ("role", "transport"),
     [
-        ("attention", "tcp"),
+        pytest.param("attention", "tcp", marks=slow),
         ("expert", "shm"),
         pytest.param("attention", "shm", marks=slow),
         pytest.param("expert", "tcp", marks=slow),
@@ -110,7 +110,8 @@ def test_an_expert_node_with_live_replicas_is_done_without(
         assert engine.stats().expert_table_version == 3
 
 
-@pytest.mark.parametrize("transport", [pytest.param("shm", marks=slow), "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@slow
 def test_losses_while_the_expert_table_changes(
     tiny: Tiny, transport: Literal["shm", "tcp"]
 ) -> None:

@@ -134,6 +134,7 @@ def run_program() -> Iterator[Callable[..., str]]:
         yield run
 
 
+@pytest.mark.slow
 def test_code_is_kept_where_the_user_says(tmp_path: Path, run_program: Callable[..., str]) -> None:
     said, kept_in = "compiled kernel add_norm for this processor", tmp_path / "kept"
     assert said in run_program(NUMBA_CACHE_DIR=str(kept_in))
