@@ -180,7 +180,8 @@ def theirs(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("fields", [
-    {}, TOOLS, {"reasoning_effort": "high"}, {"messages": chat({"a": 1})[:2]},
+    TOOLS, {"reasoning_effort": "high", "chat_template_kwargs": {"model_identity": "I."}},
+    {"messages": chat({"a": 1})[:2]},
     {"messages": [*chat({"a": 1}), {"role": "assistant", "content": "3", "thinking": "done"}],
      "add_generation_prompt": False},
 ])  # fmt: skip
@@ -197,6 +198,7 @@ def test_a_prompt_is_that_of_transformers(
     messages = fields.get("messages", chat({"a": 1}))
     ours = prompt_of(**{**fields, "messages": [as_sent(each) for each in messages]})
     shown = {key: fields[key] for key in ("tools", "reasoning_effort") if key in fields}
+    shown |= fields.get("chat_template_kwargs", {})
     is_open = fields.get("add_generation_prompt", True)
     wanted = theirs(tmp_path).apply_chat_template(
         messages, chat_template=TEMPLATE, tokenize=False, add_generation_prompt=is_open, **shown

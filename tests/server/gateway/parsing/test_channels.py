@@ -75,6 +75,7 @@ def check(text: str, wanted: Items, options: MessageOptions | None = None) -> No
         ),
         (f"{CALL[:-1]}{NEXT}{FINAL}", [("add", '{"a": 1'), ("content", "Yes.")]),
         (CALL[:-1], [("add", '{"a": 1')]),
+        (CALL.replace("add", "unknown"), [("unknown", '{"a": 1}')]),
         # A mark without a header is a word.
         (f"{THOUGHT} <|end|> of <|start|>, so{NEXT}{FINAL}", [
             ("reasoning", "hm <|end|> of <|start|>, so"), ("content", "Yes.")
@@ -125,7 +126,7 @@ def test_what_is_not_read_is_content() -> None:
         ("", FINAL, [("content", "Yes.")]),
         (f"<|start|>user<|message|>hi{NEXT}", FINAL, [("content", "Yes.")]),
         (f"{NEXT}{FINAL}<|end|>", f"<|start|>assistant{FINAL}", [("content", "Yes.")]),
-        (f"{NEXT}{FINAL}<|end|>", "No.", [("content", "No.")]),
+        (f"{NEXT}{THOUGHT}<|end|>", "No.", [("content", "No.")]),
         (f"{NEXT}{FINAL[:-1]} <", "b>", [("content", "b>")]),
         (f"{NEXT}{THOUGHT}", f", so{NEXT}{FINAL}", [("reasoning", ", so"), ("content", "Yes.")]),
     ],
