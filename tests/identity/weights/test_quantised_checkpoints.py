@@ -120,7 +120,7 @@ def test_moved_experts_keep_their_codes(tmp_path: Path, form: str, transport: st
     tables = random_tables(even_shares(8 + 2, 2), seed=5)
     with Engine(config) as engine:
         wanted = engine.clear_tokens(prompts(), max_tokens=MANY_TOKENS, margin=CLEAR_LEAD)
-        assert sum(map(len, wanted)) > MANY_TOKENS
+        assert sum(map(len, wanted)) > MANY_TOKENS // 2
         found = []
         # On a busy machine requests may end before the experts of a table have been read.
         while engine.stats().expert_table_version < 2:
