@@ -12,6 +12,7 @@ of later positions.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Final
 
 from server.scheduler.planning.block_pool import BlockPool
@@ -34,27 +35,36 @@ class BlockTables:
 
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
         """Return the columns that a sequence with these block hashes would begin with."""
-        num_groups, windows = self._num_groups, self.needs.windows
-        seen = [
-            len(hashes) if window is None else self.needs.behind(window) - 1 for window in windows
-        ]
-        found: list[int] = []
-        runs = [0] * num_groups
-        length = 0
-        for idx, block_hash in enumerate(hashes):
-            for group in range(num_groups):
-                block = self.pool.find(_of_group(block_hash, group))
-                found.append(NO_BLOCK if block is None else block)
-                runs[group] = 0 if block is None else runs[group] + 1
-            if any(not run and windows[group] is None for group, run in enumerate(runs)):
+        end = len(hashes)
+        tables: dict[int, list[int]] = {}
+        for group, window in enumerate(self.needs.windows):
+            if window is None:
+                tables[group] = self._found(hashes[:end], group)
+                end = len(tables[group])
+        while not all(self._sees_all(hashes, end, *each) for each in self._windows):
+            end -= 1
+        for group, window in self._windows:
+            first = max(0, end - self.needs.behind(window) + 1)
+            tables[group] = [NO_BLOCK] * first + self._found(hashes[first:end], group)
+        columns = zip(*(tables[group][:end] for group in range(self._num_groups)), strict=True)
+        return list(chain.from_iterable(columns))
+
+    def _found(self, hashes: list[bytes], group: int) -> list[int]:
+        """Return a group's published blocks up to the first hash that has none."""
+        blocks = []
+        for block_hash in hashes:
+            block = self.pool.find(_of_group(block_hash, group))
+            if block is None:
                 break
-            if all(run >= min(idx + 1, most) for run, most in zip(runs, seen, strict=True)):
-                length = idx + 1
-        return [
-            found[idx * num_groups + group] if idx >= length - most else NO_BLOCK
-            for idx in range(length)
-            for group, most in enumerate(seen)
-        ]
+            blocks.append(block)
+        return blocks
+
+    def _sees_all(self, hashes: list[bytes], end: int, group: int, window: int) -> bool:
+        """Say whether a group has the blocks in the window before column `end`."""
+        return all(
+            self.pool.find(_of_group(hashes[column], group)) is not None
+            for column in range(end - 1, max(end - self.needs.behind(window), -1), -1)
+        )
 
     # Admission.
 
