@@ -28,7 +28,7 @@ from models.families.family import FamilyParts
 from models.quantised.config import METHODS
 from topspin.errors import ConfigError
 from topspin.expert_activation import ExpertActivation
-from topspin.plan.precision import KERNEL_FORMATS, rules_of
+from topspin.plan.precision import KERNEL_FORMATS, Rules, rules_of
 from topspin.units import format_size
 
 PARTS: Final[dict[str, type]] = {
@@ -103,7 +103,7 @@ def _facts(parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "experts", f"{moe.num_experts}, {moe.top_k} for a token{shared}; {router.scores}"
     yield "context", f"{facts.max_positions} tokens"
     yield "stored as", config.quantisation.method if config.quantisation else config.dtype
-    yield "weights", "as stored" if parsed.quantization == "none" else parsed.quantization
+    yield "weights", _served(rules) if parsed.quantization == "none" else parsed.quantization
     yield "attention node", format_size(attention)
     if config.moe is not None:
         nodes = parsed.expert_nodes
@@ -113,6 +113,12 @@ def _facts(parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:
         experts = expert_weight_bytes(shape, precision, held=held, kernels="cpu")
         yield "expert node", f"{format_size(experts)}, {held} experts of each layer"
     yield "keys and values", f"{_keys(shape)}, {config.dtype}"
+
+
+def _served(rules: Rules) -> str:
+    """Return the formats in which a CPU serves what a checkpoint has stored, by part."""
+    named = dict.fromkeys(f"{rule.part or 'all'} in {rule.format}" for rule in rules)
+    return ", ".join(named) or "as stored"
 
 
 def _keys(shape: ModelShape) -> str:

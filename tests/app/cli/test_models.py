@@ -40,6 +40,23 @@ def test_layers_with_a_window_keep_no_more_for_longer_contexts(
     assert "16 experts of each layer" in told
 
 
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("gpt-oss-120b", "experts in mxfp4"),
+        ("minimax-m2", "attention in int8, experts in int8"),
+        ("glm-4.6", "as stored"),
+    ],
+)
+def test_the_formats_are_those_that_serve_what_is_stored(
+    name: str, served: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory is told of these: no CPU computes with fp8."""
+    assert main(["models", str(PUBLISHED / name), "--expert-nodes", "8"]) == 0
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "weights" in each)
+    assert " ".join(line.split()) == f"weights {served}"
+
+
 def test_the_facts_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_checkpoint(tmp_path, "glm4_moe")
     assert main(["models", str(path), "--expert-nodes", "3"]) == 0
