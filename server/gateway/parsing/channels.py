@@ -13,7 +13,7 @@ from collections.abc import Callable, Container
 from typing import Final, Literal
 
 from server.gateway.parsing.json_scan import ValueScan
-from server.gateway.parsing.marked_calls import Calls
+from server.gateway.parsing.marked_calls import Calls, PieceParser
 from server.gateway.parsing.markers import num_held
 from server.gateway.parsing.parts import Content, Part, Reasoning
 
@@ -53,7 +53,7 @@ def begun_answer(prompt: str) -> str:
     return "" if is_over else header + mark
 
 
-class Channels:
+class Channels(PieceParser):
     """Reads one answer, which the prompt has `begun`.
 
     `names` are those of the functions that may be called, None: none may; models write them behind
@@ -73,7 +73,6 @@ class Channels:
         self._reasons = reasons
         self._state: Literal["header", "body", "call", "arguments", "behind call"] = "header"
         self._kind: type[Content | Reasoning] = Content
-        self._held = ""
         # The mark that ended the last body; text, if no header follows.
         self._ended_by = ""
         # The header of a call, until its arguments begin, and its function.
@@ -96,14 +95,6 @@ class Channels:
             return "undecided"
         return "reasoning" if self.is_inside or not self._has_body else "answer"
 
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that `text` completes."""
-        parts: list[Part] = []
-        self._held += text
-        while self._held and self._advance(parts):
-            pass
-        return parts
-
     def flush(self) -> list[Part]:
         """Return the parts that were held back; a call that has no arguments yet has none."""
         held, self._held = self._held, ""
@@ -125,7 +116,6 @@ class Channels:
         return parts
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Read what is held up to the next change of state; return whether there was one."""
         match self._state:
             case "header":
                 return self._read_header(parts)

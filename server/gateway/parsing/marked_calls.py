@@ -1,6 +1,7 @@
 """Search for the markers that begin calls in a model's text.
 
-Owns what parsers of marked calls share: the text between calls, and the parts of calls in order.
+Owns what parsers share: the turns of one that reads pieces, the text between marked calls, and the
+parts of calls in order.
 Pure; the forms of a call are server.gateway.parsing.call_formats' and tagged_calls'.
 """
 
@@ -31,19 +32,10 @@ class Calls:
         return [CallArguments(self.num_begun - 1, text)] if text else []
 
 
-class MarkedCalls(ABC):
-    """Text with calls behind markers; what is of `_behind` (None: blanks) follows a call."""
+class PieceParser(ABC):
+    """Text that comes in pieces; `_held` is what cannot be told yet."""
 
-    _behind: str | None = None
-
-    def __init__(self, new_id: Callable[[], str], *begins: str) -> None:
-        self._calls = Calls(new_id)
-        self._begins = begins
-        self._any_begin = re.compile("|".join(map(re.escape, begins)))
-        self._held = ""
-        # Before the marker of the present call; content, if that is none.
-        self._blanks = ""
-        self._is_behind_call = False
+    _held = ""
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that `text` completes: content, and calls."""
@@ -56,6 +48,20 @@ class MarkedCalls(ABC):
     @abstractmethod
     def _advance(self, parts: list[Part]) -> bool:
         """Read what is held up to the next change of state; return whether there was one."""
+
+
+class MarkedCalls(PieceParser):
+    """Text with calls behind markers; what is of `_behind` (None: blanks) follows a call."""
+
+    _behind: str | None = None
+
+    def __init__(self, new_id: Callable[[], str], *begins: str) -> None:
+        self._calls = Calls(new_id)
+        self._begins = begins
+        self._any_begin = re.compile("|".join(map(re.escape, begins)))
+        # Before the marker of the present call; content, if that is none.
+        self._blanks = ""
+        self._is_behind_call = False
 
     @abstractmethod
     def _begin_call(self, marker: str) -> None:
