@@ -35,7 +35,9 @@ CLEAR_LEAD = 0.1
 # In nats, of most positions; where the router has a near tie, other experts answer, and the mean is
 # larger.
 MAX_MEDIAN_KL = 0.005
-MAX_MEAN_KL = 0.1
+MAX_MEAN_KL = 0.06
+# Of the model with a sigmoid router, which has more near ties.
+MAX_MEAN_KL_OF_SIGMOIDS = 0.1
 MXFP4 = ("gpt_oss", "mxfp4")
 FAST = (("qwen2_moe", "awq"), MXFP4)
 CASES = [
@@ -86,7 +88,8 @@ def test_codes_are_served_with_a_bounded_divergence(tmp_path: Path, family: str,
                 found.append(divergence(wanted[position], each.top_ids, each.top_logprobs))
     assert len(found) == sum(PROMPT_LENS) - len(PROMPT_LENS)
     assert 0 < statistics.median(found) < MAX_MEDIAN_KL
-    assert statistics.mean(found) < MAX_MEAN_KL
+    most = MAX_MEAN_KL_OF_SIGMOIDS if family == "glm4_moe" else MAX_MEAN_KL
+    assert statistics.mean(found) < most
 
 
 def divergence(wanted: torch.Tensor, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> float:
@@ -120,7 +123,7 @@ def test_moved_experts_keep_their_codes(tmp_path: Path, form: str, transport: st
     tables = random_tables(even_shares(8 + 2, 2), seed=5)
     with Engine(config) as engine:
         wanted = engine.clear_tokens(prompts(), max_tokens=MANY_TOKENS, margin=CLEAR_LEAD)
-        assert sum(map(len, wanted)) > MANY_TOKENS // 2
+        assert sum(map(len, wanted)) > (MANY_TOKENS // 2 if form == "mxfp4" else MANY_TOKENS)
         found = []
         # On a busy machine requests may end before the experts of a table have been read.
         while engine.stats().expert_table_version < 2:
