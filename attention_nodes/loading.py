@@ -37,7 +37,7 @@ from models.checkpoints.unused_tensors import describe_unused, unused_tensors
 from models.checkpoints.weights import stream_attention_weights
 from models.description.config import ModelConfig, load_model_config
 from spec_decode.draft import Drafter
-from topspin.plan.kv_cache import BlockNeeds, kv_groups
+from topspin.plan.kv_cache import BlockNeeds, block_needs
 from topspin.plan.precision import formats
 from topspin.plan.spec import NodeConfig
 from topspin.process import release_freed_memory
@@ -170,10 +170,10 @@ def held_layers(config: NodeConfig, model: ModelConfig) -> range:
 
 def needs_of(config: NodeConfig, model: ModelConfig) -> BlockNeeds:
     """Return how many blocks a sequence needs on a node."""
-    windows = [layer.sliding_window for layer in model.layers]
-    return BlockNeeds(
-        kv_groups(windows, config.kv_cache, max_len=config.model.max_model_len).windows,
-        block_size=config.kv_cache.block_size,
+    return block_needs(
+        model.windows,
+        config.kv_cache,
+        max_len=config.model.max_model_len,
         max_step_tokens=config.attention.max_num_batched_tokens,
     )
 

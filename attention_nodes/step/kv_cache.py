@@ -66,8 +66,7 @@ def layer_specs(
             "kept in fp8"
         )
     coded = coded_layers(config, kept)
-    windows = [each.sliding_window for each in config.layers]
-    groups = kv_groups(windows, kept, max_len=0 if max_len is None else max_len)
+    groups = kv_groups(config.windows, kept, max_len=0 if max_len is None else max_len)
     return tuple(
         LayerSpec(
             num_heads=config.num_kv_heads,

@@ -86,6 +86,11 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding windows of the layers."""
+        return tuple(layer.sliding_window for layer in self.layers)
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with routed experts, ascending."""
         return tuple(idx for idx, layer in enumerate(self.layers) if layer.is_moe)

@@ -28,7 +28,7 @@ def facts_of(model: ModelConfig, path: Path | None = None) -> ModelFacts:
         num_experts=model.moe.num_experts if model.moe is not None and has_experts else 0,
         # With dynamic NTK a key is rotated by its own prompt's length.
         shares_prefixes=not is_length_dependent(model.rope),
-        windows=tuple(layer.sliding_window for layer in model.layers),
+        windows=model.windows,
         head_dim=model.head_dim,
         precision=presumed_rules(model) if path is None else checkpoint_rules(path, model),
     )

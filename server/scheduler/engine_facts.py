@@ -40,7 +40,7 @@ def read_facts(planned: PlannedModel, num_cores: int) -> EngineFacts:
         hidden_size=model.hidden_size,
         num_cores=num_cores,
         moe_layers=model.moe_layers,
-        windows=tuple(layer.sliding_window for layer in model.layers),
+        windows=model.windows,
     )
 
 

@@ -165,3 +165,11 @@ class BlockNeeds:
     def columns_within(self, num_blocks: int, limit: int) -> int:
         """Return the most columns, up to `limit`, for which `num_blocks` suffice."""
         return bisect_right(range(limit + 1), num_blocks, key=self.of) - 1
+
+
+def block_needs(
+    windows: Sequence[int | None], kept: KvCacheSpec, *, max_len: int, max_step_tokens: int
+) -> BlockNeeds:
+    """Return what sequences of a model need whose layers have these `windows`; see kv_groups."""
+    groups = kv_groups(windows, kept, max_len=max_len)
+    return BlockNeeds(groups.windows, block_size=kept.block_size, max_step_tokens=max_step_tokens)

@@ -70,7 +70,7 @@ from topspin.messages import (
     StepTimings,
     unpack_ints,
 )
-from topspin.plan.kv_cache import BlockNeeds, kv_groups
+from topspin.plan.kv_cache import block_needs
 from topspin.plan.spec import EnginePlan
 
 # A request that takes part in so many lost generations without a token may be their cause.
@@ -125,10 +125,10 @@ class Policy:
         self._fit = CostFits(cost, num_layers, formation)
         self._local_layers = local_layers
         self._was_idle = True
-        groups = kv_groups(windows, plan.kv_cache, max_len=plan.model.max_model_len)
-        self._needs = BlockNeeds(
-            groups.windows,
-            block_size=plan.kv_cache.block_size,
+        self._needs = block_needs(
+            windows,
+            plan.kv_cache,
+            max_len=plan.model.max_model_len,
             max_step_tokens=max(node.max_num_batched_tokens for node in plan.attention),
         )
         self._replicas = [

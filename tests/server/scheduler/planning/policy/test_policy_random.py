@@ -18,7 +18,7 @@ from tests.server.scheduler.engine import Engine, make_config, make_request
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE
 from tests.structs import changed
 from topspin.messages import AddRequest, CompileGrammar, GrammarReady
-from topspin.plan.kv_cache import BlockNeeds, kv_groups
+from topspin.plan.kv_cache import block_needs
 from topspin.plan.spec import EnginePlan
 
 EOS = 5
@@ -52,9 +52,10 @@ def random_blocks(
     rng: random.Random, plan: EnginePlan, windows: tuple[int | None, ...]
 ) -> list[int]:
     """Return the nodes' blocks; the first holds the longest request, just so or with ease."""
-    needs = BlockNeeds(
-        kv_groups(windows, plan.kv_cache, max_len=plan.model.max_model_len).windows,
-        block_size=plan.kv_cache.block_size,
+    needs = block_needs(
+        windows,
+        plan.kv_cache,
+        max_len=plan.model.max_model_len,
         max_step_tokens=max(node.max_num_batched_tokens for node in plan.attention),
     )
     least = needs.of(-(-plan.model.max_model_len // plan.kv_cache.block_size))
