@@ -207,9 +207,9 @@ VARIANTS: dict[str, Variant] = {
         "ernie4_5_moe",
         {
             **_ERNIE,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 6,
             "moe_layer_start_index": 0,
-            "moe_layer_end_index": 2,
+            "moe_layer_end_index": 3,
             "moe_layer_interval": 2,
             "moe_num_shared_experts": 0,
             "tie_word_embeddings": False,

@@ -30,8 +30,9 @@ DENSE_MODEL = "llama_bias"
 # windows and dense layers here and there; a sigmoid router with groups and a bias, partly rotated
 # and normed heads, a dense first layer and a plain shared expert; biases, and heads of 24 numbers.
 MODELS = ("gpt_oss", "qwen2_moe_sparse_step", "glm4_moe", DENSE_MODEL)
-IN_TURN = ("minimax_m2", "qwen3_moe")
-"""Those of rows that need none of MODELS: heads of 32 numbers, normed all together or each."""
+IN_TURN = ("minimax_m2", "qwen3_moe", "ernie4_5_moe_sparse_step", "olmoe_clip_qkv")
+"""Those of rows that need none of MODELS: heads of 32 numbers, normed all together or each; of 16,
+rotated in neighbouring pairs, or clipped."""
 BEYOND_A_MODEL = {frozenset((model, "spill to a file")) for model in MODELS}
 """Pairs that a model's heads or windows rule out, as a node says when it starts."""
 ROUNDING = ("dtype", "payload", "precision", "keys", "rules", "retrieval", "spill")

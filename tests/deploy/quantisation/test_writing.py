@@ -30,6 +30,7 @@ SIZES = {
     "mixtral_sliding_window": {"intermediate_size": 64},
     "glm4_moe": {"first_k_dense_replace": 0},
     "ernie4_5_moe": {"moe_layer_start_index": 0, "head_dim": 32},
+    "minimax_m2": {"intermediate_size": 64},
 }
 BY_DEFAULT = ("llama_bias", "qwen2_moe", "mixtral_sliding_window", "glm4_moe", "ernie4_5_moe")
 FILE = "model.safetensors"
@@ -48,7 +49,7 @@ def decompressed(coded: Path, plain: Path) -> None:
     stored = load_file(coded / "model.safetensors")
     modules = {name.rpartition(".")[0] for name in stored}
     root = torch.nn.Module()
-    for name in modules:
+    for name in sorted(modules):  # parents first
         parent = root
         *folders, last = name.split(".")
         for folder in folders:
