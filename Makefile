@@ -66,6 +66,7 @@ test: $(VENV)/.installed-test
 	$(TESTS) $(ARGS)
 
 test-slow: $(VENV)/.installed-test
+	$(VENV)/bin/topspin pull $(MODEL)
 	$(PYTEST) -n 2 --dist worksteal -m "slow and not gpu" $(ARGS)
 
 test-clients: $(VENV)/.installed-test

@@ -25,7 +25,7 @@ from attention_nodes.step.executor import Ran, Receipt, run_layers
 from attention_nodes.step.rally import Companions
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import TableLimits
-from attention_nodes.step.step_inputs import NO_SLICES, Slices, StepInputs
+from attention_nodes.step.step_inputs import Slices, StepInputs, no_slices
 from kernels.recordings import Recordings
 from kernels.runtime import Runtime
 from m2n_comm.net import AttentionNet
@@ -75,6 +75,7 @@ class DeviceExecutor:
         self.sizes: Final = _sizes(decoder, config)
         widest = MAX_MICRO_BATCHES * config.attention.max_num_seqs
         max_padded = widest if self.sizes else 0
+        self._num_groups = limits.num_groups
         self._inputs = DeviceInputs(
             runtime,
             rotary,
@@ -175,13 +176,14 @@ class DeviceExecutor:
         """
         if not self.sizes or not net.is_graph_safe:
             return
+        empty = no_slices(self._num_groups)
         keys = [(m, bucket) for bucket in reversed(self.sizes) for m in sorted(micro_batches)]
         for done, (m, bucket) in enumerate(keys):
             if done % 8 == 0:
                 _log.info("recording decode steps: %d of %d sizes", done, len(keys))
             check()
             for _ in range(2):
-                placed = self._inputs.place([NO_SLICES] * m, bucket)
+                placed = self._inputs.place([empty] * m, bucket)
                 self._replay(PlacedStep(placed, bucket, 0), net)
         self._runtime.synchronize()
 

@@ -179,6 +179,12 @@ NO_SLICES: Final = Slices(
 )
 
 
+def no_slices(num_groups: int) -> Slices:
+    """Return a micro-batch without rows, whose layers are in `num_groups` groups."""
+    others = GroupTables(NO_SLICES.kv_slots, NO_SLICES.block_tables)
+    return NO_SLICES._replace(further=(others,) * (num_groups - 1))
+
+
 class _Planned(NamedTuple):
     """The slices that have rows, before they have any: arrays [S]."""
 
