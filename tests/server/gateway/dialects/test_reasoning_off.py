@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.server.gateway.calls import CHAT, USER, post
+from server.gateway.parsing.formats import message_formats
+from tests.server.gateway.calls import CHAT, CHAT_BODY, USER, post
 from tests.server.gateway.dialects.test_chat_tools import allows
 from tests.server.gateway.fakes import FakeEngine, saying, template_of
+from topspin.plan.settings import GatewaySection
 
 # As Qwen3's, a hybrid model's: what is off is closed in the prompt.
 QWEN3 = (
@@ -26,6 +28,19 @@ DEEPSEEK = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<assistant>"
     "{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+# As GLM-4.5's: what is off is said to the user and closed in the prompt.
+GLM45 = (
+    "{{ tools | tojson if tools }}{% for message in messages %}<|{{ message.role }}|>\n"
+    "{{ message.content }}{{ '/nothink' if enable_thinking is defined and not enable_thinking and "
+    "message.role == 'user' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{{ '\n<think></think>' if enable_thinking is defined and not enable_thinking }}{% endif %}"
+)
+# As MiniMax-M2's: the prompt opens the block.
+MINIMAX_M2 = (
+    "{{ tools | tojson if tools }}{% for message in messages %}]~b]{{ message.role }}\n"
+    "{{ message.content }}[e~[\n{% endfor %}{% if add_generation_prompt %}]~b]ai\n<think>\n"
+    "{% endif %}"
 )
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
@@ -97,6 +112,8 @@ def test_an_answer_behind_reasoning_does_not_reason_again(
             "<think>",
         ),
         (DEEPSEEK, {"chat_template_kwargs": {"thinking": True}}, ""),
+        (GLM45, {}, "\n<think>"),
+        (MINIMAX_M2, {}, ""),
         (QWEN3, continuing("<think>so"), ""),
     ],
 )
@@ -106,6 +123,31 @@ def test_an_answer_may_reason_where_it_is_not_told_otherwise(
     made = grammar(source, **CHOICE, **fields)
     assert allows(made, f"{begins}\nhm\n</think>\n\nyes")
     assert allows(made, "yes") == bool(begins)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "text"),
+    [
+        ("glm45", GLM45, "\n<think>hm</think>\nyes"),
+        ("glm45", GLM45.replace("<think>", "<th>"), "\n<think>hm</think>\nyes"),
+        ("minimax_m2", MINIMAX_M2, "hm\n</think>\n\nyes"),
+        ("auto", MINIMAX_M2, "hm\n</think>\n\nyes"),
+    ],
+)
+def test_families_reason_in_the_block_that_their_templates_open(
+    name: Any, source: str, text: str
+) -> None:
+    template = template_of(source)
+    formats = message_formats(GatewaySection(reasoning_parser=name), template)
+    answer = post(CHAT, CHAT_BODY, FakeEngine(saying(text)), template=template, formats=formats)
+    message = answer.json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+
+
+def test_glm_closes_the_block_where_reasoning_is_off() -> None:
+    made = grammar(GLM45, **CHOICE, **OFF)
+    assert allows(made, "yes")
+    assert not allows(made, "\n<think>hm</think>yes")
 
 
 @pytest.mark.parametrize("messages", [[USER], [USER, TOOL]])
