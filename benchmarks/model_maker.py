@@ -34,7 +34,7 @@ MXFP4_EXPONENT = 120
 
 def make(directory: Path, *, num_layers: int = 12, dtype: str = "bfloat16", seed: int = 0) -> None:
     """Write config, weights and tokenizer into `directory`; refuses one that has a config."""
-    _check_absent(directory)
+    _begin(directory)
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -58,12 +58,11 @@ def make(directory: Path, *, num_layers: int = 12, dtype: str = "bfloat16", seed
     model = Qwen3MoeForCausalLM(config).to(getattr(torch, dtype))
     model.generation_config.eos_token_id = 2
     model.save_pretrained(directory)
-    _copy_tokenizer(directory)
 
 
 def make_mxfp4(directory: Path, *, num_layers: int = 3, seed: int = 0, **sizes: int) -> None:
     """Write a model with experts in mxfp4, as make() one without; `sizes` are other ones."""
-    _check_absent(directory)
+    _begin(directory)
     import torch
     from safetensors.torch import save_file
     from transformers import GenerationConfig, GptOssConfig, GptOssForCausalLM
@@ -88,23 +87,20 @@ def make_mxfp4(directory: Path, *, num_layers: int = 3, seed: int = 0, **sizes: 
             tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
         else:
             tensors[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(0, STANDARD_DEVIATION)
-    directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     config.save_pretrained(directory)
     GenerationConfig.from_dict({"eos_token_id": 2}).save_pretrained(directory)
-    _copy_tokenizer(directory)
 
 
-def _check_absent(directory: Path) -> None:
-    if (directory / "config.json").exists():
-        raise SystemExit(f"{directory} already has a config.json; choose another directory")
-
-
-def _copy_tokenizer(directory: Path) -> None:
+def _begin(directory: Path) -> None:
+    """Make the directory with the tokenizer of the default model, which has to be there."""
     from models.sources.hub import resolve_model
 
+    if (directory / "config.json").exists():
+        raise SystemExit(f"{directory} already has a config.json; choose another directory")
     source = resolve_model("smollm2-moe")
+    directory.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, directory / name)

@@ -12,7 +12,9 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weights import stream_attention_weights
 from models.description.config import load_model_config
 from models.quantised.precision import checkpoint_rules
+from tests.checkpoints import write_tokenizer
 from tests.weights import load_expert_weights
+from topspin.errors import ConfigError
 from topspin.plan.precision import PrecisionRule
 
 SIZES = {
@@ -25,7 +27,8 @@ SIZES = {
 
 
 def test_a_model_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_maker, "_copy_tokenizer", lambda directory: None)
+    write_tokenizer(tmp_path)
+    monkeypatch.setattr("models.sources.hub.resolve_model", lambda name: tmp_path)
     model_maker.make_mxfp4(tmp_path / "model", num_layers=2, **SIZES)
     config = load_model_config(tmp_path / "model")
     assert [layer.sliding_window for layer in config.layers] == [128, None]
@@ -35,5 +38,15 @@ def test_a_model_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     experts = load_expert_weights(checkpoint, config, dtype=torch.float32, experts=[range(32)] * 2)
     assert all(0.01 < layer.down.std() < 0.05 for layer in experts.layers)
     assert len(list(stream_attention_weights(checkpoint, config, dtype=torch.float32).layers)) == 2
+    assert (tmp_path / "model" / "tokenizer.json").exists()
     with pytest.raises(SystemExit, match="already has a config"):
         model_maker.make_mxfp4(tmp_path / "model")
+
+
+def test_nothing_is_written_without_the_default_models_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOPSPIN_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="topspin pull smollm2-moe"):
+        model_maker.make_mxfp4(tmp_path / "model", num_layers=2, **SIZES)
+    assert not (tmp_path / "model").exists()
