@@ -187,7 +187,8 @@ class HeadRows(NamedTuple):
     """The heads of T rows before attention, and the cache slots of their keys and values.
 
     q [T, N, D], k and v [T, G, D]; cos and sin [T, D / 2] or [T, D]; the caches
-    [B, block size, G, D]; slots i64[T]. `q_norm` and `k_norm` [D] norm each head first.
+    [B, block size, G, D]; slots i64[T]. `q_norm` and `k_norm` [D] norm each head first. Values may
+    have another size than keys; both caches may be parts of the heads of one tensor (latents).
     """
 
     q: Tensor
@@ -260,6 +261,21 @@ class LinearWeight:
     address: int = field(default=0, kw_only=True)
     """The address of `data`, for kernels that know its layout; 0: no kernel knows it."""
     weight_format: Format = field(default=UNQUANTISED, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMatrices:
+    """A matrix [O, I] for each of N heads, in the layout of the implementation that packed them.
+
+    Only the `multiply_heads` of that implementation accepts it.
+    """
+
+    data: Tensor
+    num_heads: int
+    out_features: int
+    in_features: int
+    address: int = field(default=0, kw_only=True)
+    """The address of `data`, for kernels that know its layout; 0: it is [N, O, I]."""
 
 
 Biases = tuple[Tensor, Tensor]

@@ -24,6 +24,7 @@ from kernels.contracts import (
     Biases,
     ExpertMatrices,
     ExpertOutput,
+    HeadMatrices,
     LinearWeight,
     Matrix,
     PackedExperts,
@@ -31,7 +32,15 @@ from kernels.contracts import (
 from kernels.cpu.plain import add_rms_norm, rms_norm, rotate_and_store
 from kernels.deterministic_attention import paged_attention
 from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
-from kernels.reference import add_counts, code_keys, embed, permute, route, selected_keys
+from kernels.reference import (
+    add_counts,
+    code_keys,
+    embed,
+    pack_heads,
+    permute,
+    route,
+    selected_keys,
+)
 from kernels.sampling import SampleResult, SamplingBatch
 from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import UNQUANTISED, Format
@@ -44,9 +53,11 @@ __all__ = [
     "embed",
     "grouped_mlp",
     "linear",
+    "multiply_heads",
     "name",
     "order_of",
     "pack_experts",
+    "pack_heads",
     "pack_linear",
     "paged_attention",
     "pair_mlp",
@@ -128,6 +139,18 @@ def linear(
     if not results:
         return x.new_empty(0, weight.out_features) if out is None else out
     return torch.cat(results) if out is None else torch.cat(results, out=out)
+
+
+def multiply_heads(x: Tensor, weight: HeadMatrices, *, out: Tensor | None = None) -> Tensor:
+    """Multiply each head of x by its own matrix; see `kernels.reference.multiply_heads`."""
+    num_in, num_out = weight.in_features, weight.out_features
+    if out is None:
+        out = x.new_empty(*x.shape[:2], num_out + x.shape[2] - num_in)
+    for head in range(weight.num_heads):
+        own = LinearWeight(weight.data[head], num_out, num_in, packed=False)
+        out[:, head, :num_out] = linear(x[:, head, :num_in], own)
+    out[..., num_out:] = x[..., num_in:]
+    return out
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from kernels.contracts import (
     Biases,
     ExpertMatrices,
     ExpertOutput,
+    HeadMatrices,
     HeadRows,
     KeyCodes,
     LinearWeight,
@@ -86,6 +87,12 @@ class Ops(Protocol):
         weight: LinearWeight,
         bias: Tensor | None = None,
         out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def pack_heads(self, weight: Tensor) -> HeadMatrices: ...
+
+    def multiply_heads(
+        self, x: Tensor, weight: HeadMatrices, *, out: Tensor | None = None
     ) -> Tensor: ...
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor: ...

@@ -23,6 +23,7 @@ from kernels.contracts import (
     Biases,
     ExpertMatrices,
     ExpertOutput,
+    HeadMatrices,
     HeadRows,
     KeyCodes,
     LinearWeight,
@@ -93,7 +94,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Store k, v [T, G, D] into caches [B, block_size, G, D] at slots i64[T].
+    """Store k, v [T, G, D] into caches [B, block_size, G, D] at slots i64[T]; see HeadRows.
 
     A slot is block_id * block_size + offset. Slots are distinct and not negative. Caches in fp8
     (float8_e4m3fn) get the nearest numbers; what is beyond the greatest, FP8_MAX, becomes that.
@@ -235,6 +236,22 @@ def linear(
     `out` may have a wider dtype than x.
     """
     return _deliver(F.linear(x, weight.data, bias), out)
+
+
+def pack_heads(weight: Tensor) -> HeadMatrices:
+    """Convert the matrices [N, O, I] of N heads to this implementation's layout."""
+    return HeadMatrices(weight.contiguous(), *weight.shape)
+
+
+def multiply_heads(x: Tensor, weight: HeadMatrices, *, out: Tensor | None = None) -> Tensor:
+    """Multiply each head of x [T, N, I] by its own matrix [O, I] transposed; returns [T, N, O].
+
+    With inputs behind the first I, [T, N, I + C], these are copied behind the outputs,
+    [T, N, O + C]. x may have any strides, 0 too.
+    """
+    num_in = weight.in_features
+    made = torch.bmm(x[..., :num_in].transpose(0, 1), weight.data.transpose(1, 2)).transpose(0, 1)
+    return _deliver(torch.cat((made, x[..., num_in:]), dim=-1), out)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:

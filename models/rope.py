@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from models.description.rope_config import RopeConfig
+from models.description.rope_config import RopeConfig, yarn_scale
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -143,12 +143,8 @@ def _yarn_attention_scaling(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+        return yarn_scale(rope.factor, rope.mscale) / yarn_scale(rope.factor, rope.mscale_all_dim)
+    return yarn_scale(rope.factor, 1.0)
 
 
 def _llama3(rope: RopeConfig, head_dim: int) -> Float32Array:

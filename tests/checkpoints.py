@@ -68,6 +68,23 @@ _ERNIE: dict[str, Any] = {
     "rms_norm_eps": 3e-4,
     "tie_word_embeddings": True,
 }
+# transformers norms latents with 1e-6, whatever rms_norm_eps is; Topspin as this option says.
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rms_norm_eps": 3e-4,
+    "latent_norm_eps": 1e-6,
+    "num_mtp_layers": 0,
+}
 _LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -215,6 +232,58 @@ VARIANTS: dict[str, Variant] = {
             "tie_word_embeddings": False,
             "rope_parameters": _YARN_ROPE,
             "max_position_embeddings": 128,
+        },
+    ),
+    "deepseek_v2": Variant(
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v2_lite": Variant(
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "rope_parameters": {**_YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.6},
+            "max_position_embeddings": 128,
+        },
+    ),
+    "deepseek_v3": Variant(
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "max_position_embeddings": 128,
+        },
+    ),
+    "deepseek_v3_halves": Variant(
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm4_moe_lite": Variant(
+        "glm4_moe_lite",
+        {
+            **_LATENT,
+            "qk_nope_head_dim": 24,
+            "v_head_dim": 32,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
     "gpt_oss": Variant(

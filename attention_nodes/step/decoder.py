@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attention_nodes.local_experts import ColocatedExperts
 from attention_nodes.step.kv_cache import KvCache
+from attention_nodes.step.latent import LatentLayer, pack_latent, store_latents, values_of
 from attention_nodes.step.step_inputs import MicroBatchInputs
 from kernels.contracts import (
     AttentionMeta,
@@ -59,6 +60,7 @@ class Layer:
     mlp: tuple[LinearWeight, LinearWeight] | None
     mlp_biases: tuple[Tensor | None, Tensor | None]
     shared_gate: LinearWeight | None
+    latent: LatentLayer | None
 
 
 def routing_rule(router: RouterConfig, *, bias: Tensor | None, dtype: torch.dtype) -> RoutingRule:
@@ -103,7 +105,7 @@ class NodeLayers:
         self.codes: Mapping[int, KeyCodes] = {}
         self.watch: Watch | None = None
         self.experts: ColocatedExperts | None = None
-        self._scale = config.head_dim**-0.5
+        self._scale = config.attention_scale
         self._first = first
         moe_idx = {layer: idx for idx, layer in enumerate(config.moe_layers)}
         self.layers = [
@@ -114,7 +116,7 @@ class NodeLayers:
     def _pack(
         self, idx: int, moe_idx: int | None, weights: LayerWeights, precision: Rules
     ) -> Layer:
-        pack = self.ops.pack_linear
+        ops, pack = self.ops, self.ops.pack_linear
         of_attention = format_of(precision, "attention", idx)
         of_mlp = format_of(precision, "mlp", idx)
         mlp = weights.dense if weights.dense is not None else weights.shared
@@ -147,6 +149,11 @@ class NodeLayers:
                 else (None, None)
             ),
             shared_gate=pack(gate) if gate is not None else None,
+            latent=(
+                pack_latent(self.config.latent, self.config.num_heads, weights, ops, of_attention)
+                if self.config.latent is not None
+                else None
+            ),
         )
 
     def warm_up(self) -> None:
@@ -186,17 +193,7 @@ class NodeLayers:
         place = layer.idx - self._first
         keys, values = self.kv.keys[place], self.kv.values[place]
         kv_slots, meta = inputs.of_group(layer.kv_group)
-        q, k, v = self._project(layer, normed)
-        has_head_norms = self.config.qk_norm == "head"
-        q_norm, k_norm = (layer.q_norm, layer.k_norm) if has_head_norms else (None, None)
-        ops.rotate_and_store(
-            HeadRows(
-                *(q, k, v, inputs.cos, inputs.sin, keys, values, kv_slots),
-                q_norm=q_norm,
-                k_norm=k_norm,
-                eps=eps,
-            )
-        )
+        q = self._store(layer, normed, inputs, keys, values, kv_slots)
         attended = ops.paged_attention(
             q,
             keys,
@@ -209,8 +206,40 @@ class NodeLayers:
         )
         if self.watch is not None:
             self.watch(layer.idx, q, meta)
-        out = ops.linear(attended.flatten(1), layer.o, layer.o_bias)
+        if layer.latent is not None:
+            rows = values_of(ops, layer.latent, attended)
+        else:
+            rows = attended.flatten(1)
+        out = ops.linear(rows, layer.o, layer.o_bias)
         return ops.add_rms_norm(out, residual, layer.post_norm, eps=eps)
+
+    def _store(
+        self,
+        layer: Layer,
+        normed: Tensor,
+        inputs: MicroBatchInputs,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Write the rows' keys and values to the caches; return their queries [T, N, D]."""
+        ops = self.ops
+        if layer.latent is not None:
+            projected = ops.linear(normed, layer.qkv, layer.qkv_bias)
+            angles = {"cos": inputs.cos, "sin": inputs.sin}
+            return store_latents(ops, layer.latent, projected, cache=keys, slots=slots, **angles)
+        q, k, v = self._project(layer, normed)
+        has_head_norms = self.config.qk_norm == "head"
+        q_norm, k_norm = (layer.q_norm, layer.k_norm) if has_head_norms else (None, None)
+        ops.rotate_and_store(
+            HeadRows(
+                *(q, k, v, inputs.cos, inputs.sin, keys, values, slots),
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=self.config.rms_norm_eps,
+            )
+        )
+        return q
 
     def _project(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, N, D], k and v [T, G, D] before per-head norms and rotation."""

@@ -23,7 +23,7 @@ class RotaryTable:
 
     def __init__(self, config: ModelConfig, *, max_len: int) -> None:
         self._rope = config.rope
-        self._head_dim = config.head_dim
+        self._head_dim = config.rotated_dim
         self.table: tuple[Tensor, Tensor] | None = None
         if not is_length_dependent(config.rope):
             self.table = self._cos_sin(torch.arange(max_len), seq_len=max_len)

@@ -25,11 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import reference
 from kernels.coded import numbers
 from kernels.contracts import (
     Biases,
     ExpertMatrices,
     ExpertOutput,
+    HeadMatrices,
     LinearWeight,
     Matrix,
     PackedExperts,
@@ -104,6 +106,27 @@ def linear(
     else:
         result = torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
     return result if out is None or out is result else out.copy_(result)
+
+
+def pack_heads(weight: Tensor) -> HeadMatrices:
+    """Pack the matrices [N, O, I] of N heads; the caller drops the originals."""
+    if not numba_matmul.can_pack_heads(weight):
+        return reference.pack_heads(weight)
+    packed = numba_matmul.pack_heads(weight, _ARENA)
+    return HeadMatrices(packed, *weight.shape, address=packed.data_ptr())
+
+
+def multiply_heads(x: Tensor, weight: HeadMatrices, *, out: Tensor | None = None) -> Tensor:
+    """Multiply each head of x by its own matrix; see `kernels.reference.multiply_heads`."""
+    if not weight.address:
+        return reference.multiply_heads(x, weight, out=out)
+    if out is None:
+        out = x.new_empty(*x.shape[:2], weight.out_features + x.shape[2] - weight.in_features)
+    if numba_matmul.can_multiply_heads(x, out):
+        numba_matmul.multiply_heads(x, weight, out)
+    else:
+        assert len(x) == 0, f"{x.dtype} {x.stride()}, {out.dtype} {out.stride()}"
+    return out
 
 
 def collect_slots(

@@ -25,7 +25,9 @@ from kernels.cpu.compiled.rows import add_counts
 from kernels.cpu.matmul import (
     grouped_mlp,
     linear,
+    multiply_heads,
     pack_experts,
+    pack_heads,
     pack_linear,
     rebuild_experts,
 )
@@ -39,8 +41,10 @@ __all__ = [
     "embed",
     "grouped_mlp",
     "linear",
+    "multiply_heads",
     "name",
     "pack_experts",
+    "pack_heads",
     "pack_linear",
     "paged_attention",
     "rebuild_experts",

@@ -25,6 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels import reference
 from kernels.contracts import (
     Biases,
     ExpertMatrices,
@@ -85,6 +86,8 @@ class TritonOps:
     rms_norm = staticmethod(rms_norm)
     paged_attention = staticmethod(paged_attention)
     linear = staticmethod(linear)
+    pack_heads = staticmethod(reference.pack_heads)
+    multiply_heads = staticmethod(reference.multiply_heads)
     swiglu = staticmethod(swiglu)
     route = staticmethod(route)
     sample = staticmethod(triton_sampling.sample)

@@ -125,6 +125,7 @@ def _rotate_and_store(
     num_heads: tl.tensor,
     num_kv_heads: tl.tensor,
     half: tl.tensor,
+    num_values: tl.tensor,
     high_table: tl.tensor,
     q_row: tl.tensor,
     q_head: tl.tensor,
@@ -144,6 +145,7 @@ def _rotate_and_store(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -173,12 +175,14 @@ def _rotate_and_store(
             inside = (head < num_kv_heads)[:, None] & (column < half)[None, :]
             to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
             place = to + head[:, None] * cache_head + column[None, :]
-            source = v + token * v_row + head[:, None] * v_head + column[None, :]
-            low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-            high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
             first, second = first.to(tl.float32), second.to(tl.float32)
             _store(k_cache + place, half, first, second, k_factor, inside)
-            _store(v_cache + place, half, low, high, v_factor, inside)
+            number = tl.arange(0, VALUES)
+            inside = (head < num_kv_heads)[:, None] & (number < num_values)[None, :]
+            source = v + token * v_row + head[:, None] * v_head + number[None, :]
+            value = tl.load(source, mask=inside, other=0.0).to(tl.float32) * v_factor
+            place = v_cache + to + head[:, None] * cache_head + number[None, :]
+            tl.store(place, rounded(value, v_cache.dtype.element_ty), mask=inside)
 
 
 def _norm_kind(norm: Tensor | None, heads: Tensor, what: str) -> int:
@@ -197,7 +201,7 @@ def _norm_kind(norm: Tensor | None, heads: Tensor, what: str) -> int:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> None:
     num_tokens, _, head_dim = q.shape
-    if k.shape != v.shape or len(k) != num_tokens or k.shape[2] != head_dim or head_dim % 2:
+    if k.shape[:2] != v.shape[:2] or len(k) != num_tokens or k.shape[2] != head_dim or head_dim % 2:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}")
@@ -212,8 +216,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Ten
         raise ValueError(f"slots {tuple(slots.shape)} for {num_tokens} tokens")
 
 
-def _check_caches(k: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    if k_cache.shape != v_cache.shape or k_cache.shape[2:] != k.shape[1:]:
+def _check_caches(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    pairs = ((k_cache, k), (v_cache, v))
+    if k_cache.shape[:2] != v_cache.shape[:2] or any(c.shape[2:] != x.shape[1:] for c, x in pairs):
         raise ValueError(f"caches {tuple(k_cache.shape)}, {tuple(v_cache.shape)}, k {k.shape}")
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in CACHE_DTYPES:
         raise ValueError(f"caches are {k_cache.dtype}, {v_cache.dtype}")
@@ -246,7 +251,7 @@ def rotate_and_store(
     together.
     """
     _check(q, k, v, cos, sin, slots)
-    _check_caches(k, k_cache, v_cache)
+    _check_caches(k, v, k_cache, v_cache)
     kinds = _norm_kind(q_norm, q, "q_norm"), _norm_kind(k_norm, k, "k_norm")
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], head_dim // 2
@@ -258,9 +263,9 @@ def rotate_and_store(
     _rotate_and_store[(num_tokens, parts)](
         q, k, v, cos, sin, k_cache, v_cache, slots,
         q if q_norm is None else q_norm, k if k_norm is None else k_norm,
-        num_heads, num_kv_heads, half, cos.shape[1] - half,
+        num_heads, num_kv_heads, half, v.shape[2], cos.shape[1] - half,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0), *k_cache.stride()[:3], 1.0 / k_scale, 1.0 / v_scale, eps,
         Q_NORM=kinds[0], K_NORM=kinds[1], BLOCK_SIZE=k_cache.shape[1], HEADS=heads,
-        HALF=triton.next_power_of_2(half), num_warps=1,
+        HALF=triton.next_power_of_2(half), VALUES=triton.next_power_of_2(v.shape[2]), num_warps=1,
     )  # fmt: skip

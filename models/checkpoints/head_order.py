@@ -78,3 +78,35 @@ class HeadOrder:
         """Return a projection as qkv() returns it with its rows in the checkpoint's order."""
         assert self.value_dim == self._head_dim, "zeros in place of values"
         return matrix if self._of_rows is None else matrix[self._of_rows.argsort()]
+
+
+class LatentOrder:
+    """The order of the rotated numbers, the last of queries and of the key that heads share."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        latent = config.latent
+        assert latent is not None
+        order = pair_order(config.rope, latent.rope_dim)
+        rotated = torch.arange(latent.rope_dim) if order is None else torch.from_numpy(order)
+        of_query = torch.cat((torch.arange(latent.nope_dim), rotated + latent.nope_dim))
+        heads = torch.arange(config.num_heads)[:, None] * latent.head_dim
+        self._of_queries = (heads + of_query).flatten()
+        of_cached = torch.cat((torch.arange(latent.rank), rotated + latent.rank))
+        first = self._of_queries if latent.q_rank is None else torch.arange(latent.q_rank)
+        self._of_inputs = torch.cat((first, of_cached + len(first)))
+
+    def inputs(self, matrix: Matrix) -> Matrix:
+        """Return the projection of hidden states, as LayerWeights.qkv."""
+        return _rows_of(matrix, self._of_inputs)
+
+    def bias(self, bias: Tensor) -> Tensor:
+        """Return that projection's bias."""
+        return bias[self._of_inputs]
+
+    def queries(self, matrix: Matrix) -> Matrix:
+        """Return the projection of the queries' latent."""
+        return _rows_of(matrix, self._of_queries)
+
+
+def _rows_of(matrix: Matrix, order: Tensor) -> Matrix:
+    return matrix[order] if isinstance(matrix, Tensor) else matrix.rows(order)

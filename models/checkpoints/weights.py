@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.expert_sources import ExpertSources, moe_block
-from models.checkpoints.head_order import HeadOrder
+from models.checkpoints.head_order import HeadOrder, LatentOrder
 from models.checkpoints.tensor_names import EMBED, FINAL_NORM, LM_HEAD, layer_name
 from models.description.config import ModelConfig
 from models.quantised.matrices import Matrix, MatrixReader, Source
@@ -59,6 +60,21 @@ class RouterWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentWeights:
+    """What makes queries, keys and values of latents; see models.description.parts.LatentConfig.
+
+    queries [N * (nope + rope), q rank], None if they have no latent. to_latent [N, rank, nope]
+    turns a query's first numbers into those that are multiplied with latents; to_keys
+    [N, nope, rank] and to_values [N, value, rank] make a head's key and value of a latent.
+    """
+
+    queries: Matrix | None
+    to_latent: Tensor
+    to_keys: Tensor
+    to_values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """The attention role's part of one layer.
 
@@ -67,6 +83,10 @@ class LayerWeights:
     qkv_bias [q + 2 kv], o [H, q], o_bias [H], q_norm and k_norm [head_dim] ("head") or [q], [kv]
     ("full"), sinks f32[heads], post_norm [H] (before the MLP). A layer has router (and maybe
     shared) or dense, never both.
+
+    With `latent`, qkv is [q rank + rank + rope, H], rows of the queries' latent (without one, of
+    the queries: N * (nope + rope)), then of the latent and the key that heads share; q_norm
+    [q rank] and k_norm [rank] are those of the latents, and o is [H, N * value].
     """
 
     input_norm: Tensor
@@ -81,6 +101,19 @@ class LayerWeights:
     router: RouterWeights | None
     shared: SharedExpertWeights | None
     dense: DenseMlpWeights | None
+    latent: LatentWeights | None = None
+
+
+class _Attention(TypedDict):
+    """The fields of LayerWeights that are read with its attention."""
+
+    qkv: Matrix
+    qkv_bias: Tensor | None
+    o: Matrix
+    o_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    latent: LatentWeights | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,7 +287,6 @@ class _Reader:
         self.config = config
         self.precision = precision
         self.device = device
-        self.head_order = HeadOrder(config)
         self.matrices = MatrixReader(checkpoint, config.quantisation, dtype=dtype, device=device)
 
     def read(self, name: str, *shape: int) -> Tensor:
@@ -310,8 +342,25 @@ def _load_lm_head(reader: _Reader, embed: Tensor) -> Matrix:
 
 def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
     config = reader.config
+    hidden = config.hidden_size
+    is_moe = config.layers[layer_idx].is_moe
+    sinks = layer_name(layer_idx, "self_attn.sinks")
+    load_attention = _load_heads if config.latent is None else _load_latent
+    return LayerWeights(
+        input_norm=reader.read(layer_name(layer_idx, "input_layernorm.weight"), hidden),
+        **load_attention(reader, layer_idx),
+        sinks=reader.read_fp32(sinks, config.num_heads) if config.has_sinks else None,
+        post_norm=reader.read(layer_name(layer_idx, "post_attention_layernorm.weight"), hidden),
+        router=_load_router(reader, layer_idx) if is_moe else None,
+        shared=_load_shared(reader, layer_idx) if is_moe else None,
+        dense=None if is_moe else _load_dense(reader, layer_idx),
+    )
+
+
+def _load_heads(reader: _Reader, layer_idx: int) -> _Attention:
+    """Read attention whose keys and values are projections of their own."""
+    config, order = reader.config, HeadOrder(reader.config)
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
-    order = reader.head_order
     num_values = config.num_kv_heads * order.value_dim
     projections = (("q_proj", q), ("k_proj", kv), ("v_proj", num_values))
 
@@ -320,9 +369,7 @@ def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
 
     is_full = config.qk_norm == "full"
     has_norm = config.qk_norm != "none"
-    is_moe = config.layers[layer_idx].is_moe
-    return LayerWeights(
-        input_norm=reader.read(layer_name(layer_idx, "input_layernorm.weight"), hidden),
+    return _Attention(
         qkv=order.qkv(
             reader.matrix_of(
                 "attention", layer_idx, ((attn(f"{p}.weight"), n) for p, n in projections), hidden
@@ -350,12 +397,64 @@ def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
             if has_norm
             else None
         ),
-        sinks=reader.read_fp32(attn("sinks"), config.num_heads) if config.has_sinks else None,
-        post_norm=reader.read(layer_name(layer_idx, "post_attention_layernorm.weight"), hidden),
-        router=_load_router(reader, layer_idx) if is_moe else None,
-        shared=_load_shared(reader, layer_idx) if is_moe else None,
-        dense=None if is_moe else _load_dense(reader, layer_idx),
+        latent=None,
     )
+
+
+def _load_latent(reader: _Reader, layer_idx: int) -> _Attention:
+    """Read attention whose keys and values are made of latents."""
+    config, own = reader.config, reader.config.latent
+    assert own is not None
+    num_heads, hidden = config.num_heads, config.hidden_size
+    num_queries = num_heads * own.head_dim
+
+    def attn(suffix: str) -> str:
+        return layer_name(layer_idx, f"self_attn.{suffix}")
+
+    def read_matrix(parts: list[tuple[str, int]], num_in: int) -> Matrix:
+        named = [(attn(f"{name}.weight"), rows) for name, rows in parts]
+        return reader.matrix_of("attention", layer_idx, named, num_in)
+
+    first = ("q_proj", num_queries) if own.q_rank is None else ("q_a_proj", own.q_rank)
+    inputs = [first, ("kv_a_proj_with_mqa", own.cached_dim)]
+    order = LatentOrder(config)
+    queries = None
+    if own.q_rank is not None:
+        queries = order.queries(read_matrix([("q_b_proj", num_queries)], own.q_rank))
+    made = reader.read(
+        attn("kv_b_proj.weight"), num_heads * (own.nope_dim + own.value_dim), own.rank
+    )
+    to_keys, to_values = made.view(num_heads, -1, own.rank).split([own.nope_dim, own.value_dim], 1)
+    return _Attention(
+        qkv=order.inputs(read_matrix(inputs, hidden)),
+        qkv_bias=_latent_bias(reader, layer_idx, order) if config.qkv_bias else None,
+        o=read_matrix([("o_proj", hidden)], num_heads * own.value_dim),
+        o_bias=reader.read(attn("o_proj.bias"), hidden) if config.o_bias else None,
+        q_norm=(
+            None
+            if own.q_rank is None
+            else reader.read(attn("q_a_layernorm.weight"), own.q_rank)
+        ),
+        k_norm=reader.read(attn("kv_a_layernorm.weight"), own.rank),
+        latent=LatentWeights(
+            queries=queries,
+            to_latent=to_keys.transpose(1, 2).contiguous(),
+            to_keys=to_keys.contiguous(),
+            to_values=to_values.contiguous(),
+        ),
+    )
+
+
+def _latent_bias(reader: _Reader, layer_idx: int, order: LatentOrder) -> Tensor:
+    """Return the bias of `qkv`: queries that are made at once have none."""
+    own = reader.config.latent
+    assert own is not None
+    name = layer_name(layer_idx, "self_attn.kv_a_proj_with_mqa.bias")
+    if own.q_rank is None:
+        bias = reader.read(name, own.cached_dim)
+        return order.bias(F.pad(bias, (reader.config.num_heads * own.head_dim, 0)))
+    first = layer_name(layer_idx, "self_attn.q_a_proj.bias")
+    return order.bias(reader.read_rows([(first, own.q_rank), (name, own.cached_dim)]))
 
 
 def _load_router(reader: _Reader, layer_idx: int) -> RouterWeights:

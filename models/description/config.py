@@ -16,8 +16,8 @@ from typing import Final, Literal
 from models.checkpoints.checkpoint_index import read_index
 from models.description.config_fields import ConfigFields, read_json
 from models.description.overrides import overridden
-from models.description.parts import LayerConfig, MoeConfig, QkNorm
-from models.description.rope_config import RopeConfig, parse_rope
+from models.description.parts import LatentConfig, LayerConfig, MoeConfig, QkNorm
+from models.description.rope_config import RopeConfig, latent_temperature, parse_rope
 from models.families import FAMILIES
 from models.families.family import Family
 from models.quantised.config import parse_quantisation
@@ -46,8 +46,9 @@ class ModelConfig:
     after the projection, "full" the whole projection. clip_qkv clamps q, k and v to [-clip, clip]
     after qk_norm and before RoPE. has_sinks: each query head has a learnt score that takes part in
     the softmax of every token, without a value. value_dim: the size of a value's head in the
-    checkpoint, below head_dim; None: head_dim, as in memory always. intermediate_size is the width
-    of a dense MLP layer. eos_token_ids end a generation, in no special order. quantisation: how the
+    checkpoint, below head_dim; None: head_dim, as in memory always. latent: how keys and values are
+    made of latents; there is then one key/value head, a token's latent and shared key, which are its
+    value too, and head_dim is their size. intermediate_size is the width of a dense MLP layer. eos_token_ids end a generation, in no special order. quantisation: how the
     checkpoint stores its projections; None: as numbers. num_mtp_layers: layers behind the others,
     for multi-token prediction, that nobody reads. notes: sentences for the log about what the
     checkpoint says and is not followed.
@@ -76,6 +77,7 @@ class ModelConfig:
     bos_token_id: int | None
     has_sinks: bool = False
     value_dim: int | None = None
+    latent: LatentConfig | None = None
     num_mtp_layers: int = 0
     quantisation: Quantisation | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -101,6 +103,23 @@ class ModelConfig:
         if self.rope.rope_type == "dynamic":
             return int(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
+
+    @property
+    def rotated_dim(self) -> int:
+        """Numbers of a head that the rotary embedding is about, of which it may rotate a part."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of scores."""
+        if self.latent is None:
+            return self.head_dim**-0.5
+        return self.latent.head_dim**-0.5 * latent_temperature(self.rope)
+
+    @property
+    def cached_size(self) -> int:
+        """Numbers of a token and layer in the cache, keys and values."""
+        return self.kv_size if self.latent is not None else 2 * self.kv_size
 
     @property
     def q_size(self) -> int:
@@ -130,10 +149,14 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
     _refuse_unsupported(fields)
     hidden_size = fields.positive_int("hidden_size")
     num_heads = fields.positive_int("num_attention_heads")
-    num_kv_heads = _num_kv_heads(fields, num_heads=num_heads)
-    head_dim = _head_dim(fields, hidden_size=hidden_size, num_heads=num_heads)
     max_positions = fields.positive_int("max_position_embeddings")
     parts = family.parts(fields, fields.positive_int("num_hidden_layers", most=MAX_LAYERS))
+    latent = parts.latent
+    if latent is None:
+        num_kv_heads = _num_kv_heads(fields, num_heads=num_heads)
+        head_dim = _head_dim(fields, hidden_size=hidden_size, num_heads=num_heads)
+    else:
+        num_kv_heads, head_dim = 1, latent.cached_dim
     vocab_size = fields.positive_int("vocab_size")
     # It reads tokenizers and templates, whose libraries machines that run kernels only lack.
     from models.text.endings import ending_token_ids
@@ -158,7 +181,7 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
             fields,
             default_theta=_number(family, "rope_theta"),
             max_position_embeddings=max_positions,
-            head_dim=head_dim,
+            head_dim=head_dim if latent is None else latent.rope_dim,
             rotary_factor=parts.rotary_factor,
             is_interleaved=parts.rope_is_interleaved,
         ),
@@ -168,6 +191,7 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
         eos_token_ids=ending_token_ids(path, fields, vocab_size=vocab_size, notes=notes),
         has_sinks=parts.has_sinks,
         value_dim=_value_dim(fields, parts.value_dim, head_dim=head_dim),
+        latent=latent,
         num_mtp_layers=parts.num_mtp_layers,
         bos_token_id=fields.optional_int("bos_token_id"),
         quantisation=parse_quantisation(fields, notes),

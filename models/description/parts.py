@@ -15,6 +15,35 @@ QkNorm = Literal["none", "head", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentConfig:
+    """Keys and values of all heads as projections of one vector a token, its latent (MLA).
+
+    The cache has the `rank` numbers of the latent and, behind them, `rope_dim` rotated numbers of a
+    key that all heads share. A head's key is `nope_dim` numbers made of the latent and the shared
+    ones; its value is `value_dim` numbers made of the latent. q_rank: that of the factors of the
+    queries' projection; None: it is one matrix. norm_eps: of the norms of both latents. Source:
+    DeepSeek-V2 (arXiv 2405.04434, section 2.1).
+    """
+
+    rank: int
+    q_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm_eps: float
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head's key, and of its query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers of a token in the cache."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
     """The choice of `top_k` experts for a token from the router's logits [T, E].
 

@@ -7,6 +7,7 @@ frequencies (models.rope computes them); models.description.config calls it. Imp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +69,21 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     truncate: bool = True
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """Return YaRN's temperature of a context that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def latent_temperature(rope: RopeConfig) -> float:
+    """Return by what scores of latents are multiplied: the square of mscale_all_dim's temperature.
+
+    As in DeepSeek-V3's published code, for all rope types that stretch a context.
+    """
+    if rope.rope_type == "default" or not rope.mscale_all_dim:
+        return 1.0
+    return yarn_scale(rope.factor, rope.mscale_all_dim) ** 2
 
 
 def parse_rope(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from models.families import (
+    deepseek_v2,
+    deepseek_v3,
     ernie4_5_moe,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     llama,
     minimax_m2,
@@ -17,10 +20,9 @@ from models.families import (
 )
 from models.families.family import Family
 
-FAMILIES: Final[dict[str, Family]] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (
-        *(llama, mixtral, qwen2_moe, qwen3_moe, olmoe),
-        *(ernie4_5_moe, glm4_moe, gpt_oss, minimax_m2),
-    )
-}
+_ALL: Final = (
+    *(llama.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY, olmoe.FAMILY),
+    *(ernie4_5_moe.FAMILY, glm4_moe.FAMILY, gpt_oss.FAMILY, minimax_m2.FAMILY),
+    *(deepseek_v2.FAMILY, deepseek_v3.FAMILY, deepseek_v3.KIMI_K2, glm4_moe_lite.FAMILY),
+)
+FAMILIES: Final[dict[str, Family]] = {family.model_type: family for family in _ALL}

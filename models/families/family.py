@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from models.description.config_fields import ConfigFields
 from models.description.parts import (
     USUAL_NAMES,
     ExpertNames,
+    LatentConfig,
     LayerConfig,
     MoeConfig,
     QkNorm,
     RouterConfig,
 )
+
+
+SHARED_EXPERTS: Final = ExpertNames(shared="shared_experts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +47,8 @@ class FamilyParts:
     rope_is_interleaved: bool = False
     value_dim: int | None = None
     """The size of a value's head (`v_head_dim`); None: that of a key's."""
+    latent: LatentConfig | None = None
+    """How keys and values are made of latents; None: they are projections of their own."""
     num_mtp_layers: int = 0
     """Layers behind the decoder's, for multi-token prediction; nobody reads them."""
 
@@ -100,6 +107,13 @@ def read_experts(
     )
 
 
+def serve_only(fields: ConfigFields, served: Mapping[str, object]) -> None:
+    """Refuse options that are neither null nor absent, and not as `served`."""
+    for option, value in served.items():
+        if fields.raw.get(option) not in (None, value):
+            raise fields.error(option, f"supported: {value}")
+
+
 def read_top_k(fields: ConfigFields, num_experts: int) -> int:
     """Return `num_experts_per_tok`, which is at most `num_experts`."""
     top_k = fields.positive_int("num_experts_per_tok")
@@ -117,6 +131,65 @@ def check_groups(fields: ConfigFields, num_experts: int, router: RouterConfig) -
         raise fields.error(
             "topk_group", f"of {groups} groups, must hold {router.top_k} experts for a token"
         )
+
+
+def read_latent(fields: ConfigFields) -> LatentConfig:
+    """Return the sizes of latents; the option `latent_norm_eps` is Topspin's own."""
+    q_rank = fields.optional_int("q_lora_rank")
+    if q_rank is not None and q_rank <= 0:
+        raise fields.error("q_lora_rank", "must be positive or null")
+    rope_dim = fields.positive_int("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise fields.error("qk_rope_head_dim", "must be even")
+    return LatentConfig(
+        rank=fields.positive_int("kv_lora_rank"),
+        q_rank=q_rank,
+        nope_dim=fields.positive_int("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=fields.positive_int("v_head_dim"),
+        norm_eps=fields.number("latent_norm_eps", default=fields.number("rms_norm_eps")),
+    )
+
+
+def read_bias_router(fields: ConfigFields, num_experts: int) -> RouterConfig:
+    """Return the sigmoid router with a bias, chosen by groups, of DeepSeek-V3 and GLM-4.5."""
+    router = RouterConfig(
+        top_k=read_top_k(fields, num_experts),
+        renormalise=fields.flag("norm_topk_prob", default=True),
+        scores="sigmoid",
+        has_bias=True,
+        num_groups=fields.positive_int("n_group"),
+        top_groups=fields.positive_int("topk_group"),
+        epsilon=1e-20,
+        scale=fields.number("routed_scaling_factor"),
+        fp32_logits=True,
+    )
+    check_groups(fields, num_experts, router)
+    return router
+
+
+def read_shared_experts(
+    fields: ConfigFields, router: Callable[[ConfigFields, int], RouterConfig]
+) -> MoeConfig:
+    """Return experts beside `n_shared_experts` that every token takes, one MLP of their width."""
+    num_experts = fields.aliased_int(
+        "n_routed_experts", "num_local_experts", "num_experts", least=1
+    )
+    width = fields.positive_int("moe_intermediate_size")
+    num_shared = fields.optional_int("n_shared_experts") or 0
+    return MoeConfig(
+        num_experts=num_experts,
+        intermediate_size=width,
+        router=router(fields, num_experts),
+        shared_intermediate_size=width * num_shared if num_shared else None,
+        names=SHARED_EXPERTS,
+    )
+
+
+def dense_first(fields: ConfigFields, num_layers: int) -> list[bool]:
+    """Return per layer whether it has routed experts: all behind `first_k_dense_replace`."""
+    num_dense = fields.optional_int("first_k_dense_replace") or 0
+    return [idx >= num_dense for idx in range(num_layers)]
 
 
 def sparse_layers(fields: ConfigFields, num_layers: int, moe: MoeConfig | None) -> list[bool]:

@@ -5,50 +5,25 @@ The layers of multi-token prediction behind the decoder are not read.
 
 from __future__ import annotations
 
-from typing import Final
-
 from models.description.config_fields import ConfigFields
-from models.description.parts import ExpertNames, MoeConfig, RouterConfig
-from models.families.family import Family, FamilyParts, check_groups, layers_of, read_top_k
-
-NAMES: Final = ExpertNames(shared="shared_experts")
+from models.families.family import (
+    Family,
+    FamilyParts,
+    dense_first,
+    layers_of,
+    read_bias_router,
+    read_shared_experts,
+)
 
 
 def _parts(fields: ConfigFields, num_layers: int) -> FamilyParts:
-    num_dense = fields.optional_int("first_k_dense_replace") or 0
     return FamilyParts(
-        layers=layers_of([None] * num_layers, [idx >= num_dense for idx in range(num_layers)]),
-        moe=_experts(fields),
+        layers=layers_of([None] * num_layers, dense_first(fields, num_layers)),
+        moe=read_shared_experts(fields, read_bias_router),
         qkv_bias=fields.flag("attention_bias", default=False),
         qk_norm="head" if fields.flag("use_qk_norm", default=False) else "none",
         num_mtp_layers=fields.optional_int("num_nextn_predict_layers") or 0,
         rotary_factor=fields.number("partial_rotary_factor", default=0.5),
-    )
-
-
-def _experts(fields: ConfigFields) -> MoeConfig:
-    num_experts = fields.aliased_int(
-        "n_routed_experts", "num_local_experts", "num_experts", least=1
-    )
-    router = RouterConfig(
-        top_k=read_top_k(fields, num_experts),
-        renormalise=fields.flag("norm_topk_prob", default=True),
-        scores="sigmoid",
-        has_bias=True,
-        num_groups=fields.positive_int("n_group"),
-        top_groups=fields.positive_int("topk_group"),
-        epsilon=1e-20,
-        scale=fields.number("routed_scaling_factor"),
-        fp32_logits=True,
-    )
-    check_groups(fields, num_experts, router)
-    width = fields.positive_int("moe_intermediate_size")
-    return MoeConfig(
-        num_experts=num_experts,
-        intermediate_size=width,
-        router=router,
-        shared_intermediate_size=width * fields.positive_int("n_shared_experts"),
-        names=NAMES,
     )
 
 

@@ -32,10 +32,11 @@ _ROWS_PER_THREAD: Final = 16
 """The arguments of `_add_norm`; strides in bytes, rows of X are contiguous. X 0: nothing to add."""
 
 (
-    Q, K, V, QKV_STRIDE, COS, SIN, K_CACHE, V_CACHE, CACHE_SLOTS, ROT_ROWS, NUM_HEADS,
-    NUM_KV_HEADS, HEAD_DIM, Q_NORM, K_NORM, ROT_EPS, CACHE_IS_FP8,
-) = offsets(17)  # fmt: skip
-"""The arguments of `_rotate_and_store`; a norm of 0: no norm."""
+    Q, K, V, Q_STRIDE, Q_HEAD, KV_STRIDE, COS, SIN, K_CACHE, V_CACHE, CACHE_SLOTS, SLOT_BYTES,
+    ROT_ROWS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, Q_NORM, K_NORM, ROT_EPS, CACHE_IS_FP8,
+) = offsets(21)  # fmt: skip
+"""The arguments of `_rotate_and_store`; a norm of 0: no norm. Strides are in bytes: of rows of
+queries, of their heads, and of rows of keys, which are those of values."""
 
 (
     LOGITS, LOGITS_STRIDE, LOGITS_ARE_F32, ROUTE_ROWS, NUM_EXPERTS, TOP_K, SCORES, ROUTE_BIAS,
@@ -103,7 +104,7 @@ def can_norm(x: Tensor | None, residual: Tensor, weight: Tensor, out: Tensor | N
 
 def can_rotate(heads: HeadRows) -> bool:
     """Return whether `rotate_and_store` takes these: rows of whole heads, equally far apart."""
-    q, k, v, cos, k_cache = heads.q, heads.k, heads.v, heads.cos, heads.k_cache
+    q, k, v, cos, k_cache, v_cache = heads.q, heads.k, heads.v, heads.cos, *heads[5:7]
     head_dim = q.shape[-1]
     return (
         q.dtype == k.dtype == v.dtype == torch.bfloat16
@@ -113,10 +114,21 @@ def can_rotate(heads: HeadRows) -> bool:
         and 2 * cos.shape[-1] == head_dim
         and head_dim % 2 == 0
         and all(x.stride(2) == 1 for x in (q, k, v))
-        and all(x.stride(1) == head_dim or x.shape[1] == 1 for x in (q, k, v))
+        and all(x.stride(1) == x.shape[2] or x.shape[1] == 1 for x in (k, v))
         # A single row may have any stride in torch.
-        and (len(q) == 1 or q.stride(0) == k.stride(0) == v.stride(0))
-        and k_cache.is_contiguous()
+        and (len(q) == 1 or k.stride(0) == v.stride(0))
+        and all(_has_equal_slots(cache) for cache in (k_cache, v_cache))
+        and k_cache.stride(1) == v_cache.stride(1)
+    )
+
+
+def _has_equal_slots(cache: Tensor) -> bool:
+    """Return whether the slots of a cache are equally far apart, and their heads contiguous."""
+    _, block_size, num_heads, head_dim = cache.shape
+    return (
+        cache.stride(3) == 1
+        and cache.stride(0) == block_size * cache.stride(1)
+        and (num_heads == 1 or cache.stride(2) == head_dim)
     )
 
 
@@ -129,15 +141,19 @@ def rotate_and_store(heads: HeadRows) -> None:
         k.data_ptr(),
         v.data_ptr(),
         2 * q.stride(0),
+        2 * q.stride(1),
+        2 * k.stride(0),
         cos.data_ptr(),
         sin.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         slots.data_ptr(),
+        k_cache.itemsize * k_cache.stride(1),
         num_rows,
         num_heads,
         k.shape[1],
         head_dim,
+        v.shape[2],
         0 if q_norm is None else q_norm.data_ptr(),
         0 if k_norm is None else k_norm.data_ptr(),
         float_word(eps),
@@ -252,45 +268,49 @@ def _turn(source: int, target: int, cos: int, sin: int, half: int) -> None:
         vectors.store_first_bf16(target + 2 * (half + begin), second, left)
 
 
+@inlined
+def _keep(source: int, target: int, width: int, is_fp8: int) -> None:
+    """Write a head of bf16 numbers to a cache."""
+    for begin in range(0, width, simd.LANES):
+        left = width - begin
+        numbers = vectors.load_first_bf16(source + 2 * begin, left)
+        if is_fp8:
+            fp8.store_first_fp8(target + begin, numbers, left)
+        else:
+            vectors.store_first_bf16(target + 2 * begin, numbers, left)
+
+
 @Kernel
 def _rotate_and_store(block: int) -> None:
     num_rows, head_dim = simd.read_i64(block + ROT_ROWS), simd.read_i64(block + HEAD_DIM)
     num_heads, num_groups = simd.read_i64(block + NUM_HEADS), simd.read_i64(block + NUM_KV_HEADS)
     q_norm, k_norm = simd.read_i64(block + Q_NORM), simd.read_i64(block + K_NORM)
     eps, half = simd.read_f32(block + ROT_EPS), head_dim // 2
-    is_fp8 = simd.read_i64(block + CACHE_IS_FP8)
+    value_dim, is_fp8 = simd.read_i64(block + VALUE_DIM), simd.read_i64(block + CACHE_IS_FP8)
     number_bytes = 2 - is_fp8
-    slot_bytes = number_bytes * num_groups * head_dim
     row = claim_task(block, 0)
     while row < num_rows:
-        offset = row * simd.read_i64(block + QKV_STRIDE)
         cos = simd.read_i64(block + COS) + 4 * half * row
         sin = simd.read_i64(block + SIN) + 4 * half * row
+        query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE)
         for idx in range(num_heads):
-            head = simd.read_i64(block + Q) + offset + 2 * head_dim * idx
+            head = query + idx * simd.read_i64(block + Q_HEAD)
             if q_norm:
                 _norm_row(head, q_norm, head, head_dim, eps)
             _turn(head, head, cos, sin, half)
-        slot = simd.read_i64(simd.read_i64(block + CACHE_SLOTS) + 8 * row) * slot_bytes
+        slot = simd.read_i64(simd.read_i64(block + CACHE_SLOTS) + 8 * row)
+        slot *= simd.read_i64(block + SLOT_BYTES)
+        offset = row * simd.read_i64(block + KV_STRIDE)
         for idx in range(num_groups):
-            place = head_dim * idx
-            head = simd.read_i64(block + K) + offset + 2 * place
+            head = simd.read_i64(block + K) + offset + 2 * head_dim * idx
             if k_norm:
                 _norm_row(head, k_norm, head, head_dim, eps)
             _turn(head, head, cos, sin, half)
-            kept = simd.read_i64(block + K_CACHE) + slot + number_bytes * place
-            value = simd.read_i64(block + V) + offset + 2 * place
-            kept_value = simd.read_i64(block + V_CACHE) + slot + number_bytes * place
-            for begin in range(0, head_dim, simd.LANES):
-                left = head_dim - begin
-                key = vectors.load_first_bf16(head + 2 * begin, left)
-                number = vectors.load_first_bf16(value + 2 * begin, left)
-                if is_fp8:
-                    fp8.store_first_fp8(kept + begin, key, left)
-                    fp8.store_first_fp8(kept_value + begin, number, left)
-                else:
-                    vectors.store_first_bf16(kept + 2 * begin, key, left)
-                    vectors.store_first_bf16(kept_value + 2 * begin, number, left)
+            place = slot + number_bytes * head_dim * idx
+            _keep(head, simd.read_i64(block + K_CACHE) + place, head_dim, is_fp8)
+            value = simd.read_i64(block + V) + offset + 2 * value_dim * idx
+            place = slot + number_bytes * value_dim * idx
+            _keep(value, simd.read_i64(block + V_CACHE) + place, value_dim, is_fp8)
         finish_task(block, 0)
         row = claim_task(block, 0)
     wait_for_tasks(block, 0, num_rows)

@@ -15,8 +15,10 @@ from typing import Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.contracts import HeadMatrices
 from kernels.cpu.compiled.runtime import Kernel, launch, offsets
 from kernels.cpu.huge_pages import Arena
 from kernels.cpu.simd import lanes as simd
@@ -44,6 +46,13 @@ _MAX_ROWS_WITH_TILES: Final = 48
     OUT_IS_F32,
 ) = offsets(11)  # fmt: skip
 """The arguments of `_linear`. Strides are in bytes; BIAS 0: no bias."""
+
+
+(
+    HEADS_X, HEADS_ROW, HEADS_X_HEAD, HEADS_WEIGHT, HEADS_INPUTS, HEADS_OUTPUTS, HEADS_ROWS,
+    HEADS_COUNT, HEADS_OUT, HEADS_OUT_ROW, HEADS_OUT_HEAD, HEADS_COPIED,
+) = offsets(12)  # fmt: skip
+"""The arguments of `_multiply_heads`. Strides, of rows and of heads, are in bytes."""
 
 
 @cache
@@ -123,6 +132,53 @@ def pack_blocks(weight: Tensor, arena: Arena | None) -> Tensor:
     if num_out % TASK_OUTPUTS:
         blocks[whole, :, : num_out % TASK_OUTPUTS] = pairs[whole * TASK_OUTPUTS :].t()
     return data.view(torch.bfloat16)
+
+
+def can_pack_heads(weight: Tensor) -> bool:
+    """Return whether `multiply_heads` knows a layout for matrices [N, O, I]."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.shape[2] % 2 == 0
+        and can_multiply_blocks(TASK_OUTPUTS)
+    )
+
+
+def pack_heads(weight: Tensor, arena: Arena | None) -> Tensor:
+    """Return bf16 matrices [N, O, I] in blocks, as `pack_blocks`; each begins with a block."""
+    behind = -weight.shape[1] % TASK_OUTPUTS
+    return pack_blocks(F.pad(weight, (0, 0, 0, behind)).flatten(0, 1), arena)
+
+
+def can_multiply_heads(x: Tensor, out: Tensor) -> bool:
+    """Return whether `multiply_heads` takes these: numbers of a head lie one behind the other."""
+    return (
+        x.dtype == out.dtype == torch.bfloat16
+        and len(x) > 0
+        and x.stride(2) == out.stride(2) == 1
+    )
+
+
+def multiply_heads(x: Tensor, weight: HeadMatrices, out: Tensor) -> None:
+    """Write the products of the heads of x [T, N, I] to out [T, N, O].
+
+    See `kernels.reference.multiply_heads`. Sums are fp32, and rounded once.
+    """
+    num_rows, num_heads, width = x.shape
+    arguments = (
+        x.data_ptr(),
+        2 * x.stride(0),
+        2 * x.stride(1),
+        weight.address,
+        weight.in_features,
+        weight.out_features,
+        num_rows,
+        num_heads,
+        out.data_ptr(),
+        2 * out.stride(0),
+        2 * out.stride(1),
+        width - weight.in_features,
+    )
+    launch(_multiply_heads, arguments, num_threads=torch.get_num_threads())
 
 
 def can_multiply(x: Tensor) -> bool:
@@ -209,6 +265,50 @@ def _linear(block: int) -> None:
                     vectors.store_first_f32(out + 4 * begin, vectors.round_bf16(total), left)
                 else:
                     vectors.store_first_bf16(out + 2 * begin, total, left)
+        finish_task(block, 0)
+        task = following
+    wait_for_tasks(block, 0, num_tasks)
+
+
+@Kernel
+def _multiply_heads(block: int) -> None:
+    rows, sums = _row_list(), _sums()
+    num_rows, num_heads = simd.read_i64(block + HEADS_ROWS), simd.read_i64(block + HEADS_COUNT)
+    num_in, num_out = simd.read_i64(block + HEADS_INPUTS), simd.read_i64(block + HEADS_OUTPUTS)
+    num_copied = simd.read_i64(block + HEADS_COPIED)
+    parts = (num_out + TASK_OUTPUTS - 1) // TASK_OUTPUTS
+    per_rows = parts * num_heads
+    num_tasks = per_rows * ((num_rows + MAX_ROWS - 1) // MAX_ROWS)
+    task = claim_task(block, 0)
+    while task < num_tasks:
+        following = claim_task(block, 0)
+        head, part = task % per_rows // parts, task % parts
+        first_row = task // per_rows * MAX_ROWS
+        count = min(num_rows - first_row, MAX_ROWS)
+        source = simd.read_i64(block + HEADS_X) + head * simd.read_i64(block + HEADS_X_HEAD)
+        for row in range(count):
+            offset = (first_row + row) * simd.read_i64(block + HEADS_ROW)
+            simd.write_i64(rows + 8 * row, source + offset)
+        first = part * TASK_OUTPUTS
+        last = min(first + TASK_OUTPUTS, num_out)
+        weight = simd.read_i64(block + HEADS_WEIGHT)
+        ahead = weight + following % per_rows * task_bytes(num_in)
+        weight += task % per_rows * task_bytes(num_in)
+        # Behind the last output a block has zeros.
+        second = second_half(weight, num_in, TASK_OUTPUTS)
+        multiply(rows, count, weight, second, ahead, TASK_OUTPUTS, num_in // 2, TASK_OUTPUTS, sums)
+        target = simd.read_i64(block + HEADS_OUT) + head * simd.read_i64(block + HEADS_OUT_HEAD)
+        for row in range(count):
+            out = target + (first_row + row) * simd.read_i64(block + HEADS_OUT_ROW)
+            for begin in range(first, last, simd.LANES):
+                total = vectors.load_f32(sums + row * SUM_BYTES + 4 * (begin - first))
+                vectors.store_first_bf16(out + 2 * begin, total, last - begin)
+            if last == num_out:
+                behind = simd.read_i64(rows + 8 * row) + 2 * num_in
+                for begin in range(0, num_copied, simd.LANES):
+                    left = num_copied - begin
+                    copied = vectors.load_first_bf16(behind + 2 * begin, left)
+                    vectors.store_first_bf16(out + 2 * (num_out + begin), copied, left)
         finish_task(block, 0)
         task = following
     wait_for_tasks(block, 0, num_tasks)
