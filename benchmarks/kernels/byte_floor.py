@@ -68,7 +68,7 @@ def decode_floor(
             for layer in model.layers
         ),
         "experts": sum(touched) * _expert_bytes(model, size) if touched else 0,
-        "kv": 2 * model.kv_size * (seen + written) * itemsize,
+        "kv": model.cached_size * (seen + written) * itemsize,
         "lm_head": size(_Matrix("lm_head", model.vocab_size, hidden)) + hidden * itemsize,
         "embed": len(contexts) * hidden * itemsize,
     }
@@ -109,8 +109,12 @@ def _mlp(part: Part, hidden: int, width: int) -> Iterator[_Matrix]:
 def _matrices(model: ModelConfig, layer: LayerConfig) -> Iterator[_Matrix]:
     """Yield the matrices of a layer that every token uses and that may be quantised."""
     hidden = model.hidden_size
-    yield _Matrix("attention", model.q_size + 2 * model.kv_size, hidden)
-    yield _Matrix("attention", hidden, model.q_size)
+    if model.latent is None:
+        yield _Matrix("attention", model.q_size + 2 * model.kv_size, hidden)
+        yield _Matrix("attention", hidden, model.q_size)
+    else:
+        for size in model.latent.projections(hidden, model.num_heads):
+            yield _Matrix("attention", *size)
     if not layer.is_moe:
         yield from _mlp("mlp", hidden, model.intermediate_size)
         return
@@ -123,7 +127,12 @@ def _other_numbers(model: ModelConfig, layer: LayerConfig) -> int:
     """Return the number of a layer's other weights: norms, biases, sinks, router, gate."""
     hidden = model.hidden_size
     numbers = 2 * hidden
-    numbers += model.q_size + 2 * model.kv_size if model.qkv_bias else 0
+    if model.latent is not None:
+        numbers += model.latent.num_norms + model.latent.num_head_weights(model.num_heads)
+        # Queries that are made at once have no bias.
+        numbers += model.latent.cached_dim + (model.latent.q_rank or 0) if model.qkv_bias else 0
+    else:
+        numbers += model.q_size + 2 * model.kv_size if model.qkv_bias else 0
     numbers += hidden if model.o_bias else 0
     numbers += model.num_heads if model.has_sinks else 0
     if model.qk_norm == "head":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from models.description.config import ModelConfig
+from models.description.parts import LatentConfig
 from topspin.plan.precision import UNQUANTISED, Format, Part, Rules, format_of
 
 Kernels = Literal["cpu", "triton"]
@@ -124,6 +125,7 @@ class ModelShape:
     has_sinks: bool = False
     has_logit_bias: bool = False
     has_expert_biases: bool = False
+    latent: LatentConfig | None = None
     itemsize: int = 2
 
     @classmethod
@@ -152,6 +154,7 @@ class ModelShape:
             has_sinks=config.has_sinks,
             has_logit_bias=moe is not None and moe.router.has_logit_bias,
             has_expert_biases=moe is not None and moe.has_biases,
+            latent=config.latent,
             itemsize=DTYPE_BYTES[dtype],
         )
 
@@ -193,6 +196,9 @@ class ModelShape:
         if part == "lm_head":
             return (MatrixShape(self.vocab_size, hidden),)
         assert layer is not None
+        if part == "attention" and self.latent is not None:
+            sizes = self.latent.projections(hidden, self.num_heads)
+            return tuple(MatrixShape(*size) for size in sizes)
         if part == "attention":
             return (
                 MatrixShape(self.q_size + 2 * self.kv_size, hidden),
@@ -225,13 +231,24 @@ class ModelShape:
 
     def numbers(self, part: Part, layer: int | None = None) -> int:
         """Return how many weights a part has: multiplications per row."""
-        return sum(matrix.numbers for matrix in self.matrices(part, layer))
+        found = sum(matrix.numbers for matrix in self.matrices(part, layer))
+        return found + (self.num_head_weights if part == "attention" else 0)
+
+    @property
+    def num_head_weights(self) -> int:
+        """Return the numbers of matrices per head, which are in the model's dtype."""
+        return 0 if self.latent is None else self.latent.num_head_weights(self.num_heads)
 
     def other_bytes(self, layer: int) -> int:
-        """Return a layer's bytes that no format changes: norms, biases, sinks, router, gate."""
+        """Return a layer's bytes that no format changes.
+
+        Norms, biases, sinks, router, gate, and matrices per head.
+        """
         in_fp32 = self.num_heads if self.has_sinks else 0
         hidden, found = self.hidden_size, 2 * self.hidden_size
-        found += self.q_size + 2 * self.kv_size if self.has_qkv_bias else 0
+        found += self.matrices("attention", layer)[0].num_out if self.has_qkv_bias else 0
+        found += self.num_head_weights
+        found += self.latent.num_norms if self.latent is not None else 0
         found += hidden if self.has_o_bias else 0
         if self.qk_norm == "head":
             found += 2 * self.head_dim
@@ -284,11 +301,15 @@ class ModelShape:
 
     def kv_layer_bytes(self, itemsize: int | None = None) -> int:
         """Return the bytes of a token's keys and values in one layer."""
-        return 2 * self.kv_size * (self.itemsize if itemsize is None else itemsize)
+        numbers = self.kv_size if self.latent is not None else 2 * self.kv_size
+        return numbers * (self.itemsize if itemsize is None else itemsize)
 
     def attention_key(self) -> tuple[int, ...]:
         """Return what identifies a table of attention halves of this shape."""
+        latent = self.latent
+        own = () if latent is None else (latent.q_rank or 0, latent.nope_dim, latent.value_dim)
         return (
+            *own,
             *(self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim),
             *(_QK_NORMS.index(self.qk_norm), self.num_experts, self.top_k, self.itemsize),
         )

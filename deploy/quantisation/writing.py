@@ -55,6 +55,8 @@ def check_request(path: Path, rules: Rules) -> ModelConfig:
         )
     if config.value_dim is not None:
         raise ConfigError(f"{path}: values are narrower than keys, and such models not rewritten")
+    if config.latent is not None:
+        raise ConfigError(f"{path}: models whose keys are latents are not rewritten")
     check_rules(
         rules,
         num_layers=config.num_layers,

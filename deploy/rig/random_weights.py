@@ -17,11 +17,13 @@ from models.checkpoints.weights import (
     AttentionWeights,
     DenseMlpWeights,
     ExpertStream,
+    LatentWeights,
     LayerWeights,
     RouterWeights,
     SharedExpertWeights,
 )
 from models.description.config import ModelConfig
+from models.description.parts import LatentConfig
 
 
 class RandomWeights:
@@ -67,18 +69,22 @@ class RandomWeights:
 
     def _layer(self, idx: int) -> LayerWeights:
         model = self._model
-        hidden, qkv_size = model.hidden_size, model.q_size + 2 * model.kv_size
+        hidden, qkv_size, o_size = model.hidden_size, model.q_size + 2 * model.kv_size, model.q_size
         is_moe = model.layers[idx].is_moe
         shared = is_moe and model.moe is not None and model.moe.shared_intermediate_size
         q_norm, k_norm = {
             "head": (model.head_dim, model.head_dim),
             "full": (model.q_size, model.kv_size),
         }.get(str(model.qk_norm), (None, None))
+        if (latent := model.latent) is not None:
+            qkv_size = latent.input_rows(model.num_heads)
+            q_norm, k_norm = latent.q_rank, latent.rank
+            o_size = model.num_heads * latent.value_dim
         return LayerWeights(
             input_norm=self._ones(hidden),
             qkv=self._normal(qkv_size, hidden),
             qkv_bias=self._normal(qkv_size) if model.qkv_bias else None,
-            o=self._normal(hidden, model.q_size),
+            o=self._normal(hidden, o_size),
             o_bias=self._normal(hidden) if model.o_bias else None,
             q_norm=self._ones(q_norm) if q_norm is not None else None,
             k_norm=self._ones(k_norm) if k_norm is not None else None,
@@ -87,6 +93,20 @@ class RandomWeights:
             router=self._router() if is_moe else None,
             shared=self._shared(shared) if shared else None,
             dense=None if is_moe else self._dense(),
+            latent=self._latent(latent) if latent is not None else None,
+        )
+
+    def _latent(self, latent: LatentConfig) -> LatentWeights:
+        heads, rank, nope = self._model.num_heads, latent.rank, latent.nope_dim
+        to_keys = self._normal(heads, nope, rank)
+        queries = None
+        if latent.q_rank is not None:
+            queries = self._normal(heads * latent.head_dim, latent.q_rank)
+        return LatentWeights(
+            queries=queries,
+            to_latent=to_keys.transpose(1, 2).contiguous(),
+            to_keys=to_keys,
+            to_values=self._normal(heads, latent.value_dim, rank),
         )
 
     def _shared(self, size: int) -> SharedExpertWeights:

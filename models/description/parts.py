@@ -42,6 +42,28 @@ class LatentConfig:
         """Numbers of a token in the cache."""
         return self.rank + self.rope_dim
 
+    @property
+    def num_norms(self) -> int:
+        """Weights of the norms of a layer's latents."""
+        return self.rank + (self.q_rank or 0)
+
+    def input_rows(self, num_heads: int) -> int:
+        """Return the outputs of the projection of hidden states, `qkv` of a layer's weights."""
+        queries = num_heads * self.head_dim if self.q_rank is None else self.q_rank
+        return queries + self.cached_dim
+
+    def projections(self, hidden_size: int, num_heads: int) -> tuple[tuple[int, int], ...]:
+        """Return outputs and inputs of a layer's matrices that may be quantised, `o` last."""
+        inputs = (self.input_rows(num_heads), hidden_size)
+        out = (hidden_size, num_heads * self.value_dim)
+        if self.q_rank is None:
+            return inputs, out
+        return inputs, (num_heads * self.head_dim, self.q_rank), out
+
+    def num_head_weights(self, num_heads: int) -> int:
+        """Return the numbers of the matrices per head between latents and keys and values."""
+        return num_heads * self.rank * (self.nope_dim + self.value_dim)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:

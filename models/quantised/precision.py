@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from models.checkpoints.checkpoint_index import TensorEntry, read_index
 from models.checkpoints.tensor_names import LM_HEAD, expert_name, fused_expert_name, layer_name
 from models.description.config import ModelConfig
+from models.description.parts import LatentConfig
 from models.quantised.scheme import Scheme, find_stored
 from topspin.plan.precision import (
     CODE_GROUPS,
@@ -65,12 +66,24 @@ class _Model:
 
     def attention(self, layer: int) -> Format:
         """Return the format of a layer's projections."""
+        if self.config.latent is not None:
+            return self._latent(layer, self.config.latent)
         q, k, v, o = (layer_name(layer, f"self_attn.{each}_proj.weight") for each in "qkvo")
         sizes = (self.config.q_size, self.config.kv_size)
         # q, k and v are one matrix for kernels, whose fp8 blocks must not span two of them, and
         # hold no zeros in place of values.
         is_whole = all(size % _FP8_BLOCK == 0 for size in sizes) and self.config.value_dim is None
         return self.of_names([q, k, v, o], is_whole=is_whole)
+
+    def _latent(self, layer: int, latent: LatentConfig) -> Format:
+        """Return that of projections around latents; those per head are numbers for kernels."""
+        first = ("q_proj",) if latent.q_rank is None else ("q_a_proj", "q_b_proj")
+        names = (*first, "kv_a_proj_with_mqa", "o_proj")
+        first_rows = latent.input_rows(self.config.num_heads) - latent.cached_dim
+        return self.of_names(
+            [layer_name(layer, f"self_attn.{each}.weight") for each in names],
+            is_whole=first_rows % _FP8_BLOCK == 0,
+        )
 
     def mlp(self, layer: int) -> Format | None:
         """Return the format of a layer's dense MLP or shared expert, None if it has neither."""

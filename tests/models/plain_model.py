@@ -47,6 +47,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(config: ModelConfig, layer_idx: int, layer: LayerWeights, x: Tensor) -> Tensor:
+    if config.latent is not None:
+        return _latent_attention(config, layer, x)
     sizes = [config.q_size, config.kv_size, config.kv_size]
     q, k, v = torch.split(F.linear(x, layer.qkv, layer.qkv_bias), sizes, dim=-1)
     eps = config.rms_norm_eps
@@ -75,8 +77,32 @@ def _attention(config: ModelConfig, layer_idx: int, layer: LayerWeights, x: Tens
     return F.linear(out, layer.o, layer.o_bias)
 
 
+def _latent_attention(config: ModelConfig, layer: LayerWeights, x: Tensor) -> Tensor:
+    own, latent = layer.latent, config.latent
+    assert own is not None
+    assert latent is not None
+    assert layer.k_norm is not None
+    projected, eps = F.linear(x, layer.qkv, layer.qkv_bias), latent.norm_eps
+    queries, latents, shared = projected.split(
+        [projected.shape[1] - latent.cached_dim, latent.rank, latent.rope_dim], dim=-1
+    )
+    if own.queries is not None:
+        assert layer.q_norm is not None
+        queries = F.linear(_rms_norm(queries, layer.q_norm, eps), own.queries)
+    queries = queries.view(len(x), config.num_heads, -1).transpose(0, 1)
+    latents = _rms_norm(latents, layer.k_norm, eps)
+    plain, turned = queries.split([latent.nope_dim, latent.rope_dim], dim=-1)
+    turned = _rotate(config, turned)
+    scores = plain @ (latents @ own.to_keys.transpose(1, 2)).transpose(1, 2)
+    scores = (scores + turned @ _rotate(config, shared[None]).transpose(1, 2)).double()
+    later = torch.arange(len(x))[:, None] < torch.arange(len(x))[None, :]
+    weights = (scores * config.attention_scale).masked_fill(later, -math.inf).softmax(-1).float()
+    out = (weights @ (latents @ own.to_values.transpose(1, 2))).transpose(0, 1).flatten(1)
+    return F.linear(out, layer.o, layer.o_bias)
+
+
 def _rotate(config: ModelConfig, x: Tensor) -> Tensor:
-    rope = inverse_frequencies(config.rope, config.head_dim, seq_len=x.shape[1])
+    rope = inverse_frequencies(config.rope, config.rotated_dim, seq_len=x.shape[1])
     angles = torch.arange(x.shape[1]).float()[:, None] * torch.from_numpy(rope.inv_freq)
     scaling = torch.from_numpy(rope.attention_scaling)
     cos, sin = angles.cos() * scaling, angles.sin() * scaling

@@ -43,14 +43,23 @@ def test_shapes_and_layers_equal_the_model_that_transformers_builds(
     assert config.family == model.config.model_type
     assert config.num_layers == len(model.model.layers)
     assert (config.vocab_size, config.hidden_size) == tuple(model.lm_head.weight.shape)
-    assert config.head_dim == attn.head_dim
-    inv_freq = inverse_frequencies(config.rope, config.head_dim, seq_len=1).inv_freq
+    inv_freq = inverse_frequencies(config.rope, config.rotated_dim, seq_len=1).inv_freq
     rotated, others = np.split(inv_freq, [len(model.model.rotary_emb.inv_freq)])
     np.testing.assert_allclose(rotated, model.model.rotary_emb.inv_freq.numpy(), rtol=2.5e-7)
     assert not others.any()
-    assert config.q_size == attn.q_proj.out_features
-    assert config.kv_size == attn.k_proj.out_features == attn.v_proj.out_features
-    assert config.qkv_bias == (attn.q_proj.bias is not None)
+    if config.latent is None:
+        assert config.head_dim == attn.head_dim
+        assert config.q_size == attn.q_proj.out_features
+        assert config.kv_size == attn.k_proj.out_features == attn.v_proj.out_features
+        assert config.qkv_bias == (attn.q_proj.bias is not None)
+    else:
+        assert config.attention_scale == pytest.approx(attn.scaling)
+        latent = config.latent
+        rows = latent.num_head_weights(config.num_heads) // latent.rank
+        assert (rows, latent.rank) == tuple(attn.kv_b_proj.weight.shape)
+        assert config.cached_size == attn.kv_a_proj_with_mqa.out_features
+        assert config.qkv_bias == (attn.kv_a_proj_with_mqa.bias is not None)
+        assert latent.norm_eps == attn.kv_a_layernorm.variance_epsilon
     assert config.o_bias == (attn.o_proj.bias is not None)
     assert config.rms_norm_eps == model.model.norm.variance_epsilon
     assert config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
