@@ -28,7 +28,7 @@ SEGMENT_KEYS: Final = SEGMENT_TOKENS
 """The keys of a segment, which have a codebook of their own."""
 NUM_CENTROIDS: Final = 64
 """Of each sub-space."""
-MAX_FP8_DIM: Final = 256
+MAX_FP8_DIM: Final = 576
 """The most numbers of a head whose keys and values are cached in fp8."""
 
 

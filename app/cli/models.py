@@ -21,7 +21,7 @@ from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
 from deploy.placement.shapes import ModelShape, precision_by
 from models.description.config import ModelConfig, load_model_config
 from models.description.facts import facts_of
-from models.description.parts import LayerConfig, MoeConfig, RouterConfig
+from models.description.parts import LatentConfig, LayerConfig, MoeConfig, RouterConfig
 from models.description.rope_config import RopeConfig
 from models.families import FAMILIES
 from models.families.family import FamilyParts
@@ -34,12 +34,13 @@ from topspin.units import format_size
 PARTS: Final[dict[str, type]] = {
     "models": FamilyParts,
     "layers": LayerConfig,
+    "latents": LatentConfig,
     "ropes": RopeConfig,
     "routers": RouterConfig,
     "experts": MoeConfig,
     "activations": ExpertActivation,
 }
-_STRUCTURE: Final = ("layers", "moe", "router", "activation", "names")
+_STRUCTURE: Final = ("layers", "latent", "moe", "router", "activation", "names")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

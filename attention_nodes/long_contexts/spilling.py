@@ -59,7 +59,7 @@ def check_spilled(model: ModelConfig, spill: SpillSpec) -> None:
     from kernels.cpu.compiled.retrieval.search import HEAD_DIMS
 
     heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim)
-    if model.head_dim not in HEAD_DIMS or not heads.fits:
+    if model.head_dim not in HEAD_DIMS or heads.num_tiles > 1:
         raise ConfigError(
             f"--kv-spill-dir: {model.num_heads // model.num_kv_heads} query heads of "
             f"{model.head_dim} numbers to a key; selected keys are read from a file for heads of "

@@ -350,8 +350,9 @@ def paged_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     retrieval = None if codes is None else meta.retrieval
     if codes is not None and retrieval is not None:
+        heads = HeadShape(q.shape[1], *k_cache.shape[2:])
         is_known = can_attend(q, k_cache, meta.block_tables, out) and can_search(codes, k_cache)
-        if not is_known or sliding_window is not None:
+        if not is_known or heads.num_tiles > 1 or sliding_window is not None:
             assert not retrieval.hot, "keys in a file need a compiled search"
             return reference.paged_attention(
                 q,

@@ -41,7 +41,7 @@ def crowded_config(case: Case, *, spare: int = 8, most: int = NUM_TOKENS, **sett
     if settings.get("kv_cache_dtype", "auto") != "auto":
         number_bytes = 1
     num_tokens = max(map(len, case.prompts)) + most + spare
-    size_bytes = num_tokens * 2 * number_bytes * model.num_layers * model.kv_size
+    size_bytes = num_tokens * number_bytes * model.num_layers * model.cached_size
     return engine_config(case.path, kv_cache_bytes=size_bytes, **settings)
 
 

@@ -28,13 +28,18 @@ COPIES = "copies of experts"
 DENSE_MODEL = "llama_bias"
 # Sinks, windows in every second layer, experts with biases and clamped; a gated shared expert, and
 # windows and dense layers here and there; a sigmoid router with groups and a bias, partly rotated
-# and normed heads, a dense first layer and a plain shared expert; biases, and heads of 24 numbers.
-MODELS = ("gpt_oss", "qwen2_moe_sparse_step", "glm4_moe", DENSE_MODEL)
+# and normed heads, a dense first layer and a plain shared expert; latents; biases, and heads of 24
+# numbers.
+LATENT_MODEL = "deepseek_v3"
+MODELS = ("gpt_oss", "qwen2_moe_sparse_step", "glm4_moe", LATENT_MODEL, DENSE_MODEL)
 IN_TURN = ("minimax_m2", "qwen3_moe", "ernie4_5_moe_sparse_step", "olmoe_clip_qkv")
 """Those of rows that need none of MODELS: heads of 32 numbers, normed all together or each; of 16,
 rotated in neighbouring pairs, or clipped."""
-BEYOND_A_MODEL = {frozenset((model, "spill to a file")) for model in MODELS}
-"""Pairs that a model's heads or windows rule out, as a node says when it starts."""
+BEYOND_A_MODEL = {
+    *(frozenset((model, "spill to a file")) for model in MODELS),
+    *(frozenset((LATENT_MODEL, each)) for each in ("key retrieval", "spill to the host's memory")),
+}
+"""Pairs that a model's heads or windows rule out, as a plan's check or a node's start says."""
 ROUNDING = ("dtype", "payload", "precision", "keys", "rules", "retrieval", "spill")
 Pair = frozenset[str]
 Row = tuple[str, ...]

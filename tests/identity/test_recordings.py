@@ -70,6 +70,9 @@ def run(path: Path, weights: Format, *, recordings: bool, **settings: Any) -> An
         ("glm4_moe", "none", 1, "auto"),
         ("minimax_m2", "none", 2, "auto"),
         ("ernie4_5_moe", "none", 1, "auto"),
+        ("deepseek_v2_lite", "none", 1, "auto"),
+        ("deepseek_v3", "int8", 2, "fp8"),
+        pytest.param("glm4_moe_lite", "none", 1, "auto", marks=pytest.mark.slow),
         pytest.param("olmoe", "none", 2, "auto", marks=pytest.mark.slow),
         pytest.param("mixtral", "none", 2, "auto", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "int8", 1, "fp8", marks=pytest.mark.slow),
@@ -86,7 +89,7 @@ def test_tokens_are_those_of_steps_layer_by_layer(
     caplog.set_level("INFO", "recordings")
     settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "expert_nodes": expert_nodes}
     sizes = dict(SIZES)
-    if not variant.startswith(("qwen", "glm", "ernie")):
+    if not variant.startswith(("qwen", "glm", "ernie", "deepseek")):
         sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
     path = make_checkpoint(tmp_path, variant, **sizes)
     *plain, none = run(path, weights, recordings=False, **settings)

@@ -42,7 +42,11 @@ def test_layouts_over_nixl(case_of: CaseOf, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("variant", "spare", "limits"),
     # Behind windows a sequence holds less than all its tokens, if steps are short.
-    [("mixtral", 8, {}), ("gpt_oss", -20, {"max_num_batched_tokens": 16, "max_num_seqs": 16})],
+    [
+        ("mixtral", 8, {}),
+        ("gpt_oss", -20, {"max_num_batched_tokens": 16, "max_num_seqs": 16}),
+        ("deepseek_v3", 8, {}),
+    ],
 )
 def test_preemption_does_not_change_tokens(
     case_of: CaseOf, variant: str, spare: int, limits: dict[str, Any]
@@ -54,7 +58,7 @@ def test_preemption_does_not_change_tokens(
         assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("variant", ["olmoe", "gpt_oss", "mixtral_sliding_window"])
+@pytest.mark.parametrize("variant", ["olmoe", "gpt_oss", "mixtral_sliding_window", "deepseek_v2"])
 def test_prefix_cache_hits_do_not_change_tokens(case_of: CaseOf, variant: str) -> None:
     case = case_of(variant)
     config = engine_config(case.path, attention_nodes=2, expert_nodes=2, transport="tcp")

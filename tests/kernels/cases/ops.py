@@ -183,6 +183,62 @@ def norm_rotate_and_store(ops: Ops, make: Maker, case: Any) -> Run:
 
 
 @op(
+    EXACT,
+    dtype=DTYPES,
+    is_fp8=[False, True],
+    sizes=[(3, 8, 24), (1, 64, 512), (5, 6, 17)],
+    num_rows=[5, 1, 0, 17],
+)
+def rotate_and_store_latents(ops: Ops, make: Maker, case: Any) -> Run:
+    """Keys and values are parts of one vector, and queries the ends of longer ones."""
+    num_heads, turned, rank = case.sizes
+    queries = make(case.num_rows, num_heads, turned + 4, dtype=case.dtype)
+    latents = make(case.num_rows, rank + turned + 3, dtype=case.dtype)[:, 3:]
+    cache = torch.zeros(case.num_rows + 1, 4, 1, rank + turned, device=make.device)
+    cache = cache.to(FP8 if case.is_fp8 else case.dtype)
+    angles = make(case.num_rows, turned // 2) * 100
+    rows = HeadRows(
+        q=queries[..., 4:],
+        k=latents[:, None, rank:],
+        v=latents[:, None, :rank],
+        cos=angles.cos(),
+        sin=angles.sin(),
+        k_cache=cache[..., rank:],
+        v_cache=cache[..., :rank],
+        slots=make.order(1, 4 * case.num_rows + 4)[0, : case.num_rows],
+    )
+
+    def run() -> Sequence[Tensor]:
+        ops.rotate_and_store(rows)
+        return [queries, latents[:, :rank], cache]
+
+    return run
+
+
+@op(
+    {FP32: (1e-5, 1e-5), BF16: (2.0**-7, 1e-5)},
+    dtype=DTYPES,
+    shape=[(3, 40, 24), (1, 512, 128), (4, 70, 6)],
+    num_rows=[5, 1, 0, 140],
+    num_copied=[0, 64, 3],
+    has_out=[False, True],
+    is_shared=[False, True],
+)
+def multiply_heads(ops: Ops, make: Maker, case: Any) -> Run:
+    """Also where all heads have the same rows, and the output is part of longer rows."""
+    num_heads, num_out, num_in = case.shape
+    weight = ops.pack_heads(make(*case.shape, dtype=case.dtype))
+    width = num_in + case.num_copied
+    x = make(case.num_rows, 1 if case.is_shared else num_heads, width, dtype=case.dtype)
+    x = x.expand(-1, num_heads, -1)
+    out = None
+    if case.has_out:
+        out = make(case.num_rows, num_heads, num_out + case.num_copied + 5, dtype=case.dtype)
+        out = out[..., 5:]
+    return lambda: delivered(ops.multiply_heads(x, weight, out=out), out)
+
+
+@op(
     {FP32: (2e-6, 1e-6), BF16: (2.0**-7, 1e-30)},
     dtype=DTYPES,
     shape=[(5, 70), (0, 16), (1, 192), (3, 1), (3, 4096)],

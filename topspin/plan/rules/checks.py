@@ -185,7 +185,7 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
     check_precision(plan, model)
     windows = model.windows or (None,) * model.num_layers
     _check_windows(plan.kv_cache, windows)
-    _check_retrieval(plan.kv_cache, windows, model.head_dim)
+    _check_retrieval(plan.kv_cache, windows, model)
 
 
 def check_precision(plan: EnginePlan, model: ModelFacts) -> None:
@@ -297,15 +297,17 @@ def _check_windows(kept: KvCacheSpec, windows: Sequence[int | None]) -> None:
 
 
 def _check_retrieval(
-    kept: KvCacheSpec, windows: Sequence[int | None], head_dim: int | None
+    kept: KvCacheSpec, windows: Sequence[int | None], model: ModelFacts
 ) -> None:
     """Check that a model's keys can be selected, and spilled, as is asked for."""
     if kept.retrieval is None:
         return
     name = "kv_cache.retrieval (--kv-retrieval-tokens)"
-    if head_dim is not None and head_dim % NUM_SUBSPACES:
+    if model.has_latents:
+        raise ConfigError(f"{name}: latents, which are the keys of all heads, are not coded")
+    if model.head_dim is not None and model.head_dim % NUM_SUBSPACES:
         raise ConfigError(
-            f"{name}: keys of {head_dim} numbers are not coded; that must be a multiple of "
+            f"{name}: keys of {model.head_dim} numbers are not coded; that must be a multiple of "
             f"{NUM_SUBSPACES}"
         )
     if not any(window is None and kept.retrieves(idx) for idx, window in enumerate(windows)):

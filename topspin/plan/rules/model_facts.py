@@ -19,7 +19,8 @@ class ModelFacts(NamedTuple):
     `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes an
     engine without expert nodes. `shares_prefixes`: a token's key and value depend only on the
     tokens before it. `windows` are those of all layers, None where a layer has none; (): of none.
-    `head_dim`: the numbers of a head, None: not known.
+    `head_dim`: the numbers of a head, None: not known. `has_latents`: keys are latents, which are
+    values too.
     `precision` are a quantised checkpoint's rules by the kernels that serve it as it is.
     """
 
@@ -31,4 +32,5 @@ class ModelFacts(NamedTuple):
     shares_prefixes: bool = True
     windows: tuple[int | None, ...] = ()
     head_dim: int | None = None
+    has_latents: bool = False
     precision: Mapping[str, Rules] = MappingProxyType({})

@@ -26,8 +26,9 @@ NUM_ARGUMENTS: Final = 15
 
 (
     PIECES, NUM_PIECES, MERGES, NUM_MERGES, PARTS, BRANCHES, TABLES, TABLE_STRIDE, GROUPS_PER_TASK,
-) = range(0, 72, 8)  # fmt: skip
-"""Offsets in WorkWords."""
+    NUM_TILES,
+) = range(0, 80, 8)  # fmt: skip
+"""Offsets in WorkWords. The query heads of GROUPS_PER_TASK groups are divided into NUM_TILES."""
 
 
 WIDENED_BYTES: Final = 4 * MAX_FP8_DIM * simd.LANES

@@ -1,7 +1,7 @@
 """Paged attention of single query rows, compiled: keys and values are read in the cache.
 
 One task is some keys of a query row and one or more key/value heads, with all query heads that
-share them: scores of 16 keys at a time, an online softmax in fp32 over chunks of keys, the weighted
+share them or, if these have too many numbers, a tile of them: scores of 16 keys at a time, an online softmax in fp32 over chunks of keys, the weighted
 sum of the values. The keys of a row are cut into parts, which a second pass merges; the parts
 depend on the context's length alone, so the result does not depend on the number of threads. Runs
 of keys and values in fp8 are widened first, once for all query heads that share them. Knows no
@@ -29,6 +29,7 @@ from kernels.cpu.compiled.attention.keys import (
     NUM_KV_HEADS,
     NUM_MERGES,
     NUM_PIECES,
+    NUM_TILES,
     PARTS,
     PIECES,
     Q_STRIDE,
@@ -67,8 +68,8 @@ from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 # Query heads computed together.
 TILE_HEADS: Final = 8
 PIECE_BYTES: Final = 56
-# States of the query heads of one task; half of a first-level cache.
-STATE_BYTES: Final = 16 << 10
+# States of the query heads of one task; about half of a first-level cache.
+STATE_BYTES: Final = 20 << 10
 
 
 class HeadShape(NamedTuple):
@@ -81,8 +82,13 @@ class HeadShape(NamedTuple):
     @property
     def fits(self) -> bool:
         """Return whether attend_rows supports them."""
-        state_bytes = self.num_heads // self.num_kv_heads * _part_bytes(self.head_dim)
-        return self.head_dim % 2 == 0 and state_bytes <= STATE_BYTES
+        return self.head_dim % 2 == 0 and _part_bytes(self.head_dim) <= STATE_BYTES
+
+    @property
+    def num_tiles(self) -> int:
+        """Return into how many tasks the query heads that share a key are divided."""
+        repeat = self.num_heads // self.num_kv_heads
+        return -(-repeat // (STATE_BYTES // _part_bytes(self.head_dim)))
 
 
 def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
@@ -115,7 +121,7 @@ class WorkWords:
 
     def __init__(self, heads: HeadShape) -> None:
         self._heads = heads
-        self._words = torch.zeros(9, dtype=torch.int64)
+        self._words = torch.zeros(10, dtype=torch.int64)
         self._read: tuple[Tensor, ...] = ()
 
     @property
@@ -148,6 +154,7 @@ class WorkWords:
             block_tables.data_ptr(),
             block_tables.stride(0) * 4,
             groups_per_task,
+            heads.num_tiles,
         )
 
 
@@ -303,6 +310,7 @@ def _do_chunk(
     start: int,
     stop: int,
     first: int,
+    last: int,
     state: int,
     pitch: int,
     scores: int,
@@ -310,13 +318,14 @@ def _do_chunk(
 ) -> int:
     """Add keys start <= k < stop of a piece to the states of up to TILE_HEADS query heads.
 
-    `first` is the first of these heads; they share a key/value head. Returns their number.
+    `first` is the first of these heads, all below `last`; they share a key/value head. Returns
+    their number.
     Prefetches meanwhile `ask_bytes` of each of these values and of the keys of the next chunk.
     """
     row = simd.read_i64(piece)
     repeat, head_bytes = simd.read_i64(block + REPEAT), bytes_of_head(block)
     group = first // repeat
-    heads: int = min(repeat - first % repeat, TILE_HEADS)
+    heads: int = min(repeat - first % repeat, last - first, TILE_HEADS)
     query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE) + first * head_bytes
     keys = simd.read_i64(block + K_CACHE) + group * bytes_in_cache(block)
     values = simd.read_i64(block + V_CACHE) + group * bytes_in_cache(block)
@@ -350,7 +359,7 @@ def _do_piece(
     # A sequence's blocks may lie anywhere in memory: the keys of the first chunk are asked for now,
     # all else little by little.
     repeat = simd.read_i64(block + REPEAT)
-    ask_bytes = (last_head - first_head) // repeat * bytes_in_cache(block)
+    ask_bytes = max((last_head - first_head) // repeat, 1) * bytes_in_cache(block)
     keys = simd.read_i64(block + K_CACHE) + first_head // repeat * bytes_in_cache(block)
     for key in range(start, min(start + CHUNK_KEYS, key_end), simd.LANES):
         ask_for_run(block, keys, piece, key, key_end, ask_bytes)
@@ -360,8 +369,8 @@ def _do_piece(
         while head < last_head:
             own = state + (head - first_head) * pitch
             # Each key/value head asks for its own bytes: requests spread over all the work.
-            asked = bytes_in_cache(block) if head % repeat == 0 else 0
-            head += _do_chunk(block, piece, start, stop, head, own, pitch, scores, asked)
+            asked = bytes_in_cache(block) if head % repeat == 0 or head == first_head else 0
+            head += _do_chunk(block, piece, start, stop, head, last_head, own, pitch, scores, asked)
         start = stop
     if part < 0:
         for head in range(first_head, last_head):
@@ -374,14 +383,17 @@ def _attend(block: int) -> None:
     num_groups, repeat = simd.read_i64(block + NUM_KV_HEADS), simd.read_i64(block + REPEAT)
     work = simd.read_i64(block + WORK)
     per_task = simd.read_i64(work + GROUPS_PER_TASK)
-    num_ranges = (num_groups + per_task - 1) // per_task
+    num_tiles = simd.read_i64(work + NUM_TILES)
+    num_ranges = (num_groups + per_task - 1) // per_task * num_tiles
     num_tasks = simd.read_i64(work + NUM_PIECES) * num_ranges
     task = claim_task(block, 0)
     while task < num_tasks:
         piece = simd.read_i64(work + PIECES) + task // num_ranges * PIECE_BYTES
-        first = task % num_ranges * per_task
-        last = min(first + per_task, num_groups)
-        _do_piece(block, piece, first * repeat, last * repeat, states, scores)
+        group = task % num_ranges // num_tiles * per_task
+        end = min(group + per_task, num_groups) * repeat
+        size = (per_task * repeat + num_tiles - 1) // num_tiles
+        first = group * repeat + task % num_tiles * size
+        _do_piece(block, piece, first, min(first + size, end), states, scores)
         finish_task(block, 0)
         task = claim_task(block, 0)
     wait_for_tasks(block, 0, num_tasks)

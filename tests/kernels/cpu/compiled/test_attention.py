@@ -27,6 +27,9 @@ HEADS = [
     Heads(12, 1, 72),
     Heads(6, 2, 8),
     Heads(7, 1, 256),
+    # Of which a task has some only.
+    Heads(16, 1, 576),
+    Heads(36, 2, 320),
 ]
 
 

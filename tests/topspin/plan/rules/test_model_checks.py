@@ -120,6 +120,11 @@ MISFITS: list[tuple[EnginePlan, ModelFacts, str]] = [
     ),
     (
         plan(kv_retrieval_tokens=96),
+        FACTS._replace(has_latents=True),
+        r"^kv_cache\.retrieval .*: latents, which are the keys of all heads, are not coded",
+    ),
+    (
+        plan(kv_retrieval_tokens=96),
         FACTS._replace(windows=(8, 8, 8)),
         r"^kv_cache\.retrieval .*: all layers of the model have a window",
     ),
