@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kernels.contracts import HeadMatrices, HeadRows, LinearWeight, Matrix
@@ -72,8 +73,9 @@ def store_latents(
         assert layer.query_norm is not None
         first = ops.rms_norm(first, layer.query_norm, eps=own.norm_eps)
         first = ops.linear(first, layer.queries)
-    queries = first.unflatten(1, (layer.num_heads, own.head_dim))
-    latent, shared = projected[:, -own.cached_dim :].split([own.rank, own.rope_dim], dim=1)
+    queries = first.view(len(first), layer.num_heads, own.head_dim)
+    cached = projected[:, -own.cached_dim :]
+    latent, shared = torch.split(cached, [own.rank, own.rope_dim], dim=1)
     ops.rms_norm(latent, layer.norm, eps=own.norm_eps, out=latent)
     ops.rotate_and_store(
         HeadRows(

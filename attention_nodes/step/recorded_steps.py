@@ -175,6 +175,5 @@ def _renew_of(layers: NodeLayers) -> Renew | None:
     if HeadShape(config.num_heads, config.num_kv_heads, config.head_dim).fits:
         return renew
     # renew() needs rows that are attended to one by one.
-    repeat = config.num_heads // config.num_kv_heads
-    _log.info("steps are not recorded: %d heads of %d share a key", repeat, config.head_dim)
+    _log.info("steps are not recorded: heads have %d numbers", config.head_dim)
     return None

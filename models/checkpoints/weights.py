@@ -424,16 +424,15 @@ def _load_latent(reader: _Reader, layer_idx: int) -> _Attention:
     made = reader.read(
         attn("kv_b_proj.weight"), num_heads * (own.nope_dim + own.value_dim), own.rank
     )
-    to_keys, to_values = made.view(num_heads, -1, own.rank).split([own.nope_dim, own.value_dim], 1)
+    sizes = [own.nope_dim, own.value_dim]
+    to_keys, to_values = torch.split(made.view(num_heads, -1, own.rank), sizes, dim=1)
     return _Attention(
         qkv=order.inputs(read_matrix(inputs, hidden)),
         qkv_bias=_latent_bias(reader, layer_idx, order) if config.qkv_bias else None,
         o=read_matrix([("o_proj", hidden)], num_heads * own.value_dim),
         o_bias=reader.read(attn("o_proj.bias"), hidden) if config.o_bias else None,
         q_norm=(
-            None
-            if own.q_rank is None
-            else reader.read(attn("q_a_layernorm.weight"), own.q_rank)
+            None if own.q_rank is None else reader.read(attn("q_a_layernorm.weight"), own.q_rank)
         ),
         k_norm=reader.read(attn("kv_a_layernorm.weight"), own.rank),
         latent=LatentWeights(

@@ -7,6 +7,7 @@ no torch) and no server option; every role, the server and the planner call load
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,11 +48,12 @@ class ModelConfig:
     after qk_norm and before RoPE. has_sinks: each query head has a learnt score that takes part in
     the softmax of every token, without a value. value_dim: the size of a value's head in the
     checkpoint, below head_dim; None: head_dim, as in memory always. latent: how keys and values are
-    made of latents; there is then one key/value head, a token's latent and shared key, which are its
-    value too, and head_dim is their size. intermediate_size is the width of a dense MLP layer. eos_token_ids end a generation, in no special order. quantisation: how the
-    checkpoint stores its projections; None: as numbers. num_mtp_layers: layers behind the others,
-    for multi-token prediction, that nobody reads. notes: sentences for the log about what the
-    checkpoint says and is not followed.
+    made of latents; there is then one key/value head, a token's latent and shared key, which are
+    its value too, and head_dim is their size. intermediate_size is the width of a dense MLP layer.
+    eos_token_ids end a generation, in no special order. quantisation: how the checkpoint stores its
+    projections; None: as numbers. num_mtp_layers: layers behind the others, for multi-token
+    prediction, that nobody reads. notes: sentences for the log about what the checkpoint says and
+    is not followed.
     """
 
     family: str
@@ -113,8 +115,8 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """Factor of scores."""
         if self.latent is None:
-            return self.head_dim**-0.5
-        return self.latent.head_dim**-0.5 * latent_temperature(self.rope)
+            return 1 / math.sqrt(self.head_dim)
+        return latent_temperature(self.rope) / math.sqrt(self.latent.head_dim)
 
     @property
     def cached_size(self) -> int:

@@ -22,7 +22,6 @@ from models.description.parts import (
     RouterConfig,
 )
 
-
 SHARED_EXPERTS: Final = ExpertNames(shared="shared_experts")
 
 

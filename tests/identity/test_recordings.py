@@ -20,7 +20,7 @@ from kernels.contracts import SEGMENT_KEYS, AttentionMeta
 from kernels.cpu import attention
 from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.compiled.program import Program
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine import Engine, engine_config
 from topspin.plan.precision import Format, PrecisionRule
 from topspin.plan.settings import KvDtype, Transport
@@ -216,17 +216,18 @@ def test_a_recording_that_was_forgotten_is_made_again(
     assert runs > NUM_TOKENS
 
 
-def test_steps_of_too_many_heads_for_row_by_row_attention_are_not_recorded(
+def test_heads_that_share_long_keys_are_recorded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """As many numbers as in DeepSeek-V2-Lite: tasks have some of a key's query heads."""
     caplog.set_level("INFO", "recordings")
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 256}
-    path = make_checkpoint(tmp_path, "llama", **heads)
-    prompts = PROMPTS[:1]
-    with Engine(engine_config(path, recordings=True)) as engine:
-        found = engine.generate(prompts, max_tokens=NUM_TOKENS)
-    assert found == oracle_generate(path, prompts, NUM_TOKENS).tokens
-    assert "steps are not recorded: 16 heads of 256 share a key" in caplog.text
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16}
+    path = make_checkpoint(tmp_path, "deepseek_v2_lite", num_key_value_heads=16, **SIZES, **sizes)
+    *plain, none = run(path, "none", recordings=False)
+    *recorded, runs = run(path, "none", recordings=True)
+    assert recorded == plain
+    assert (none, "not recorded" in caplog.text) == (0, False)
+    assert runs > 2 * NUM_TOKENS - 10
 
 
 @pytest.mark.parametrize(

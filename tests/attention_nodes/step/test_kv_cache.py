@@ -52,10 +52,10 @@ def test_fp8_takes_half_of_the_memory(model: ModelConfig) -> None:
 
 
 def test_heads_too_large_for_fp8_are_refused(model: ModelConfig) -> None:
-    large = replace(model, head_dim=320)
-    assert layer_specs(large, torch.bfloat16)[0].head_dim == 320
+    large = replace(model, head_dim=640)
+    assert layer_specs(large, torch.bfloat16)[0].head_dim == 640
     with pytest.raises(
-        ConfigError, match=r"\(--kv-cache-dtype\) fp8: heads of 320 numbers; at most 256"
+        ConfigError, match=r"\(--kv-cache-dtype\) fp8: heads of 640 numbers; at most 576"
     ):
         layer_specs(large, torch.bfloat16, KvCacheSpec(dtype="fp8"))
 

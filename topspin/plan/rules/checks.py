@@ -296,9 +296,7 @@ def _check_windows(kept: KvCacheSpec, windows: Sequence[int | None]) -> None:
             )
 
 
-def _check_retrieval(
-    kept: KvCacheSpec, windows: Sequence[int | None], model: ModelFacts
-) -> None:
+def _check_retrieval(kept: KvCacheSpec, windows: Sequence[int | None], model: ModelFacts) -> None:
     """Check that a model's keys can be selected, and spilled, as is asked for."""
     if kept.retrieval is None:
         return

@@ -1,12 +1,12 @@
 """Paged attention of single query rows, compiled: keys and values are read in the cache.
 
 One task is some keys of a query row and one or more key/value heads, with all query heads that
-share them or, if these have too many numbers, a tile of them: scores of 16 keys at a time, an online softmax in fp32 over chunks of keys, the weighted
-sum of the values. The keys of a row are cut into parts, which a second pass merges; the parts
-depend on the context's length alone, so the result does not depend on the number of threads. Runs
-of keys and values in fp8 are widened first, once for all query heads that share them. Knows no
-sequences: its tasks are listed in `kernels.cpu.attention_rows.Work`. Used by
-`kernels.cpu.attention`, which chooses the rows.
+share them or, if these have too many numbers, a tile of them: scores of 16 keys at a time, an
+online softmax in fp32 over chunks of keys, the weighted sum of the values. The keys of a row are
+cut into parts, which a second pass merges; the parts depend on the context's length alone, so the
+result does not depend on the number of threads. Runs of keys and values in fp8 are widened first,
+once for all query heads that share them. Knows no sequences: its tasks are listed in
+`kernels.cpu.attention_rows.Work`. Used by `kernels.cpu.attention`, which chooses the rows.
 
 Letters as in `kernels.contracts`. A slice is 64 bytes of a head (`kernels.cpu.simd.attention`).
 """

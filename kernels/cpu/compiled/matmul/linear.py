@@ -152,9 +152,7 @@ def pack_heads(weight: Tensor, arena: Arena | None) -> Tensor:
 def can_multiply_heads(x: Tensor, out: Tensor) -> bool:
     """Return whether `multiply_heads` takes these: numbers of a head lie one behind the other."""
     return (
-        x.dtype == out.dtype == torch.bfloat16
-        and len(x) > 0
-        and x.stride(2) == out.stride(2) == 1
+        x.dtype == out.dtype == torch.bfloat16 and len(x) > 0 and x.stride(2) == out.stride(2) == 1
     )
 
 

@@ -193,7 +193,7 @@ def test_what_the_kernel_does_not_know() -> None:
     assert not can_attend(q.half(), cache.half(), tables, q.half())
     assert not can_attend(q, cache.bfloat16(), tables, q)
     assert not can_attend(q, cache.to(torch.float8_e5m2), tables, q)
-    wide = torch.zeros(2, 1, 320)
+    wide = torch.zeros(2, 1, 578)
     assert can_attend(wide, wide[None], tables, wide)
     assert not can_attend(wide, wide[None].to(torch.float8_e4m3fn), tables, wide)
     assert not can_attend(q, cache, tables.long(), q)
