@@ -1,7 +1,8 @@
 """Fields that replace those of a checkpoint's config.json (`--hf-overrides`).
 
 Owns which fields may be replaced and how they are merged with the checkpoint's: those that say how
-far and by which rotation positions reach. Knows no rope type's options
+far and by which rotation positions reach, and the epsilon of latents' norms, in which transformers
+does not follow config.json. Knows no rope type's options
 (models.description.rope_config); models.description.config calls it. Imports no torch.
 """
 
@@ -13,10 +14,11 @@ from topspin.errors import ConfigError
 
 _NAME = "--hf-overrides (model.hf_overrides)"
 _LENGTH = "max_position_embeddings"
+_NORM = "latent_norm_eps"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 # transformers 4 and 5 name the same object.
 _ROPE_NAMES = ("rope_scaling", "rope_parameters")
-_FIELDS = (_LENGTH, "rope_theta", *_ROPE_NAMES)
+_FIELDS = (_LENGTH, "rope_theta", *_ROPE_NAMES, _NORM)
 
 
 def overridden(raw: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
@@ -34,8 +36,7 @@ def overridden(raw: Mapping[str, object], overrides: Mapping[str, object]) -> di
     rope = {**_rope_of(raw), **_given_rope(overrides)}
     merged = {name: value for name, value in raw.items() if name not in _ROPE_NAMES}
     merged["rope_parameters"] = rope
-    if _LENGTH in overrides:
-        merged[_LENGTH] = overrides[_LENGTH]
+    merged |= {name: overrides[name] for name in (_LENGTH, _NORM) if name in overrides}
     if rope.get(_ORIGINAL_LENGTH) is not None:
         merged.pop(_ORIGINAL_LENGTH, None)  # the one beside the rope object would win
     elif rope.get("rope_type") in ("yarn", "llama3") and merged.get(_ORIGINAL_LENGTH) is None:

@@ -1,4 +1,4 @@
-"""DeepSeek's, Kimi's and GLM-4.7-Flash's parts: defaults, refusals, sizes, and the norm's epsilon."""
+"""DeepSeek's, Kimi's and GLM-4.7-Flash's parts: defaults, refusals, sizes and norms."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_published_sizes(
 
 
 def test_latents_are_normed_as_the_checkpoint_says(tmp_path: Path) -> None:
-    """transformers takes 1e-6 whatever rms_norm_eps is; Topspin unless `latent_norm_eps` says so."""
+    """transformers takes 1e-6 whatever rms_norm_eps is; Topspin where `latent_norm_eps` is."""
     path = make_checkpoint(tmp_path, "glm4_moe_lite", latent_norm_eps=None, rms_norm_eps=2.0)
     config = load_model_config(path)
     assert config.latent is not None
