@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_nodes.latent import LatentLayer, pack_latent, store_latents, values_of
 from attention_nodes.local_experts import ColocatedExperts
 from attention_nodes.step.kv_cache import KvCache
-from attention_nodes.step.latent import LatentLayer, pack_latent, store_latents, values_of
 from attention_nodes.step.step_inputs import MicroBatchInputs
 from kernels.contracts import (
     AttentionMeta,

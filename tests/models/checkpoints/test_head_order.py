@@ -24,9 +24,10 @@ from models.families.family import Family, FamilyParts, layers_of
 from models.families.glm4_moe import FAMILY as GLM
 from models.quantised.coded import StoredMatrix
 from models.quantised.precision import checkpoint_rules
-from tests.checkpoints import VARIANTS, Variant, make_checkpoint, oracle_generate
+from tests.checkpoints import VARIANTS, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
 from tests.models.quantised.forms import FORMS, SIZES, make_quantised
+from tests.variants import Variant
 from tests.weights import load_attention_weights
 from topspin.errors import ConfigError
 from topspin.plan.precision import rules_of
