@@ -34,10 +34,10 @@ MARGIN = 1e-3
 CLEAR_LEAD = 0.1
 # In nats, of most positions; where the router has a near tie, other experts answer, and the mean is
 # larger.
-MAX_MEDIAN_KL = 0.005
-MAX_MEAN_KL = 0.06
-# Of the model with a sigmoid router, which has more near ties.
-MAX_MEAN_KL_OF_SIGMOIDS = 0.1
+USUAL_KL = (0.005, 0.06)
+"""The most of the median and of the mean."""
+# A sigmoid router has more near ties, and what latents are made of is rounded twice.
+MOST_KL = {"glm4_moe": (0.005, 0.1), "deepseek_v3": (0.008, 0.15)}
 MXFP4 = ("gpt_oss", "mxfp4")
 FAST = (("qwen2_moe", "awq"), MXFP4)
 CASES = [
@@ -87,9 +87,9 @@ def test_codes_are_served_with_a_bounded_divergence(tmp_path: Path, family: str,
             for position, each in enumerate(request.prompt_logprobs[-len(prompt) + 1 :]):
                 found.append(divergence(wanted[position], each.top_ids, each.top_logprobs))
     assert len(found) == sum(PROMPT_LENS) - len(PROMPT_LENS)
-    assert 0 < statistics.median(found) < MAX_MEDIAN_KL
-    most = MAX_MEAN_KL_OF_SIGMOIDS if family == "glm4_moe" else MAX_MEAN_KL
-    assert statistics.mean(found) < most
+    median, mean = MOST_KL.get(family, USUAL_KL)
+    assert 0 < statistics.median(found) < median
+    assert statistics.mean(found) < mean
 
 
 def divergence(wanted: torch.Tensor, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> float:

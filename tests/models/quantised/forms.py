@@ -41,6 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
     # A tied head has larger logits in these checkpoints, and so larger divergences.
     "ernie4_5_moe": {"head_dim": 32, "tie_word_embeddings": False},
     "minimax_m2": {"intermediate_size": 64, "head_dim": 32},
+    "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
 }
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -61,7 +62,8 @@ class Form(NamedTuple):
 
 def is_projection(name: str) -> bool:
     """Return whether a tensor is a matrix that these checkpoints quantise."""
-    return name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight"))
+    ends = ("proj.weight", "proj_with_mqa.weight", "w1.weight", "w2.weight", "w3.weight")
+    return name.endswith(ends)
 
 
 def make_quantised(path: Path, variant: str, form: Form, *, seed: int = 0, **sizes: Any) -> None:

@@ -33,6 +33,7 @@ FAST = (
     ("glm4_moe", "gptq-4"),
     ("minimax_m2", "ct-int4-groups"),
     ("ernie4_5_moe", "ct-w8-zeros"),
+    ("deepseek_v3", "fp8-blocks"),
 )
 # transformers stacks experts, and knows no zeros, plain integers or blocks for that.
 OF_TRANSFORMERS = ("ct-int4-groups", "ct-int8-channels", "ct-fp8-tensors", "ct-fp8-channels")
@@ -45,7 +46,8 @@ MATRIX = [
 def transformers_model(path: Path, family: str, form: str) -> Any:
     """Return transformers' model of the quantised checkpoint, or else of the dequantised one."""
     own: Any = None
-    if form == "fp8-blocks" and family != "glm4_moe":  # of which transformers reads other numbers
+    # Of two families transformers reads other numbers.
+    if form == "fp8-blocks" and family not in ("glm4_moe", "deepseek_v3"):
         own = FineGrainedFP8Config(**FORMS[form].config, dequantize=True)
     elif form in OF_TRANSFORMERS:
         own = CompressedTensorsConfig(dequantize=True)
