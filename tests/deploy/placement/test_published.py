@@ -29,8 +29,8 @@ from topspin.plan.precision import Format, PrecisionRule
 from topspin.plan.spec import EnginePlan
 
 MODELS = Path(__file__).parent / "models"
-# As published, in billions; GLM's figure has the layer of multi-token prediction.
-BILLIONS = {"gpt-oss-120b": 117, "glm-4.6": 357, "minimax-m2": 230}
+# As published, in billions, some with the layer of multi-token prediction.
+BILLIONS = {"gpt-oss-120b": 117, "glm-4.6": 357, "minimax-m2": 230, "deepseek-v3": 685}
 WORKLOAD = {"prompt": {"mean": 3000, "p95": 9000}, "output": {"mean": 300}, "users": 4}
 
 
@@ -91,6 +91,11 @@ def test_quantised_weights_have_their_bits() -> None:
             "minimax-m2",
             {"attention": "int8", "experts": "int8"},
             62 * 256 * 3 * 3072 * 1536 * 9 // 8,
+        ),
+        (
+            "deepseek-v3",
+            {"attention": "int8", "mlp": "int8", "experts": "int8"},
+            58 * 256 * 3 * 7168 * 2048 * 9 // 8,
         ),
     ],
 )
