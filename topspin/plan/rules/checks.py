@@ -9,6 +9,7 @@ who write plans.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from topspin.devices import check_transport, parse_device
 from topspin.errors import ConfigError
@@ -20,6 +21,9 @@ from topspin.plan.retrieval import NUM_SUBSPACES
 from topspin.plan.rules.combinations import conflicts_in
 from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.spec import AttentionNode, EnginePlan, NodeSpec
+
+# More do not fit into a program's shared memory.
+_MOST_ON_TRITON: Final = 256
 
 
 def check_plan(plan: EnginePlan) -> None:
@@ -186,6 +190,7 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
     windows = model.windows or (None,) * model.num_layers
     _check_windows(plan.kv_cache, windows)
     _check_retrieval(plan.kv_cache, windows, model)
+    _check_latents(plan, model)
 
 
 def check_precision(plan: EnginePlan, model: ModelFacts) -> None:
@@ -293,6 +298,19 @@ def _check_windows(kept: KvCacheSpec, windows: Sequence[int | None]) -> None:
             raise ConfigError(
                 f"kv_cache.layers[{idx}].retrieval: layer {narrow[0]} has a window of "
                 f"{windows[narrow[0]]} tokens, in which all keys are attended to"
+            )
+
+
+def _check_latents(plan: EnginePlan, model: ModelFacts) -> None:
+    """Check that attention nodes and stages have kernels for a model's latents."""
+    if not model.has_latents or (model.head_dim or 0) <= _MOST_ON_TRITON:
+        return
+    for node in (*plan.attention, *plan.stages):
+        if node.kernels == "triton":
+            raise ConfigError(
+                f"{node.role} {node.index}: its kernels are triton, whose attention takes latents "
+                f"of {_MOST_ON_TRITON} numbers at most, and the model's have {model.head_dim}; "
+                "attention on CPUs takes them"
             )
 
 

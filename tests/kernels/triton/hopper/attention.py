@@ -69,11 +69,16 @@ def compile_norms() -> None:
         compile_kernel(_norm_row, pointers, {"ADD": add, "BLOCK": 2048}, num_warps=4)
 
 
-def compile_rotary(cache: torch.dtype, norm: int) -> None:
+def compile_rotary(
+    cache: torch.dtype, norm: int, *, head_dim: int = 128, values: int = 128
+) -> None:
     pointers = dict.fromkeys(("q", "k", "v", "q_norm", "k_norm"), "*bf16")
     pointers |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
     pointers |= dict.fromkeys(("k_cache", "v_cache"), NAMES[cache])
-    constants = {"Q_NORM": norm, "K_NORM": norm, "BLOCK_SIZE": 16, "HEADS": 4, "HALF": 64}
+    constants = {
+        "Q_NORM": norm, "K_NORM": norm, "BLOCK_SIZE": 16, "HEADS": 4,
+        "HALF": head_dim // 2, "VALUES": values,
+    }  # fmt: skip
     compile_kernel(_rotate_and_store, pointers, constants, num_warps=1)
 
 
@@ -135,6 +140,7 @@ def main() -> None:
     compile_norms()
     for cache, norm in ((bf16, 0), (bf16, 1), (fp8, 2), (fp32, 1)):
         compile_rotary(cache, norm)
+    compile_rotary(bf16, 0, head_dim=64, values=512)
     compile_attention(bf16, bf16, 128)
     compile_attention(bf16, bf16, 128, extras=True)
     compile_attention(bf16, bf16, 80, block_size=128)

@@ -56,6 +56,15 @@ def with_layer(**fields: Any) -> EnginePlan:
     return msgspec.structs.replace(plan(), kv_cache=kept)
 
 
+def on_triton() -> EnginePlan:
+    """Return a plan whose nodes are on a GPU."""
+    made = plan()
+    nodes = (
+        msgspec.structs.replace(each, device="cuda:0", kernels="triton") for each in made.nodes
+    )
+    return msgspec.structs.replace(made, nodes=tuple(nodes))
+
+
 MISFITS: list[tuple[EnginePlan, ModelFacts, str]] = [
     (with_experts(8, 9), FACTS, r"^expert 1: experts 9: the model has 8 per layer"),
     (
@@ -117,6 +126,11 @@ MISFITS: list[tuple[EnginePlan, ModelFacts, str]] = [
         plan(kv_retrieval_tokens=96),
         FACTS._replace(head_dim=20),
         r"^kv_cache\.retrieval .* 20 numbers",
+    ),
+    (
+        on_triton(),
+        FACTS._replace(has_latents=True, head_dim=576),
+        r"^attention 0: its kernels are triton, .* 256 .* 576",
     ),
     (
         plan(kv_retrieval_tokens=96),
