@@ -25,6 +25,7 @@ from models.checkpoints.weights import (
     take,
 )
 from models.description.config import ModelConfig, load_model_config
+from topspin.errors import ConfigError
 from topspin.plan.precision import Part
 
 # What a matrix multiplies: the names of its inputs in a layer.
@@ -65,13 +66,20 @@ class Model:
     layers: Iterator[DecoderLayer]
 
 
+def refuse_latents(path: Path, config: ModelConfig) -> None:
+    """Raise ConfigError if keys are latents, which this folder neither computes nor rewrites."""
+    if config.latent is not None:
+        raise ConfigError(f"{path}: models whose keys are latents are not computed in fp32 here")
+
+
 def open_model(path: Path) -> Model:
     """Open the checkpoint at `path`; its layers can be taken once, and are read as they are.
 
     Quantised matrices are dequantised. Raises ConfigError for a model that Topspin does not serve,
-    CheckpointError for tensors that are missing or of another shape.
+    or whose keys are latents, CheckpointError for tensors that are missing or of another shape.
     """
     config = load_model_config(path)
+    refuse_latents(path, config)
     attention = stream_attention_weights(Checkpoint(path), config, dtype=torch.float32)
     assert isinstance(attention.lm_head, Tensor)
     return Model(

@@ -54,8 +54,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{path}: is quantised already; give the checkpoint that it was made from"
         )
-    if config.latent is not None:
-        raise ConfigError(f"{path}: no error is measured of models whose keys are latents")
     known = sampled(config, args.measure)
     held_out = text.tokens_of(path, args.held_out)
     with stages() as begin:
