@@ -97,15 +97,13 @@ class RandomWeights:
         )
 
     def _latent(self, latent: LatentConfig) -> LatentWeights:
-        heads, rank, nope = self._model.num_heads, latent.rank, latent.nope_dim
-        to_keys = self._normal(heads, nope, rank)
+        heads, rank = self._model.num_heads, latent.rank
         queries = None
         if latent.q_rank is not None:
             queries = self._normal(heads * latent.head_dim, latent.q_rank)
         return LatentWeights(
             queries=queries,
-            to_latent=to_keys.transpose(1, 2).contiguous(),
-            to_keys=to_keys,
+            to_latent=self._normal(heads, rank, latent.nope_dim, std=rank**-0.5),
             to_values=self._normal(heads, latent.value_dim, rank),
         )
 

@@ -64,13 +64,12 @@ class LatentWeights:
     """What makes queries, keys and values of latents; see models.description.parts.LatentConfig.
 
     queries [N * (nope + rope), q rank], None if they have no latent. to_latent [N, rank, nope]
-    turns a query's first numbers into those that are multiplied with latents; to_keys
-    [N, nope, rank] and to_values [N, value, rank] make a head's key and value of a latent.
+    turns a query's first numbers into those that are multiplied with latents; to_values
+    [N, value, rank] makes a head's value of a latent.
     """
 
     queries: Matrix | None
     to_latent: Tensor
-    to_keys: Tensor
     to_values: Tensor
 
 
@@ -438,7 +437,6 @@ def _load_latent(reader: _Reader, layer_idx: int) -> _Attention:
         latent=LatentWeights(
             queries=queries,
             to_latent=to_keys.transpose(1, 2).contiguous(),
-            to_keys=to_keys.contiguous(),
             to_values=to_values.contiguous(),
         ),
     )

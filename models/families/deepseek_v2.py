@@ -9,8 +9,7 @@ from models.families.family import (
     FamilyParts,
     check_groups,
     dense_first,
-    layers_of,
-    read_latent,
+    latent_parts,
     read_shared_experts,
     read_top_k,
     serve_only,
@@ -18,16 +17,13 @@ from models.families.family import (
 
 
 def _parts(fields: ConfigFields, num_layers: int) -> FamilyParts:
-    # What is not followed here transformers does not follow either.
-    serve_only(fields, {"scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False})
-    has_bias = fields.flag("attention_bias", default=False)
-    return FamilyParts(
-        layers=layers_of([None] * num_layers, dense_first(fields, num_layers)),
-        moe=read_shared_experts(fields, _router),
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias", default=False),
-        latent=read_latent(fields),
+    # transformers follows none of them but mlp_bias, which shared experts have too.
+    served = {"scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False}
+    serve_only(fields, {**served, "mlp_bias": False})
+    return latent_parts(
+        fields,
+        dense_first(fields, num_layers),
+        read_shared_experts(fields, _router),
         rope_is_interleaved=True,
     )
 

@@ -12,9 +12,8 @@ from models.families.family import (
     Family,
     FamilyParts,
     dense_first,
-    layers_of,
+    latent_parts,
     read_bias_router,
-    read_latent,
     read_shared_experts,
     serve_only,
 )
@@ -22,15 +21,11 @@ from models.families.family import (
 
 def _parts(fields: ConfigFields, num_layers: int) -> FamilyParts:
     serve_only(fields, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1})
-    has_bias = fields.flag("attention_bias", default=False)
-    return FamilyParts(
-        layers=layers_of([None] * num_layers, dense_first(fields, num_layers)),
-        moe=read_shared_experts(fields, read_bias_router),
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-        latent=read_latent(fields),
+    return latent_parts(
+        fields,
+        dense_first(fields, num_layers),
+        read_shared_experts(fields, read_bias_router),
         rope_is_interleaved=fields.flag("rope_interleave", default=True),
-        num_mtp_layers=fields.optional_int("num_nextn_predict_layers") or 0,
     )
 
 

@@ -150,6 +150,22 @@ def read_latent(fields: ConfigFields) -> LatentConfig:
     )
 
 
+def latent_parts(
+    fields: ConfigFields, sparse: Sequence[bool], moe: MoeConfig, *, rope_is_interleaved: bool
+) -> FamilyParts:
+    """Return the parts of a checkpoint with latents whose `sparse` layers have routed experts."""
+    has_bias = fields.flag("attention_bias", default=False)
+    return FamilyParts(
+        layers=layers_of([None] * len(sparse), sparse),
+        moe=moe,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        latent=read_latent(fields),
+        rope_is_interleaved=rope_is_interleaved,
+        num_mtp_layers=fields.optional_int("num_nextn_predict_layers") or 0,
+    )
+
+
 def read_bias_router(fields: ConfigFields, num_experts: int) -> RouterConfig:
     """Return the sigmoid router with a bias, chosen by groups, of DeepSeek-V3 and GLM-4.5."""
     router = RouterConfig(

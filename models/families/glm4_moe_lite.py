@@ -9,23 +9,18 @@ from models.description.config_fields import ConfigFields
 from models.families.family import (
     Family,
     FamilyParts,
-    layers_of,
+    latent_parts,
     read_bias_router,
-    read_latent,
     read_shared_experts,
 )
 
 
 def _parts(fields: ConfigFields, num_layers: int) -> FamilyParts:
-    has_bias = fields.flag("attention_bias", default=False)
-    return FamilyParts(
-        layers=layers_of([None] * num_layers, _sparse(fields, num_layers)),
-        moe=read_shared_experts(fields, read_bias_router),
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-        latent=read_latent(fields),
+    return latent_parts(
+        fields,
+        _sparse(fields, num_layers),
+        read_shared_experts(fields, read_bias_router),
         rope_is_interleaved=fields.flag("rope_interleave", default=True),
-        num_mtp_layers=fields.optional_int("num_nextn_predict_layers") or 0,
     )
 
 

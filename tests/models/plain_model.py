@@ -93,7 +93,7 @@ def _latent_attention(config: ModelConfig, layer: LayerWeights, x: Tensor) -> Te
     latents = _rms_norm(latents, layer.k_norm, eps)
     plain, turned = queries.split([latent.nope_dim, latent.rope_dim], dim=-1)
     turned = _rotate(config, turned)
-    scores = plain @ (latents @ own.to_keys.transpose(1, 2)).transpose(1, 2)
+    scores = plain @ (latents @ own.to_latent).transpose(1, 2)
     scores = (scores + turned @ _rotate(config, shared[None]).transpose(1, 2)).double()
     later = torch.arange(len(x))[:, None] < torch.arange(len(x))[None, :]
     weights = (scores * config.attention_scale).masked_fill(later, -math.inf).softmax(-1).float()

@@ -81,6 +81,7 @@ def test_an_absent_option_has_transformers_default(tmp_path: Path, family: str) 
         ("deepseek_v2", "norm_topk_prob", True),
         ("deepseek_v2", "topk_method", "noaux_tc"),
         ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v2", "mlp_bias", True),
         ("deepseek_v3", "scoring_func", "softmax"),
         ("deepseek_v3", "topk_method", "greedy"),
         ("deepseek_v3", "moe_layer_freq", 2),

@@ -319,8 +319,8 @@ def _do_chunk(
     """Add keys start <= k < stop of a piece to the states of up to TILE_HEADS query heads.
 
     `first` is the first of these heads, all below `last`; they share a key/value head. Returns
-    their number.
-    Prefetches meanwhile `ask_bytes` of each of these values and of the keys of the next chunk.
+    their number. Prefetches meanwhile `ask_bytes` of each of these values and of the keys of the
+    next chunk.
     """
     row = simd.read_i64(piece)
     repeat, head_bytes = simd.read_i64(block + REPEAT), bytes_of_head(block)
