@@ -96,9 +96,8 @@ def test_an_absent_option_has_transformers_default(tmp_path: Path, family: str) 
 def test_an_option_is_refused_by_its_name(
     tmp_path: Path, family: str, option: str, value: object
 ) -> None:
-    options = {"model_type": family, "num_experts_per_tok": 6, option: value}
     with pytest.raises(ConfigError, match=option):
-        written(tmp_path, **options)
+        written(tmp_path, **{"model_type": family, "num_experts_per_tok": 6, option: value})
 
 
 @pytest.mark.parametrize(
