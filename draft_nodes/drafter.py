@@ -1,9 +1,9 @@
 """The drafter that a node's configuration asks for, a draft model among them.
 
 Owns the choice of the draft model's checkpoint, precision, cache and growth by the settings, and
-whether it computes in the attention node's process or on a draft node. Composed with attention
-nodes by beside_attention.py and app.launch; these nodes do not know of draft models. Other
-things that draft (heads that a checkpoint carries) become a Drafter here.
+whether it computes in the attention node's process or on a draft node; the same for the head of
+multi-token prediction of the checkpoint itself. Composed with attention nodes by
+beside_attention.py and app.launch; these nodes do not know of draft models.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from attention_nodes.step.kv_cache import AS_THE_MODEL, bytes_per_block, layer_s
 from attention_nodes.worker import text_drafter
 from draft_nodes.asking import AskingDrafter
 from draft_nodes.model import DraftModel, Settings
+from draft_nodes.mtp import MtpDrafter, load_mtp_model
 from kernels.runtime import open_runtime
 from models.description.config import ModelConfig, load_model_config
 from models.quantised.precision import checkpoint_rules
 from spec_decode.draft import Drafter
-from spec_decode.forest import Growth
+from spec_decode.forest import MAX_CHUNK, MIN_CHUNK, Growth
 from spec_decode.joined import JoinedDrafter
 from spec_decode.serial import SerialDrafter
 from spec_decode.suffix import SuffixDrafter, limits_of
@@ -51,8 +52,10 @@ def make_drafter(
     which takes a while. Raises ConfigError if it does not fit the model.
     """
     speculation = config.speculation
-    if speculation is None or not speculation.has_model:
+    if speculation is None or not speculation.computes:
         return text_drafter(config, model_path)
+    if speculation.method == "mtp":
+        return _head_drafter(config, speculation, model_path)
     modelled = _model_drafter(config, speculation, model_path, keys)
     if speculation.method == "draft_model":
         return modelled
@@ -70,14 +73,32 @@ def _model_drafter(
         return AskingDrafter(config.draft_address, target.vocab_size, connect=connect)
     if config.node.num_threads is not None:
         torch.set_num_threads(config.node.num_threads)
+    draft = load_model_config(*_draft_checkpoint(config, speculation, model_path))
     model = load_draft_model(
-        config, speculation, model_path, num_slots=_num_slots(config, speculation, model_path)
+        config, speculation, model_path, num_slots=_num_slots(config, model_path, draft)
     )
     return SerialDrafter(model, growth_of(speculation), max_length=model.max_length)
 
 
-def _num_slots(config: NodeConfig, speculation: Speculation, model_path: Path) -> int:
-    """Return the tokens for which a draft model beside an attention node has room.
+def _head_drafter(config: NodeConfig, speculation: Speculation, model_path: Path) -> Drafter:
+    """Return the drafter that computes with the head that the checkpoint carries."""
+    if config.node.num_threads is not None:
+        torch.set_num_threads(config.node.num_threads)
+    target = load_model_config(model_path, config.model.hf_overrides)
+    growth = growth_of(speculation)
+    # The most rows of a pass: all sequences' leaves, or what a text and the others feed.
+    each = max(MIN_CHUNK, growth.width)
+    model = load_mtp_model(
+        config,
+        model_path,
+        num_slots=_num_slots(config, model_path, target),
+        max_rows=MAX_CHUNK + each * config.attention.max_num_seqs,
+    )
+    return MtpDrafter(model, growth)
+
+
+def _num_slots(config: NodeConfig, model_path: Path, draft: ModelConfig) -> int:
+    """Return the tokens for which what drafts beside an attention node has room.
 
     As many as the node's own cache has. If that is measured, which happens later: as many as a
     draft node has room for, in MEMORY_SHARE at most.
@@ -93,11 +114,10 @@ def _num_slots(config: NodeConfig, speculation: Speculation, model_path: Path) -
         block_size = config.kv_cache.block_size
         num_blocks = node.kv_cache_bytes // (block_size * token_bytes(target, config.kv_cache))
         return num_blocks * block_size
-    draft_path, overrides = _draft_checkpoint(config, speculation, model_path)
     free = open_runtime(node.device, node.kernels).memory().free
     return min(
         cached_tokens(node.max_num_seqs, config.model.max_model_len),
-        free // MEMORY_SHARE // token_bytes(load_model_config(draft_path, overrides)),
+        free // MEMORY_SHARE // token_bytes(draft),
     )
 
 

@@ -26,6 +26,7 @@ from attention_nodes.step.recorded_steps import recorded_steps
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.step_inputs import MicroBatchInputs, Slices, StepInputs, host_part
 from draft_nodes.kv_layout import KvLayout
+from draft_nodes.mtp_layers import MtpLayers
 from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
 from models.checkpoints.checkpoint import Checkpoint
@@ -67,11 +68,11 @@ class Settings(NamedTuple):
 
 
 class DraftModel:
-    """One model and the sequences it drafts for."""
+    """One model, or the one layer that drafts for another, and the sequences it drafts for."""
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | MtpLayers,
         layout: KvLayout,
         runtime: Runtime,
         *,

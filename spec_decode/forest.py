@@ -109,13 +109,17 @@ class _Sequence:
         self.unfed = list(tokens)
         self.places: dict[int, int] = {}
 
-    def advance(self, seq_id: int, tokens: Sequence[int]) -> tuple[Kept, bool]:
-        """Re-root the tree at the last of `tokens`.
+    def advance(
+        self, seq_id: int, tokens: Sequence[int], *, reuses_tree: bool
+    ) -> tuple[Kept, bool]:
+        """Re-root the tree at the last of `tokens`, unless a new one begins.
 
         Returns what the cache keeps of it, and whether the tree had that token.
         """
         rerooted = self.tree.reroot(tokens)
         places = self.places
+        if not reuses_tree:
+            self.tree, places = TokenTree(tokens[-1]), {}
         verified = tuple(places[node] for node in rerooted.verified if node in places)
         kept = [(idx, places[n]) for idx, n in enumerate(rerooted.kept) if n in places]
         self.known += len(tokens)
@@ -134,9 +138,14 @@ class _Sequence:
 class Forest:
     """The sequences of one draft model, by id; those that are silent longest make room."""
 
-    def __init__(self, model: CachedModel, growth: Growth) -> None:
+    def __init__(self, model: CachedModel, growth: Growth, *, reuses_trees: bool = True) -> None:
+        """Unless it `reuses_trees`, each verdict begins a new one: the model sees all tokens again.
+
+        For a model that computes better with what the verdict brings.
+        """
         self._model = model
         self._growth = growth
+        self._reuses_trees = reuses_trees
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()
         self._best_share = FIRST_SHARE
 
@@ -164,7 +173,7 @@ class Forest:
             self._sequences.move_to_end(seq_id)
             if tokens:
                 had_tree = own.tree.is_expanded(ROOT)
-                moves, is_hit = own.advance(seq_id, tokens)
+                moves, is_hit = own.advance(seq_id, tokens, reuses_tree=self._reuses_trees)
                 kept.append(moves)
                 if had_tree:
                     hits[seq_id] = is_hit

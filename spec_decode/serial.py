@@ -20,20 +20,18 @@ class SerialDrafter:
     none of a text, as a long prompt, of which the model has not seen more than a pass feeds.
     """
 
-    def __init__(self, model: CachedModel, growth: Growth, *, max_length: int) -> None:
-        """`max_length` is the most positions that the model computes."""
-        self._forest = Forest(model, growth)
+    def __init__(
+        self, model: CachedModel, growth: Growth, *, max_length: int, reuses_trees: bool = True
+    ) -> None:
+        """`max_length` is the most positions that the model computes; Forest has `reuses_trees`."""
+        self._forest = Forest(model, growth, reuses_trees=reuses_trees)
         self._growth = growth
         self._max_length = max_length
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         forest = self._forest
         fitting = {each.text.seq_id: each for each in requests if self._fits(each)}
-        texts = {}
-        for seq_id, request in fitting.items():
-            new = request.text.tokens[forest.known(seq_id) :].tolist()
-            texts[seq_id] = (new, request.text.num_prompt)
-        forest.advance(texts)
+        self._advance([each.text for each in fitting.values()])
         passes = dict.fromkeys(fitting, self._growth.passes)
         going = list(fitting)
         while going:
@@ -45,6 +43,23 @@ class SerialDrafter:
             # The rest of a long prompt is fed with the next drafts: others do not wait for it.
             going = [seq_id for seq_id in grown if not forest.lag(seq_id)]
         return [self._draft(each) for each in requests]
+
+    def feed(self, texts: Sequence[DraftText]) -> None:
+        """Let the model compute all tokens of `texts`, as far as it has room for them."""
+        fitting = {each.seq_id: 0 for each in texts if len(each.tokens) <= self._max_length}
+        self._advance([each for each in texts if each.seq_id in fitting])
+        going = [seq_id for seq_id in fitting if self._forest.lag(seq_id)]
+        while going:
+            grown = self._forest.grow(dict.fromkeys(going, 0), busy=fitting)
+            going = [seq_id for seq_id in grown if self._forest.lag(seq_id)]
+
+    def _advance(self, texts: Sequence[DraftText]) -> None:
+        """Let the forest know all tokens of `texts`."""
+        new = {}
+        for each in texts:
+            tokens = each.tokens[self._forest.known(each.seq_id) :].tolist()
+            new[each.seq_id] = (tokens, each.num_prompt)
+        self._forest.advance(new)
 
     def end(self, text: DraftText) -> None:
         self._forest.drop([text.seq_id])

@@ -60,7 +60,7 @@ def make_checkpoint(path: Path, name: str, *, seed: int = 0, **overrides: Any) -
     variant = VARIANTS[name]
     options = {**COMMON, **variant.overrides, **overrides}
     model = _build(variant.model_type, options)
-    _randomise(model, seed=seed)
+    randomise(model, seed=seed)
     path.mkdir(parents=True, exist_ok=True)
     _quietly(lambda: model.save_pretrained(path))
     write_tokenizer(path)
@@ -132,7 +132,7 @@ def _transformers() -> Any:
     return importlib.import_module("transformers")
 
 
-def _randomise(model: Any, *, seed: int) -> None:
+def randomise(model: Any, *, seed: int) -> None:
     """Give every parameter a random value by which each part of the network matters."""
     generator = torch.Generator().manual_seed(seed)
     is_tied = bool(model.config.tie_word_embeddings)

@@ -73,7 +73,7 @@ def node_command(
 def _module_of(plan: EnginePlan, node: NodeSpec) -> str:
     if node.role == "stage":
         return "attention_nodes.stages"
-    if node.role == "attention" and plan.speculation and plan.speculation.model:
+    if node.role == "attention" and plan.speculation and plan.speculation.computes:
         return "draft_nodes.beside_attention"
     return f"{node.role}_nodes"
 

@@ -323,8 +323,19 @@ class Decoder(NodeLayers):
 
     def logits(self, residual: Tensor, out: Tensor | None = None) -> Tensor:
         """Return fp32 logits [R, V], `out` if given, of finished residual rows [R, H]."""
-        normed = self.ops.rms_norm(residual, self._final_norm, eps=self.config.rms_norm_eps)
+        return self.head(self.final(residual), out)
+
+    def final(self, residual: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the final rows [R, H], `out` if given, of finished residual rows [R, H]."""
+        return self.ops.rms_norm(residual, self._final_norm, eps=self.config.rms_norm_eps, out=out)
+
+    def final_buffer(self, max_tokens: int) -> Tensor:
+        """Return room for the final rows [T, H] of a step."""
+        return self._final_norm.new_empty(max_tokens, self.config.hidden_size)
+
+    def head(self, final: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return fp32 logits [R, V], `out` if given, of final rows [R, H]."""
         if out is None:
-            shape = (len(residual), self._lm_head.out_features)
-            out = residual.new_empty(shape, dtype=torch.float32)
-        return self.ops.linear(normed, self._lm_head, out=out)
+            shape = (len(final), self._lm_head.out_features)
+            out = final.new_empty(shape, dtype=torch.float32)
+        return self.ops.linear(final, self._lm_head, out=out)

@@ -1,19 +1,88 @@
 """The drafts of a step: which of its sequences may have one, how long, and the drafter's answers.
 
-Owns the drafter's view of a sequence. Drafts themselves, and drafters, are those of spec_decode.
-Knows no tensors and no cache. Called by model_runner.py.
+Owns the drafter's view of a sequence, and of a step's final rows where a drafter goes on from
+these. Drafts themselves, and drafters, are those of spec_decode. Knows no cache. Called by
+model_runner.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from attention_nodes.sampling.sampler import Sampled, SampleVerdict
+from attention_nodes.step.decoder import Decoder
 from attention_nodes.step.sequences import PENDING, IntArray, SequenceTable, unpack
+from attention_nodes.step.step_inputs import Slices
 from spec_decode.draft import ROOT, Draft, Drafter, DraftRequest, DraftText
 from topspin.errors import ProtocolError
 from topspin.messages import SAMPLE, MicroBatch
+
+_NONE: Final[IntArray] = np.zeros(0, dtype=np.int64)
+
+
+class FinalRows(NamedTuple):
+    """The model's final rows [n, H] of a sequence's tokens from `first` on, all certain."""
+
+    text: DraftText
+    first: int
+    rows: Tensor
+
+
+@runtime_checkable
+class RowDrafter(Drafter, Protocol):
+    """A drafter that goes on from the rows of the model that it drafts for."""
+
+    def follow(self, target: Decoder) -> None:
+        """Draft for `target`; called once, before all else."""
+
+    def take(self, rows: Sequence[FinalRows]) -> None:
+        """Learn a step's rows; those of a sequence come once each, in order."""
+
+
+def final_rows(
+    micro_batches: Sequence[Slices],
+    final: Tensor,
+    verdict: SampleVerdict,
+    table: SequenceTable,
+) -> list[FinalRows]:
+    """Return the rows of a settled step's certain tokens, of `final` [T, H], by sequence."""
+    accepted = _accepted(micro_batches, verdict)
+    chosen: list[IntArray] = []
+    firsts: list[int] = []
+    texts: list[DraftText] = []
+    begin = 0
+    for slices in micro_batches:
+        seq_ids = table.seq_id_of[slices.rows]
+        for idx, row in enumerate(slices.rows.tolist()):
+            start = int(slices.query_start[idx])
+            end = start + int(slices.certain[idx])
+            path = end + accepted.get(row, _NONE)
+            chosen.append(begin + np.concatenate([np.arange(start, end), path]))
+            firsts.append(int(slices.positions[start]))
+            known = int(table.num_known[row])
+            texts.append(_text(table, seq_ids, slices.rows, idx, end=known))
+        begin += slices.num_tokens
+    if not chosen:
+        return []
+    places = torch.from_numpy(np.concatenate(chosen)).to(final.device)
+    parts = torch.split(final.index_select(0, places), [len(each) for each in chosen])
+    return [FinalRows(*each) for each in zip(texts, firsts, parts, strict=True)]
+
+
+def _accepted(micro_batches: Sequence[Slices], verdict: SampleVerdict) -> dict[int, IntArray]:
+    """Return, by the row of its sequence, which tokens of each draft were accepted."""
+    drafted = {each.first: each.row for each in Sampled.of(micro_batches).drafted}
+    ends = [0, *np.cumsum(verdict.counts).tolist()]
+    chosen = [verdict.rows[begin:end] for begin, end in pairwise(ends)]
+    return {
+        drafted[int(mine[0])]: mine[1:] - mine[0] - 1 for mine in chosen if int(mine[0]) in drafted
+    }
 
 
 def draft_requests(plan: MicroBatch, table: SequenceTable) -> list[DraftRequest]:

@@ -27,6 +27,8 @@ class Ran(NamedTuple):
     rallied: Event
     scores: list[Tensor]
     """As scores.score() returns them."""
+    final: Tensor | None = None
+    """The final rows [T, H] of all tokens, valid until the next run; None: nobody needs them."""
 
 
 class Receipt(Protocol):

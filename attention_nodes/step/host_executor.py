@@ -40,11 +40,16 @@ class HostExecutor:
         *,
         max_tokens: int,
         recordings: bool = False,
+        keeps_final: bool = False,
     ) -> None:
+        """`keeps_final`: a run has the final rows of all tokens."""
         self._decoder = decoder
         self._rotary = rotary
         self._stream = runtime.current_stream()
         self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
+        self._final: Tensor | None = None
+        if keeps_final:
+            self._final = decoder.final_buffer(max_tokens)
         self._steps = recorded_steps(
             decoder,
             runtime,
@@ -88,8 +93,10 @@ class HostExecutor:
         residual = run_layers(self._decoder, net, inputs, self._combined, companions)
         rallied = self._stream.record(timed=True)
         companions.trace.stamp(Kind.RALLIED)
+        final = self._final_rows(residual)
         logits = self._decoder.logits(residual.index_select(0, inputs.sample_rows))
-        return Ran(logits, rallied, score(self._decoder.logits, residual, inputs.to_score))
+        scores = score(self._decoder.logits, residual, inputs.to_score)
+        return Ran(logits, rallied, scores, final)
 
     def _replay(self, placed: KeyedInputs, net: AttentionNet, companions: Companions) -> Ran:
         recorded = replace(companions, beat=no_beat, meanwhile=nothing_to_do)
@@ -98,12 +105,20 @@ class HostExecutor:
             residual = run_layers(self._decoder, net, inputs, self._combined, recorded)
             self._stamps.stamp(Kind.RALLIED)
             recorded.trace.stamp(Kind.RALLIED)
+            self._final_rows(residual)
             self._decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
 
         companions.beat()
         logits = self._steps.run(placed, body, (net, net.epoch, companions.passage))
         (rallied,) = read_stamps(self._clock.dump())
-        return Ran(logits, host_event(rallied.t_ns), [])
+        final = None if self._final is None else self._final[: len(placed.inputs.tokens)]
+        return Ran(logits, host_event(rallied.t_ns), [], final)
+
+    def _final_rows(self, residual: Tensor) -> Tensor | None:
+        """Return the final rows [T, H] of a step, if they are kept."""
+        if self._final is None:
+            return None
+        return self._decoder.final(residual, out=self._final[: len(residual)])
 
     def keep(self, placed: KeyedInputs, tokens: Tensor) -> None:
         pass

@@ -27,6 +27,7 @@ from attention_nodes.sampling.sampler import AskedRows, Sampled, Sampler, report
 from attention_nodes.stages.relay import Relay
 from attention_nodes.step.absent_experts import NoNet
 from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.drafts import RowDrafter, final_rows
 from attention_nodes.step.executor import Executor
 from attention_nodes.step.host_executor import HostExecutor
 from attention_nodes.step.launched import LaunchedStep, check_of
@@ -98,6 +99,9 @@ class ModelRunner:
         )
         self._sampler = Sampler(self._table, decoder.ops, grammars)
         self._drafter = drafter
+        self._row_drafter = drafter if isinstance(drafter, RowDrafter) else None
+        if self._row_drafter is not None:
+            self._row_drafter.follow(decoder)
         self.runtime = runtime or HostRuntime()
         self._stream = self.runtime.current_stream()
         self._max_tokens = config.attention.max_num_batched_tokens
@@ -129,6 +133,7 @@ class ModelRunner:
                 self.runtime,
                 max_tokens=self._max_tokens,
                 recordings=config.execution.recordings,
+                keeps_final=self._row_drafter is not None,
             )
         return DeviceExecutor(
             self._decoder,
@@ -322,6 +327,9 @@ class ModelRunner:
         self._launched.append(launched)
         if not self._executor.keeps_tokens:
             self._settle(launched)
+        if self._row_drafter is not None and ran.final is not None:
+            rows = final_rows(prepared.micro_batches, ran.final, launched.verdict, self._table)
+            self._row_drafter.take(rows)
         launched.followed = self._contexts.follow(prepared)
 
     def _ask(self, prepared: PreparedSlices) -> tuple[AskedRows, Reserved]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -52,8 +52,8 @@ class ModelConfig:
     its value too, and head_dim is their size. intermediate_size is the width of a dense MLP layer.
     eos_token_ids end a generation, in no special order. quantisation: how the checkpoint stores its
     projections; None: as numbers. num_mtp_layers: layers behind the others, for multi-token
-    prediction, that nobody reads. notes: sentences for the log about what the checkpoint says and
-    is not followed.
+    prediction, which only of_mtp() has. notes: sentences for the log about what the checkpoint says
+    and is not followed.
     """
 
     family: str
@@ -88,6 +88,19 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    def of_mtp(self) -> ModelConfig:
+        """Return the model with its head of multi-token prediction as the last layer.
+
+        Raises ConfigError if it has none, or several.
+        """
+        if self.num_mtp_layers != 1:
+            raise ConfigError(
+                f"the model has {self.num_mtp_layers} layers of multi-token prediction "
+                "(num_nextn_predict_layers); drafts are made by one"
+            )
+        head = LayerConfig(sliding_window=None, is_moe=self.moe is not None)
+        return replace(self, layers=(*self.layers, head), num_mtp_layers=0)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -31,5 +31,6 @@ def facts_of(model: ModelConfig, path: Path | None = None) -> ModelFacts:
         windows=model.windows,
         head_dim=model.head_dim,
         has_latents=model.latent is not None,
+        num_mtp_layers=model.num_mtp_layers,
         precision=presumed_rules(model) if path is None else checkpoint_rules(path, model),
     )

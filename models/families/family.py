@@ -49,7 +49,7 @@ class FamilyParts:
     latent: LatentConfig | None = None
     """How keys and values are made of latents; None: they are projections of their own."""
     num_mtp_layers: int = 0
-    """Layers behind the decoder's, for multi-token prediction; nobody reads them."""
+    """Layers behind the decoder's, for multi-token prediction; one is read for drafts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

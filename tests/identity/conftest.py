@@ -12,12 +12,17 @@ import pytest
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
+from tests.mtp_heads import add_head
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 14
 # Below this top-1/top-2 logit margin another order of summation may choose another token.
 MIN_MARGIN = 1e-3
 PROMPT_LENS = (5, 41, 17, 1, 30, 8, 64, 12, 3, 23, 9, 50, 14, 2, 33, 19)
+
+
+HEAD = "/mtp"
+"""Behind a variant's name: the checkpoint carries a head of multi-token prediction."""
 
 
 class Case(NamedTuple):
@@ -58,14 +63,21 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> CaseOf:
 
     def get(variant: str) -> Case:
         if variant not in cases:
-            cases[variant] = _make_case(tmp_path_factory.mktemp(variant), variant)
+            directory = tmp_path_factory.mktemp(variant.replace("/", "-"))
+            cases[variant] = _make_case(directory, variant)
         return cases[variant]
 
     return get
 
 
+def make_variant(directory: Path, variant: str, **sizes: Any) -> Path:
+    """Write a variant, with a head if its name says so."""
+    path = make_checkpoint(directory, variant.removesuffix(HEAD), **sizes)
+    return add_head(path) if variant.endswith(HEAD) else path
+
+
 def _make_case(directory: Path, variant: str) -> Case:
-    path = make_checkpoint(directory, variant)
+    path = make_variant(directory, variant)
     config = load_model_config(path)
     longest = config.context_length - NUM_TOKENS
     rng = np.random.default_rng(11)

@@ -35,9 +35,13 @@ MODELS = ("gpt_oss", "qwen2_moe_sparse_step", "glm4_moe", LATENT_MODEL, DENSE_MO
 IN_TURN = ("minimax_m2", "qwen3_moe", "ernie4_5_moe_sparse_step", "olmoe_clip_qkv")
 """Those of rows that need none of MODELS: heads of 32 numbers, normed all together or each; of 16,
 rotated in neighbouring pairs, or clipped."""
+HEAD = "drafts by the model's own head"
+WITH_A_HEAD = ("glm4_moe", LATENT_MODEL)
 BEYOND_A_MODEL = {
     *(frozenset((model, "spill to a file")) for model in MODELS),
     *(frozenset((LATENT_MODEL, each)) for each in ("key retrieval", "spill to the host's memory")),
+    *(frozenset((model, HEAD)) for model in MODELS if model not in WITH_A_HEAD),
+    frozenset((HEAD, "spill to a file")),
 }
 """Pairs that a model's heads or windows rule out, as a plan's check or a node's start says."""
 ROUNDING = ("dtype", "payload", "precision", "keys", "rules", "retrieval", "spill")

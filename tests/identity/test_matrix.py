@@ -20,10 +20,10 @@ import pytest
 from kernels.contracts import SEGMENT_KEYS
 from models.description.config import load_model_config
 from models.description.facts import facts_of
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE
 from tests.engine import Engine, engine_config
 from tests.identity import matrix
-from tests.identity.conftest import NUM_TOKENS, PROMPT_LENS, Case, CaseOf
+from tests.identity.conftest import HEAD, NUM_TOKENS, PROMPT_LENS, Case, CaseOf, make_variant
 from tests.identity.matrix import Row, covering_rows, is_rounded, made_of, some_of
 from tests.models.quantised.forms import make_mxfp4
 from tests.structs import changed
@@ -71,6 +71,7 @@ def test_other_pairs_are_of_the_table() -> None:
     assert others == {
         ("draft nodes", "drafts by suffix"),
         ("draft nodes", "drafts by n-gram"),
+        ("draft nodes", "drafts by the model's own head"),
         ("kernels `reference`", "quantised weights"),
         ("kernels `deterministic`", "quantised weights"),
     }
@@ -78,7 +79,11 @@ def test_other_pairs_are_of_the_table() -> None:
 
 def model_of(row: Row) -> str:
     turn = matrix.IN_TURN[ROWS.index(row) % len(matrix.IN_TURN)]
+    if matrix.HEAD in row:
+        turn = matrix.WITH_A_HEAD[0]
     model = next((name for name in row if name in matrix.MODELS), turn)
+    if matrix.HEAD in row:
+        return model + HEAD
     return model + MXFP4 if model == "gpt_oss" and "quantised weights" in row else model
 
 
@@ -103,7 +108,7 @@ def plan_of(path: Path, names: Iterable[str]) -> EnginePlan:
 def make(directory: Path, model: str, **sizes: Any) -> Path:
     """Write a model; of `model`/mxfp4 its experts are stored, and served, in that format."""
     if not model.endswith(MXFP4):
-        return make_checkpoint(directory, model, **sizes)
+        return make_variant(directory, model, **sizes)
     make_mxfp4(directory, **sizes)
     return directory / "coded"
 

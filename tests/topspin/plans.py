@@ -9,9 +9,14 @@ from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.spec import EnginePlan
 
 FACTS = ModelFacts(
-    dtype="bfloat16", max_positions=2048, num_layers=3, moe_layers=(1, 2), num_experts=8
+    dtype="bfloat16",
+    max_positions=2048,
+    num_layers=3,
+    moe_layers=(1, 2),
+    num_experts=8,
+    num_mtp_layers=1,
 )
-DENSE = FACTS._replace(moe_layers=(), num_experts=0)
+DENSE = FACTS._replace(moe_layers=(), num_experts=0, num_mtp_layers=0)
 
 
 def plan(facts: ModelFacts = FACTS, **asked: Any) -> EnginePlan:

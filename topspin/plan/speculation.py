@@ -41,10 +41,13 @@ class Speculation(
     expanded in a pass of the model, in `draft_passes` passes at most. With "suffix+draft_model"
     both feed one tree, of which the likeliest tokens are verified.
 
+    Method "mtp" asks the head of multi-token prediction that the checkpoint carries, in the
+    attention node's process; trees grow as those of a draft model.
+
     `adaptive`: fewer tokens, or none, where measured times and acceptance say so.
     """
 
-    method: Literal["suffix", "ngram", "draft_model", "suffix+draft_model"]
+    method: Literal["suffix", "ngram", "draft_model", "suffix+draft_model", "mtp"]
     model: str | None = None
     quantization: Literal["int8", "int4"] | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 7
@@ -64,6 +67,8 @@ class Speculation(
         for key in _MEANINGLESS[self.method]:
             if getattr(self, key) is not None:
                 raise ValueError(f'{key} has no meaning for the method "{self.method}"')
+        if self.draft_width is not None and not self.branches:
+            raise ValueError("draft_width needs branches: a chain has one leaf")
         if not self.has_model:
             return
         if not self.model:
@@ -72,26 +77,31 @@ class Speculation(
             )
         if self.model == SELF_INT4 and self.quantization is not None:
             raise ValueError(f"quantization {self.quantization}: the model {SELF_INT4} has 4 bits")
-        if self.draft_width is not None and not self.branches:
-            raise ValueError("draft_width needs branches: a chain has one leaf")
 
     @property
     def has_model(self) -> bool:
         """Return whether a draft model takes part."""
         return self.method in ("draft_model", "suffix+draft_model")
 
+    @property
+    def computes(self) -> bool:
+        """Return whether drafts are computed, by a model or by the checkpoint's own head."""
+        return self.has_model or self.method == "mtp"
+
     def __str__(self) -> str:
         return msgspec.json.encode(self).decode()
 
 
-_METHODS: Final = '"suffix", "ngram", "draft_model" or "suffix+draft_model"'
+_METHODS: Final = '"suffix", "ngram", "draft_model", "suffix+draft_model" or "mtp"'
 _SUFFIX_KEYS: Final = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
+_TEXT_KEYS: Final = (*_SUFFIX_KEYS, "prompt_lookup_min", "prompt_lookup_max")
 _MODEL_KEYS: Final = ("model", "quantization", "draft_width", "draft_passes")
 _MEANINGLESS: Final = {
     "suffix": _MODEL_KEYS,
     "ngram": (*_SUFFIX_KEYS, *_MODEL_KEYS),
-    "draft_model": (*_SUFFIX_KEYS, "prompt_lookup_min", "prompt_lookup_max"),
+    "draft_model": _TEXT_KEYS,
     "suffix+draft_model": (),
+    "mtp": (*_TEXT_KEYS, "model", "quantization"),
 }
 """By method, the keys that have none there."""
 

@@ -125,7 +125,7 @@ def drafts(method: Any) -> Giver:
             model=plan.model.path if has_model else None,
             num_speculative_tokens=4,
             adaptive=False,
-            prompt_lookup_min=None if method == "draft_model" else 1,
+            prompt_lookup_min=None if method in ("draft_model", "mtp") else 1,
         )
         return changed(plan, {"speculation": asked})
 
@@ -188,6 +188,7 @@ GIVERS: dict[str, Giver] = {
     "drafts by n-gram": drafts("ngram"),
     "drafts by a model": drafts("draft_model"),
     "drafts by suffix and model": drafts("suffix+draft_model"),
+    "drafts by the model's own head": drafts("mtp"),
     "speculation": drafts("suffix"),
     "drafts that branch": branches,
     "draft nodes": draft_nodes,

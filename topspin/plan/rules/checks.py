@@ -191,6 +191,7 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
     _check_windows(plan.kv_cache, windows)
     _check_retrieval(plan.kv_cache, windows, model)
     _check_latents(plan, model)
+    _check_mtp(plan, model)
 
 
 def check_precision(plan: EnginePlan, model: ModelFacts) -> None:
@@ -312,6 +313,16 @@ def _check_latents(plan: EnginePlan, model: ModelFacts) -> None:
                 f"of {_MOST_ON_TRITON} numbers at most, and the model's have {model.head_dim}; "
                 "attention on CPUs takes them"
             )
+
+
+def _check_mtp(plan: EnginePlan, model: ModelFacts) -> None:
+    """Check that a checkpoint carries the head that is to draft."""
+    if plan.speculation is None or plan.speculation.method != "mtp" or model.num_mtp_layers == 1:
+        return
+    raise ConfigError(
+        f'speculation (--speculative-config): the method "mtp" needs a checkpoint with one layer '
+        f"of multi-token prediction (num_nextn_predict_layers); this one has {model.num_mtp_layers}"
+    )
 
 
 def _check_retrieval(kept: KvCacheSpec, windows: Sequence[int | None], model: ModelFacts) -> None:

@@ -182,6 +182,13 @@ CONFLICTS: Final = (
         _SPILL,
     ),
     Conflict(
+        "drafts by the model's own head",
+        "attention on a GPU, or with kernels `triton`",
+        "heads of multi-token prediction draft beside attention on CPUs only; choose another "
+        "method",
+        'speculation.method "mtp": {node} has the kernels {node.kernels}',
+    ),
+    Conflict(
         "spill to a file",
         "kernels other than `cpu`",
         "only cpu reads selected keys from a file; beside a GPU spill to host:SIZE",

@@ -127,6 +127,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "drafts by n-gram": Feature("drafts", _drafts_by("ngram")),
     "drafts by a model": Feature("drafts", _drafts_by("draft_model")),
     "drafts by suffix and model": Feature("drafts", _drafts_by("suffix+draft_model")),
+    "drafts by the model's own head": Feature("drafts", _drafts_by("mtp")),
     "drafts that branch": Feature(
         "branches", lambda plan, node: plan.speculation and plan.speculation.branches
     ),

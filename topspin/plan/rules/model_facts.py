@@ -20,7 +20,7 @@ class ModelFacts(NamedTuple):
     engine without expert nodes. `shares_prefixes`: a token's key and value depend only on the
     tokens before it. `windows` are those of all layers, None where a layer has none; (): of none.
     `head_dim`: the numbers of a head, None: not known. `has_latents`: keys are latents, which are
-    values too.
+    values too. `num_mtp_layers`: layers of multi-token prediction behind the others.
     `precision` are a quantised checkpoint's rules by the kernels that serve it as it is.
     """
 
@@ -33,4 +33,5 @@ class ModelFacts(NamedTuple):
     windows: tuple[int | None, ...] = ()
     head_dim: int | None = None
     has_latents: bool = False
+    num_mtp_layers: int = 0
     precision: Mapping[str, Rules] = MappingProxyType({})

@@ -1,0 +1,92 @@
+"""Drafts by a checkpoint's own head through whole engines: transformers' tokens, in fewer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
+from tests.engine import Engine, engine_config
+from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, PROMPT_LENS, Case, crowded_config
+from tests.identity.speculation.test_speculation import accepted, generate_until, was_preempted
+from tests.mtp_heads import add_head, make_predictable
+from topspin.plan.speculation import Speculation
+
+VARIANTS = ("deepseek_v3", "glm4_moe")
+CHAINS = Speculation(method="mtp", num_speculative_tokens=3, adaptive=False)
+TREES = Speculation(method="mtp", num_speculative_tokens=6, adaptive=False, branches=True)
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"transport": "local", "speculation": CHAINS},
+    {"transport": "shm", "attention_nodes": 2, "micro_batches": 2, "speculation": TREES},
+)
+MadeCase = Callable[[str], Case]
+
+
+@pytest.fixture(scope="module")
+def head_case(tmp_path_factory: pytest.TempPathFactory) -> MadeCase:
+    """Return what gives a checkpoint of a variant whose head predicts most tokens."""
+    made: dict[str, Case] = {}
+
+    def get(variant: str) -> Case:
+        if variant not in made:
+            made[variant] = _make_case(tmp_path_factory.mktemp(variant), variant)
+        return made[variant]
+
+    return get
+
+
+def _make_case(directory: Path, variant: str) -> Case:
+    path = make_predictable(add_head(make_checkpoint(directory, variant)))
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCAB_SIZE, size=size).tolist() for size in PROMPT_LENS]
+    result = oracle_generate(path, prompts, NUM_TOKENS)
+    clear = [idx for idx, margin in enumerate(result.margins) if margin >= MIN_MARGIN][:8]
+    assert len(clear) == 8, result.margins
+    return Case(path, [prompts[idx] for idx in clear], [result.tokens[idx] for idx in clear])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("settings", LAYOUTS, ids=["chains", "trees"])
+def test_greedy_output_is_that_of_transformers(
+    head_case: MadeCase, variant: str, settings: dict[str, Any]
+) -> None:
+    case = head_case(variant)
+    with Engine(engine_config(case.path, **settings)) as engine:
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        stats = engine.stats()
+        # Cached prefixes: the head begins behind them.
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        again = engine.stats()
+    for num_drafted, num_accepted in (
+        (stats.num_draft_tokens, accepted(stats)),
+        (again.num_draft_tokens - stats.num_draft_tokens, accepted(again) - accepted(stats)),
+    ):
+        most = len(case.prompts) * NUM_TOKENS
+        assert num_drafted >= num_accepted > most // 3, (num_drafted, num_accepted)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sequences_that_are_preempted_go_on(head_case: MadeCase, variant: str) -> None:
+    case = head_case(variant)
+    config = crowded_config(
+        case, spare=40, transport="shm", max_num_batched_tokens=17, speculation=CHAINS
+    )
+    with Engine(config) as engine:
+        generate_until(engine, case, was_preempted)
+
+
+def test_a_head_that_knows_nothing_changes_nothing(tmp_path: Path, head_case: MadeCase) -> None:
+    path = add_head(make_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=2))
+    prompts = head_case("glm4_moe").prompts
+    result = oracle_generate(path, prompts, NUM_TOKENS)
+    clear = [idx for idx, margin in enumerate(result.margins) if margin >= MIN_MARGIN]
+    with Engine(engine_config(path, transport="local", speculation=CHAINS)) as engine:
+        found = engine.generate(prompts, max_tokens=NUM_TOKENS)
+        stats = engine.stats()
+    assert len(clear) >= 4
+    assert [found[idx] for idx in clear] == [result.tokens[idx] for idx in clear]
+    assert accepted(stats) < stats.num_draft_tokens // 4
