@@ -14,6 +14,7 @@ from attention_nodes.loading import load_runner
 from attention_nodes.step.drafts import FinalRows
 from draft_nodes.drafter import make_drafter
 from draft_nodes.mtp import MtpDrafter
+from kernels.cpu.compiled.matmul.linear import block_width
 from spec_decode.draft import Draft, DraftRequest, DraftText
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine import engine_config
@@ -142,3 +143,25 @@ def test_a_checkpoint_without_the_head_is_refused(tmp_path: Path) -> None:
     config = engine_config(path, speculation=MTP).for_node()
     with pytest.raises(CheckpointError, match=r"layers\.3\.eh_proj"):
         make_drafter(config, path)
+
+
+@pytest.mark.skipif(not block_width(), reason="this processor leaves bf16 products to oneDNN")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_its_passes_are_recorded_and_draft_what_plain_ones_do(
+    variant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="recordings")
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 128}
+    path = add_head(make_checkpoint(tmp_path, variant, **sizes))
+    drafted = []
+    for recordings in (True, False):
+        heads = Heads(path, dtype="bfloat16", recordings=recordings)
+        rng, tokens = random.Random(5), text(random.Random(5), 6)
+        heads.take(1, tokens, 0, 5)
+        for _ in range(4):  # the same shape again and again: run, recorded, replayed
+            (draft,) = heads.draft({1: tokens})
+            drafted.append(draft)
+            tokens += [*draft.tokens[:1], rng.randrange(VOCAB_SIZE)]
+            heads.take(1, tokens, len(tokens) - 3, len(tokens) - 1)
+    assert drafted[:4] == drafted[4:]
+    assert "not recorded" not in caplog.text
