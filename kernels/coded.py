@@ -60,7 +60,7 @@ def mxfp4_codes(matrix: Matrix) -> tuple[Tensor, Tensor]:
     if (
         not isinstance(matrix, Tensor)
         and matrix.bits == MXFP4_BITS
-        and holds(matrix, bits=MXFP4_BITS, group=MXFP4_GROUP)
+        and matrix.group % MXFP4_GROUP == 0
     ):
         starts = torch.arange(0, num_in, MXFP4_GROUP, device=matrix.codes.device)
         scales = matrix.scales[:, starts // matrix.group]

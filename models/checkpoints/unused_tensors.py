@@ -14,8 +14,8 @@ from models.checkpoints.tensor_names import layer_name
 from models.description.config import ModelConfig
 
 # Of quantised matrices, of which their reader needs the codes and the scales only: sizes that the
-# configuration has, GPTQ's order without desc_act, and the scales of rows, which the kernels choose
-# themselves.
+# configuration has, GPTQ's order without desc_act, and the scales of rows and of the cache, which
+# the kernels choose themselves.
 _BESIDE_CODES: Final = (
     "weight_shape",
     "g_idx",
@@ -23,6 +23,8 @@ _BESIDE_CODES: Final = (
     "input_zero_point",
     "input_global_scale",
     "activation_scale",
+    "k_scale",
+    "v_scale",
 )
 
 

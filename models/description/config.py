@@ -21,7 +21,7 @@ from models.description.parts import LatentConfig, LayerConfig, MoeConfig, QkNor
 from models.description.rope_config import RopeConfig, latent_temperature, parse_rope
 from models.families import FAMILIES
 from models.families.family import Family
-from models.quantised.config import parse_quantisation
+from models.quantised.config import read_quantisation
 from models.quantised.scheme import Quantisation
 from topspin.errors import CheckpointError, ConfigError
 
@@ -209,7 +209,7 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
         latent=latent,
         num_mtp_layers=parts.num_mtp_layers,
         bos_token_id=fields.optional_int("bos_token_id"),
-        quantisation=parse_quantisation(fields, notes),
+        quantisation=read_quantisation(path, fields, notes),
         notes=tuple(notes),
     )
 

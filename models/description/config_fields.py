@@ -131,3 +131,11 @@ class ConfigFields:
         if any(isinstance(item, bool) or not isinstance(item, int) for item in values):
             raise self.error(option, "must be an integer or a list of integers")
         return list(values)
+
+    def names(self, option: str) -> list[str]:
+        """Return a list of strings; empty when the option is absent or null."""
+        value = self.raw.get(option)
+        values = [] if value is None else value
+        if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+            raise self.error(option, "must be a list of names")
+        return list(values)

@@ -1,8 +1,8 @@
 """Parses a `quantization_config` of method compressed-tensors into schemes.
 
-Owns the formats that are read (packed and plain integers, fp8), and the precedence of targets:
-names before patterns before classes, as in the compressed-tensors library. Imports no torch.
-Called by models.quantised.config.
+Owns the formats that are read (packed and plain integers, fp8, nvfp4), and the precedence of
+targets: names before patterns before classes, as in the compressed-tensors library. Imports no
+torch. Called by models.quantised.config; models.quantised.modelopt shares some checks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,26 @@ from collections.abc import Mapping
 from typing import Final
 
 from models.description.config_fields import ConfigFields
-from models.quantised.scheme import EVERY, Quantisation, Scheme, SchemeRule
+from models.quantised.scheme import EVERY, NVFP4, Quantisation, Scheme, SchemeRule
 
-FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_NVFP4_FORMAT: Final = "nvfp4-pack-quantized"
+FORMATS: Final = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    _NVFP4_FORMAT,
+)
 STRATEGIES: Final = ("tensor", "channel", "group", "block")
 _MIXED: Final = "mixed-precision"
+_OF_NVFP4: Final = {
+    "type": "float",
+    "num_bits": 4,
+    "strategy": "tensor_group",
+    "group_size": NVFP4.group_size,
+    "symmetric": True,
+    "dynamic": False,
+}
 
 
 def parse_compressed_tensors(fields: ConfigFields, notes: list[str]) -> Quantisation:
@@ -24,9 +39,7 @@ def parse_compressed_tensors(fields: ConfigFields, notes: list[str]) -> Quantisa
     quantization_status is not read: the tensors say how they are stored. Raises ConfigError as
     parse_quantisation.
     """
-    if fields.raw.get("kv_cache_scheme"):
-        reason = "--kv-cache-dtype sets the precision of the cache; the option is ignored"
-        notes.append(str(fields.error("kv_cache_scheme", reason)))
+    note_cache(fields, "kv_cache_scheme", notes)
     for option in ("transform_config", "moe_sparsity_config"):
         if fields.raw.get(option):
             raise fields.error(option, "supported: null")
@@ -42,10 +55,30 @@ def parse_compressed_tensors(fields: ConfigFields, notes: list[str]) -> Quantisa
             raise fields.error("config_groups", f"{name!r} must be an object")
         own = ConfigFields(group, source=f"{fields.source}: config_groups.{name}")
         scheme = _scheme(own, default_format=fields)
-        found += [SchemeRule(target, scheme) for target in _strings(own, "targets")]
+        found += [SchemeRule(target, scheme) for target in own.names("targets")]
     found.sort(key=_precedence)
-    ignored = [SchemeRule(target, None) for target in _strings(fields, "ignore")]
+    ignored = [SchemeRule(target, None) for target in fields.names("ignore")]
     return Quantisation(method="compressed-tensors", rules=(*ignored, *found))
+
+
+def note_cache(fields: ConfigFields, option: str, notes: list[str]) -> None:
+    """Note that an option of the cache, if it is given, is not followed."""
+    if fields.raw.get(option):
+        reason = "--kv-cache-dtype sets the precision of the cache; the option is ignored"
+        notes.append(str(fields.error(option, reason)))
+
+
+def expect_options(fields: ConfigFields, values: Mapping[str, object], *, of: str) -> None:
+    """Raise ConfigError if an option that is given has another value than the one it has with `of`.
+
+    None: it is not to be given.
+    """
+    for option, value in values.items():
+        found = fields.raw.get(option)
+        if found is not None and found != value:
+            raise fields.error(
+                option, f"supported: {'null' if value is None else value}, with {of}"
+            )
 
 
 def _precedence(rule: SchemeRule) -> int:
@@ -70,6 +103,9 @@ def _scheme(fields: ConfigFields, *, default_format: ConfigFields) -> Scheme | N
     own = ConfigFields(weights, source=f"{fields.source}.weights")
     if form == _MIXED:
         raise fields.error("format", f"a group of {_MIXED} needs one of {', '.join(FORMATS)}")
+    if form == _NVFP4_FORMAT:
+        expect_options(own, _OF_NVFP4, of=form)
+        return NVFP4
     return _weights(own, is_packed=form == "pack-quantized")
 
 
@@ -105,11 +141,3 @@ def _weights(fields: ConfigFields, *, is_packed: bool) -> Scheme:
         block=block,
         any_order=fields.raw.get("actorder") in ("group", "dynamic", True),
     )
-
-
-def _strings(fields: ConfigFields, option: str) -> list[str]:
-    value = fields.raw.get(option)
-    values = [] if value is None else value
-    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
-        raise fields.error(option, "must be a list of names")
-    return list(values)

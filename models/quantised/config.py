@@ -1,20 +1,23 @@
 """Parses `quantization_config` of config.json into schemes, or refuses it by name.
 
 Owns the methods fp8 (blocks, as DeepSeek and Qwen3 publish), GPTQ (also as AutoRound writes it),
-AWQ and mxfp4 (as gpt-oss is published); models.quantised.compressed_tensors has the last. What a
-configuration says of activations is not followed: rows stay in the kernels' own precision, which is
-no coarser. Imports no torch. Called by models.description.config.
+AWQ and mxfp4 (as gpt-oss is published); models.quantised.compressed_tensors and
+models.quantised.modelopt have the others. What a configuration says of activations is not followed:
+rows stay in the kernels' own precision, which is no coarser. Imports no torch. Called by
+models.description.config.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from models.checkpoints.tensor_names import LM_HEAD
-from models.description.config_fields import ConfigFields
+from models.description.config_fields import ConfigFields, read_json
 from models.quantised.compressed_tensors import parse_compressed_tensors
+from models.quantised.modelopt import FILE, parse_modelopt
 from models.quantised.scheme import (
     EVERY,
     Quantisation,
@@ -24,10 +27,21 @@ from models.quantised.scheme import (
 from topspin.errors import ConfigError
 from topspin.plan.precision import MXFP4_BITS, MXFP4_GROUP
 
-METHODS: Final = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+METHODS: Final = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
 _PLAIN_BITS: Final = 16
 """AutoRound's word for what is not quantised."""
 _OPTIONS: Final = ("quantization_config", "compression_config")
+
+
+def read_quantisation(path: Path, fields: ConfigFields, notes: list[str]) -> Quantisation | None:
+    """Return what config.json or, if it says nothing, ModelOpt's own file in `path` describes.
+
+    Otherwise as parse_quantisation.
+    """
+    file = path / FILE
+    if any(option in fields.raw for option in _OPTIONS) or not file.exists():
+        return parse_quantisation(fields, notes)
+    return parse_modelopt(ConfigFields(read_json(file), source=str(file)), notes)
 
 
 def parse_quantisation(fields: ConfigFields, notes: list[str] | None = None) -> Quantisation | None:
@@ -46,8 +60,11 @@ def parse_quantisation(fields: ConfigFields, notes: list[str] | None = None) -> 
         raise fields.error(given[0], "must be an object")
     own = ConfigFields(raw, source=f"{fields.source}: {given[0]}")
     method = raw.get("quant_method")
+    notes = [] if notes is None else notes
     if method == "compressed-tensors":
-        return parse_compressed_tensors(own, [] if notes is None else notes)
+        return parse_compressed_tensors(own, notes)
+    if method == "modelopt":
+        return parse_modelopt(own, notes)
     plain = _plain(own)
     if method == "fp8":
         return Quantisation(method=method, rules=(SchemeRule(EVERY, _fp8(own)),), plain=plain)
@@ -65,10 +82,7 @@ def parse_quantisation(fields: ConfigFields, notes: list[str] | None = None) -> 
 
 def _plain(fields: ConfigFields) -> tuple[str, ...]:
     """Return what says which modules stay as numbers: the LM head, and modules_to_not_convert."""
-    named = fields.raw.get("modules_to_not_convert") or []
-    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
-        raise fields.error("modules_to_not_convert", "must be a list of names")
-    return (LM_HEAD.removesuffix(".weight"), *named)
+    return (LM_HEAD.removesuffix(".weight"), *fields.names("modules_to_not_convert"))
 
 
 def _fp8(fields: ConfigFields) -> Scheme:

@@ -1,11 +1,12 @@
 """Unpacks rows of a quantised matrix from the tensors of a checkpoint.
 
 Owns the layouts: plain codes, compressed-tensors' words, GPTQ's and AWQ's (both of the transposed
-matrix), and mxfp4's blocks. Reads the tensors of the asked rows only. Knows no model and no
-destination. Called by models.quantised.matrices.
+matrix), and mxfp4's and nvfp4's pairs. Reads the tensors of the asked rows only. Knows no model and
+no destination. Called by models.quantised.matrices.
 
-Sources: compressed-tensors (compressors), AutoGPTQ (qlinear_cuda_old), AutoAWQ (gemm),
-DeepSeek-V3's description of its weights, and the OCP microscaling specification 1.0 (mxfp4).
+Sources: compressed-tensors (compressors; its converter of ModelOpt's nvfp4), AutoGPTQ
+(qlinear_cuda_old), AutoAWQ (gemm), DeepSeek-V3's description of its weights, and the OCP
+microscaling specification 1.0 (mxfp4).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ROW_STEP: Final = 32
 _WORD_BITS: Final = 32
 _WIDE: Final = ("F32", "BF16", "F16", "F8_E8M0")
 _PACKED: Final = ("I32",)
+_PAIRS: Final = ("U8",)
 # The place of each output of eight in a word of AWQ.
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 _E8M0_BIAS: Final = 127
@@ -49,6 +51,7 @@ def check_codes(checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape)
         "gptq": (num_in * bits // _WORD_BITS, num_out),
         "awq": (num_in, num_out * bits // _WORD_BITS),
         "mxfp4": (num_out, -(-num_in // MXFP4_GROUP), MXFP4_GROUP // 2),
+        "nvfp4": (num_out, -(-num_in // 2)),
     }
     expected = sizes[layout]
     if slice_idx is not None:
@@ -74,6 +77,8 @@ def read_rows(
         return _packed(checkpoint, stored, shape, rows, dtype)
     if stored.scheme.layout == "mxfp4":
         return _mxfp4(checkpoint, stored, shape, rows, dtype)
+    if stored.scheme.layout == "nvfp4":
+        return _nvfp4(checkpoint, stored, shape, rows, dtype)
     return _transposed(checkpoint, stored, shape, rows, dtype)
 
 
@@ -123,19 +128,40 @@ def _packed(
 def _mxfp4(
     checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape, rows: range, dtype: torch.dtype
 ) -> StoredMatrix:
-    """Read blocks of e2m1 numbers as integers: a number is half of one, times its block's scale."""
+    """Read blocks of e2m1 numbers, whose scales are exponents."""
     # check_codes has seen the blocks: there is a scale for each.
     checkpoint.expect_shape(stored.scales, checkpoint.shape(stored.codes)[:-1])
-    blocks = checkpoint.read_raw(stored.codes, ("U8",), index=shape.slice_idx, rows=rows)
-    exponents = checkpoint.read_raw(stored.scales, ("U8",), index=shape.slice_idx, rows=rows)
+    exponents = checkpoint.read_raw(stored.scales, _PAIRS, index=shape.slice_idx, rows=rows)
+    scales = torch.full(exponents.shape, 0.5).ldexp_(exponents.int() - _E8M0_BIAS)
+    zeros = torch.full_like(scales, E2M1_ZERO)
+    codes = _e2m1(checkpoint, stored, shape, rows)
+    return StoredMatrix(codes, scales, zeros, MXFP4_GROUP, stored.scheme.bits, dtype)
+
+
+def _nvfp4(
+    checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape, rows: range, dtype: torch.dtype
+) -> StoredMatrix:
+    """Read e2m1 numbers, whose groups' scales have a scale in common."""
+    assert stored.whole is not None
+    group = _group(stored.scheme, shape)
+    checkpoint.expect_shape(stored.scales, (shape.num_out, -(-shape.num_in // group)))
+    scales = checkpoint.read_raw(stored.scales, ("F8_E4M3",), rows=rows).float()
+    whole = checkpoint.read_raw(stored.whole, _WIDE).float()
+    _expect(whole.flatten().shape, (1,), stored.whole)
+    scales = (scales / whole if stored.divides else scales * whole) * 0.5
+    zeros = torch.full_like(scales, E2M1_ZERO)
+    codes = _e2m1(checkpoint, stored, shape, rows)
+    return StoredMatrix(codes, scales, zeros, group, stored.scheme.bits, dtype)
+
+
+def _e2m1(checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape, rows: range) -> Tensor:
+    """Read e2m1 numbers, two a byte, as integers u8[rows, I]; (one - E2M1_ZERO) / 2 is a number."""
+    packed = checkpoint.read_raw(stored.codes, _PAIRS, index=shape.slice_idx, rows=rows)
     # Two numbers of a byte at a time.
     pairs = [(E2M1_INTEGERS[byte & 15], E2M1_INTEGERS[byte >> 4]) for byte in range(256)]
     pair_of = torch.tensor(pairs, dtype=torch.uint8).view(torch.int16).flatten()
-    found = pair_of.index_select(0, blocks.flatten().int()).view(torch.uint8)
-    codes = found.view(len(rows), -1)[:, : shape.num_in]
-    scales = torch.full(exponents.shape, 0.5).ldexp_(exponents.int() - _E8M0_BIAS)
-    zeros = torch.full_like(scales, E2M1_ZERO)
-    return StoredMatrix(codes, scales, zeros, MXFP4_GROUP, stored.scheme.bits, dtype)
+    found = pair_of.index_select(0, packed.flatten().int()).view(torch.uint8)
+    return found.view(len(rows), -1)[:, : shape.num_in]
 
 
 def _transposed(

@@ -14,12 +14,13 @@ from typing import Final, Literal, NamedTuple
 
 from models.checkpoints.checkpoint_index import TensorEntry
 from topspin.errors import CheckpointError
+from topspin.plan.precision import MXFP4_BITS
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4"]
+Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "nvfp4"]
 
 EVERY: Final = "Linear"
 """The target that covers every projection."""
-_CODE_DTYPES: Final = ("F8_E4M3", "I8")
+_CODE_DTYPES: Final = ("F8_E4M3", "I8", "U8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +30,11 @@ class Scheme:
     `layout` plain: codes [O, I] as int8 or fp8 (e4m3). packed: `bits` wide, in int32 words along
     the inputs (compressed-tensors). gptq: words along the inputs of the transposed matrix. awq:
     along its outputs, in AWQ's order. mxfp4: pairs of e2m1 numbers in bytes, and powers of two as
-    scales (OCP microscaling). `group_size`: inputs that share a scale; None: all of them,
-    or `block` (outputs, inputs). `symmetric`: the zero is in the middle of the codes and is not
-    stored. `any_order`: the inputs of a group may lie anywhere (GPTQ's desc_act).
-    `zero_offset` is added to a stored zero (1 in GPTQ's first format).
+    scales (OCP microscaling). nvfp4: the same pairs, fp8 numbers as scales, and a scale of the
+    whole matrix. `group_size`: inputs that share a scale; None: all of them, or `block` (outputs,
+    inputs). `symmetric`: the zero is in the middle of the codes and is not stored. `any_order`: the
+    inputs of a group may lie anywhere (GPTQ's desc_act). `zero_offset` is added to a stored zero (1
+    in GPTQ's first format).
     """
 
     layout: Layout
@@ -43,6 +45,10 @@ class Scheme:
     block: tuple[int, int] | None = None
     any_order: bool = False
     zero_offset: int = 0
+
+
+NVFP4: Final = Scheme(layout="nvfp4", bits=MXFP4_BITS, group_size=16)
+"""The only one of its layout."""
 
 
 class SchemeRule(NamedTuple):
@@ -86,13 +92,18 @@ class Quantisation:
 
 
 class StoredNames(NamedTuple):
-    """The tensors of one quantised matrix: of codes, scales, zeros, and the inputs' groups."""
+    """The tensors of one quantised matrix: of codes, scales, zeros, and the inputs' groups.
+
+    `whole` is the scale of all its numbers, which multiplies the others, or divides them.
+    """
 
     scheme: Scheme
     codes: str
     scales: str
     zeros: str | None
     order: str | None
+    whole: str | None = None
+    divides: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,9 +125,9 @@ def find_stored(
     if entry is not None and entry.dtype not in _CODE_DTYPES:
         return None
     if entry is not None:
-        layouts: tuple[Layout, ...] = ("plain",)
+        layouts: tuple[Layout, ...] = ("nvfp4",) if entry.dtype == "U8" else ("plain",)
     elif f"{module}.weight_packed" in tensors:
-        layouts = ("packed",)
+        layouts = ("packed", "nvfp4")
     elif f"{module}.qweight" in tensors:
         layouts = ("gptq", "awq")
     elif f"{module}_blocks" in tensors:
@@ -126,7 +137,7 @@ def find_stored(
     scheme = quantisation.scheme_of(module)
     if scheme is None or scheme.layout not in layouts:
         raise CheckpointError(
-            f"{module} is quantised in the checkpoint, but by config.json's quantization_config "
+            f"{module} is quantised in the checkpoint, but by its quantization_config "
             f"({quantisation.method}) it is "
             f"{'not' if scheme is None else f'stored as {scheme.layout}'}"
         )
@@ -138,6 +149,8 @@ def _stored(
 ) -> StoredNames:
     zeros: str | None
     order: str | None = None
+    if scheme.layout == "nvfp4":
+        return _nvfp4(tensors, scheme, name=name, module=module)
     if scheme.layout == "plain":
         codes = name
         scales = _first(tensors, f"{name}_scale_inv", f"{name}_scale")
@@ -157,6 +170,19 @@ def _stored(
         zeros = _first(tensors, f"{module}.qzeros") if has_zeros or not scheme.symmetric else None
         order = f"{module}.g_idx" if scheme.layout == "gptq" else None
     return StoredNames(scheme, codes, scales, zeros, order if order in tensors else None)
+
+
+def _nvfp4(
+    tensors: Mapping[str, TensorEntry], scheme: Scheme, *, name: str, module: str
+) -> StoredNames:
+    """Return the tensors of ModelOpt, or else those of compressed-tensors."""
+    scales = _first(tensors, f"{module}.weight_scale")
+    if name in tensors:
+        whole = _first(tensors, f"{module}.weight_scale_2")
+        return StoredNames(scheme, name, scales, None, None, whole)
+    whole = _first(tensors, f"{module}.weight_global_scale")
+    codes = f"{module}.weight_packed"
+    return StoredNames(scheme, codes, scales, None, None, whole, divides=True)
 
 
 def _first(tensors: Mapping[str, TensorEntry], *names: str) -> str:
