@@ -14,14 +14,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.expert_reader import ExpertReader
 from models.checkpoints.weights import AttentionWeights
 from models.description.config import ModelConfig, load_model_config
 from tests.checkpoints import MOE_VARIANTS, VARIANTS, make_checkpoint, oracle_model
+from tests.kernels.generators import finish
 from tests.models.plain_model import plain_logits
+from tests.models.quantised.forms import FORMS, ROUTED_ONLY, make_quantised
 from tests.weights import NodeExperts, load_attention_weights, load_expert_weights
 from topspin.errors import CheckpointError, ConfigError
 
 _ROUTED = ".experts."
+# Of quantised matrices: their shape, and the scale of rows.
+_UNREAD = ("weight_shape", "input_global_scale")
 
 
 def _all_experts(config: ModelConfig) -> list[range]:
@@ -76,16 +81,39 @@ def test_sharded_and_fused_layouts_read_the_same(tmp_path: Path, variant: str) -
             assert torch.equal(layer.qkv, plain_layer.qkv)
 
 
-@pytest.mark.parametrize("variant", MOE_VARIANTS)
-def test_each_role_reads_its_own_tensors_only(tmp_path: Path, variant: str) -> None:
-    make_checkpoint(tmp_path, variant)
-    config = load_model_config(tmp_path)
-    attention, experts = Checkpoint(tmp_path), Checkpoint(tmp_path)
+@pytest.mark.parametrize(
+    ("variant", "stored"),
+    [
+        *((variant, "float32") for variant in MOE_VARIANTS),
+        ("deepseek_v3", "bfloat16"),
+        ("deepseek_v3", "fp8-ue8m0"),
+        ("deepseek_v3", "nvfp4"),
+        ("deepseek_v3", "routed-only"),
+    ],
+)
+def test_each_role_reads_its_own_tensors_only(tmp_path: Path, variant: str, stored: str) -> None:
+    path, forms = tmp_path / "coded", FORMS | {"routed-only": ROUTED_ONLY}
+    if stored in forms:
+        make_quantised(tmp_path, variant, forms[stored])
+    else:
+        make_checkpoint(path, variant)
+        _edit(path, lambda tensors: tensors.update(_converted(tensors, stored)))
+    config = load_model_config(path)
+    attention, experts, single = Checkpoint(path), Checkpoint(path), Checkpoint(path)
     load_attention_weights(attention, config, dtype=torch.float32)
     load_expert_weights(experts, config, dtype=torch.float32, experts=_all_experts(config))
-    routed = {name for name in attention.names if _ROUTED in name}
+    finish(ExpertReader(single, config, dtype=torch.float32).read(0, 3))
+    wanted = {name for name in attention.names if not name.endswith(_UNREAD)}
+    routed = {name for name in wanted if _ROUTED in name}
     assert experts.tensors_read == routed
-    assert attention.tensors_read == attention.names - routed
+    assert attention.tensors_read == wanted - routed
+    of_one = f"layers.{config.moe_layers[0]}.", f"{_ROUTED}3."
+    if not any(name.endswith("experts.down_proj") for name in routed):  # or else stacked
+        assert single.tensors_read == {n for n in routed if all(part in n for part in of_one)}
+
+
+def _converted(tensors: Any, dtype: str) -> dict[str, torch.Tensor]:
+    return {name: each.to(getattr(torch, dtype)) for name, each in tensors.items()}
 
 
 def test_an_expert_node_reads_only_its_slots(tmp_path: Path) -> None:

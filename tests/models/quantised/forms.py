@@ -1,11 +1,10 @@
 """Tiny checkpoints of every family in every quantised form, and the same dequantised.
 
 compressed-tensors itself compresses and decompresses its forms, dequantises fp8 blocks
-(FP8BlockDequantizer) and converts AWQ's layout (AutoAWQConverter), transformers dequantises mxfp4.
-GPTQ's is packed here by
-its published layout; test_layouts.py compares reading with matrices that AutoGPTQ, GPTQModel and
-AutoAWQ packed. Shared by the tests of this folder, which load the dequantised checkpoint with
-transformers.
+(FP8BlockDequantizer) and converts AWQ's layout (AutoAWQConverter) and ModelOpt's
+(ModelOptNvfp4Converter), transformers dequantises mxfp4. GPTQ's is packed here by its published
+layout; test_layouts.py compares reading with matrices that AutoGPTQ, GPTQModel and AutoAWQ packed.
+Shared by the tests of this folder, which load the dequantised checkpoint with transformers.
 """
 
 from __future__ import annotations
@@ -18,12 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import (
     FP8BlockDequantizer,
 )
+from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.quant_scheme import NVFP4
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -54,16 +57,19 @@ class Packed(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form: its quantization_config, and the quantisation of one matrix [O, I]."""
+    """A form: its quantization_config, and the quantisation of one matrix [O, I].
+
+    `within` is a part of the names of the projections that it quantises.
+    """
 
     config: dict[str, Any]
     pack: Callable[[Tensor], Packed]
+    within: str = ""
 
-
-def is_projection(name: str) -> bool:
-    """Return whether a tensor is a matrix that these checkpoints quantise."""
-    ends = ("proj.weight", "proj_with_mqa.weight", "w1.weight", "w2.weight", "w3.weight")
-    return name.endswith(ends)
+    def covers(self, name: str) -> bool:
+        """Return whether a tensor is a matrix that is quantised."""
+        ends = ("proj.weight", "proj_with_mqa.weight", "w1.weight", "w2.weight", "w3.weight")
+        return self.within in name and name.endswith(ends)
 
 
 def make_quantised(path: Path, variant: str, form: Form, *, seed: int = 0, **sizes: Any) -> None:
@@ -74,7 +80,7 @@ def make_quantised(path: Path, variant: str, form: Form, *, seed: int = 0, **siz
     tensors = load_file(plain / "model.safetensors")
     written: dict[str, Tensor] = {}
     for name, tensor in list(tensors.items()):
-        if not is_projection(name):
+        if not form.covers(name):
             written[name] = tensor
             continue
         packed = form.pack(tensor)
@@ -152,7 +158,7 @@ def _ranges(matrix: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
         return matrix.min().view(1), matrix.max().view(1)
     if args.strategy == "channel":
         return matrix.amin(1, keepdim=True), matrix.amax(1, keepdim=True)
-    if args.strategy == "group":
+    if args.strategy in ("group", "tensor_group"):
         groups = matrix.view(num_out, -1, args.group_size)
         return groups.amin(-1), groups.amax(-1)
     height, width = args.block_structure
@@ -161,8 +167,11 @@ def _ranges(matrix: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     return blocks.amin((1, 3)), blocks.amax((1, 3))
 
 
-def fp8_blocks(size: int = 128) -> Form:
-    """Return fp8 in blocks, as DeepSeek-V3 and Qwen3 are published."""
+def fp8_blocks(size: int = 128, *, powers: torch.dtype | None = None) -> Form:
+    """Return fp8 in blocks, as DeepSeek-V3 and Qwen3 are published.
+
+    `powers`: scales are powers of two in this dtype, fp32 in DeepSeek-V3.1, exponents alone later.
+    """
     config = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -170,6 +179,8 @@ def fp8_blocks(size: int = 128) -> Form:
         "weight_block_size": [size, size],
         "modules_to_not_convert": ["lm_head"],
     }
+    if powers is not None:
+        config["scale_fmt"] = "ue8m0"
 
     def pack(matrix: Tensor) -> Packed:
         args = QuantizationArgs(
@@ -177,6 +188,8 @@ def fp8_blocks(size: int = 128) -> Form:
         )
         low, high = _ranges(matrix, args)
         scales = torch.maximum(high.abs(), low.abs()) / 448.0
+        if powers is not None:
+            scales = scales.log2().ceil().exp2()
         wide = scales.repeat_interleave(size, 0).repeat_interleave(size, 1)
         wide = wide[: matrix.shape[0], : matrix.shape[1]]
         tensors = {
@@ -185,9 +198,76 @@ def fp8_blocks(size: int = 128) -> Form:
         }
         own = FP8BlockDequantizer(weight_block_size=(size, size), dtype=torch.float32)
         found = own.process({f"a.{name}": tensor for name, tensor in tensors.items()})
+        tensors["weight_scale_inv"] = scales.to(powers or scales.dtype)
         return Packed(tensors, found["a.weight"])
 
     return Form(config, pack)
+
+
+def nvfp4() -> Form:
+    """Return compressed-tensors' nvfp4."""
+    scheme = QuantizationScheme(targets=["Linear"], **NVFP4)
+    config = compressed("nvfp4-pack-quantized").config
+    groups = {"group_0": json.loads(scheme.model_dump_json())}
+
+    def pack(matrix: Tensor) -> Packed:
+        args = scheme.weights
+        whole = generate_gparam(matrix.min(), matrix.max())
+        low, high = _ranges(matrix, args)
+        scale, _ = calculate_qparams(low, high, args, global_scale=whole)
+        state = {"weight": matrix, "weight_scale": scale, "weight_global_scale": whole}
+        compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+        tensors = compressor.compress(state, scheme)
+        beside = {"input_global_scale": torch.ones(1)}
+        return Packed({**tensors, **beside}, _nvfp4_numbers(tensors))
+
+    return Form({**config, "config_groups": groups}, pack)
+
+
+def _nvfp4_numbers(tensors: dict[str, Tensor]) -> Tensor:
+    """Return the numbers of compressed-tensors' tensors, in fp32 (its compressor has bf16)."""
+    rows, num_bytes = tensors["weight_packed"].shape
+    return dequantize(
+        unpack_fp4_from_uint8(tensors["weight_packed"], rows, 2 * num_bytes, torch.float32),
+        tensors["weight_scale"].float(),
+        args=NVFP4["weights"],
+        dtype=torch.float32,
+        global_scale=tensors["weight_global_scale"],
+    )
+
+
+def modelopt_nvfp4() -> Form:
+    """Return ModelOpt's nvfp4, dequantised through compressed-tensors."""
+
+    def pack(matrix: Tensor) -> Packed:
+        own = nvfp4().pack(matrix).tensors
+        tensors = {
+            "weight": own["weight_packed"],
+            "weight_scale": own["weight_scale"],
+            "weight_scale_2": 1 / own["weight_global_scale"][0],
+            "input_scale": torch.tensor(1.0),
+        }
+        converter = ModelOptNvfp4Converter(targets=["re:.*"])
+        found = converter.process({f"a.{name}": each for name, each in tensors.items()})
+        return Packed(
+            tensors,
+            _nvfp4_numbers({name.removeprefix("a."): each for name, each in found.items()}),
+        )
+
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    return Form({**config, "ignore": ["lm_head", "*.gate"]}, pack)
+
+
+def modelopt_fp8() -> Form:
+    """Return ModelOpt's fp8, with a scale per matrix."""
+
+    def pack(matrix: Tensor) -> Packed:
+        scale = matrix.abs().max() / 448.0
+        codes = (matrix / scale).to(torch.float8_e4m3fn)
+        beside = {"weight_scale": scale, "input_scale": torch.tensor(1.0)}
+        return Packed({"weight": codes, **beside}, codes.float() * scale)
+
+    return Form({**modelopt_nvfp4().config, "quant_algo": "FP8"}, pack)
 
 
 def gptq(
@@ -298,6 +378,10 @@ INT8_ROWS = {"num_bits": 8, "strategy": "token", "dynamic": True}
 FP8_ROWS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 FORMS: dict[str, Form] = {
     "fp8-blocks": fp8_blocks(32),
+    "fp8-ue8m0": fp8_blocks(32, powers=torch.float8_e8m0fnu),
+    "nvfp4": nvfp4(),
+    "modelopt-nvfp4": modelopt_nvfp4(),
+    "modelopt-fp8": modelopt_fp8(),
     "ct-int4-groups": compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
     "ct-int4-zeros": compressed(
         "pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False
@@ -328,3 +412,18 @@ FORMS: dict[str, Form] = {
     "awq-no-zeros": awq(32, has_zeros=False),
 }
 FAMILIES = tuple(SIZES)
+_INT4 = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
+ROUTED_ONLY = Form(
+    _INT4.config
+    | {
+        "ignore": [
+            "lm_head",
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        ]
+    },
+    _INT4.pack,
+    within=".experts.",
+)
+"""As Kimi-K2-Thinking is published: routed experts in 4 bits, and nothing else."""

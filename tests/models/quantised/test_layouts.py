@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from kernels.coded import mxfp4_codes
 from kernels.cpu.quantised import QuantisedOps, QuantisedWeight
 from models.checkpoints.checkpoint import Checkpoint
 from models.description.config_fields import ConfigFields
 from models.quantised.config import parse_quantisation
 from models.quantised.matrices import MatrixReader, Source
 from tests.kernels.cases.quantised import dequantise
-from tests.models.quantised.forms import FORMS
+from tests.models.quantised.forms import FORMS, fp8_blocks
 from topspin.errors import CheckpointError
 
 PACKED = Path(__file__).with_name("packed.safetensors")
@@ -96,6 +97,29 @@ def test_stacked_blocks_of_mxfp4(tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(dequantise(packed), in_turn.float())
     with pytest.raises(CheckpointError, match=r"a.up_blocks has shape \[3, 96, 2, 16\]"):
         reader.read([Source("a.up", 96, 1)], 96)
+
+
+@pytest.mark.parametrize("powers", [torch.float32, torch.float8_e8m0fnu])
+def test_powers_of_two_as_scales_of_blocks(tmp_path: Path, powers: torch.dtype) -> None:
+    form = fp8_blocks(32, powers=powers)
+    packed = form.pack(torch.randn(70, 96))
+    assert packed.tensors["weight_scale_inv"].dtype == powers
+    tensors = {f"a.proj.{name}": each for name, each in packed.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = reader_of(tmp_path, form.config)
+    assert torch.equal(reader.read([Source("a.proj.weight", 70)], 96), packed.matrix)
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "modelopt-nvfp4"])
+def test_nvfp4_is_none_of_mxfp4s_numbers(tmp_path: Path, form: str) -> None:
+    """Both have e2m1's codes; a single group of 16 inputs is no group of 32 with a power of two."""
+    packed = FORMS[form].pack(torch.randn(32, 16))
+    tensors = {f"a.proj.{name}": each for name, each in packed.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    coded = reader_of(tmp_path, FORMS[form].config).coded([Source("a.proj.weight", 32)], 16)
+    assert coded is not None
+    for found, wanted in zip(mxfp4_codes(coded), mxfp4_codes(coded.dequantised()), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -173,6 +197,10 @@ def test_matrices_of_few_outputs_and_groups(
         ("gptq-4", "qweight", (4, 64), r"qweight has shape \[4, 64\].*needs \[8, 64\]"),
         ("ct-int4-zeros", "weight_zero_point", (9, 2), r"zero_point has shape \[9, 2\].*\[8, 2\]"),
         ("fp8-blocks", "weight_scale_inv", (2, 3), r"inv has shape \[2, 3\].*needs \[2, 2\]"),
+        ("nvfp4", "weight_packed", (64, 16), r"packed has shape \[64, 16\].*needs \[64, 32\]"),
+        ("nvfp4", "weight_scale", (64, 2), r"scale has shape \[64, 2\].*needs \[64, 4\]"),
+        ("modelopt-nvfp4", "weight_scale_2", (2,), r"scale_2 has shape \[2\].*needs \[1\]"),
+        ("modelopt-fp8", "weight_scale", (2,), r"scale has shape \[2, 1\].*needs \[64, 1\]"),
     ],
 )
 def test_tensors_of_another_size_are_named(
@@ -186,8 +214,26 @@ def test_tensors_of_another_size_are_named(
         reader_of(tmp_path, FORMS[form].config).read([Source("a.proj.weight", 64)], 64)
 
 
-def test_a_missing_scale_is_named(tmp_path: Path) -> None:
-    packed = FORMS["ct-w8a8"].pack(torch.randn(64, 64))
-    save_file({"a.proj.weight": packed.tensors["weight"]}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"tensor a\.proj\.weight_scale_inv or .* is"):
-        reader_of(tmp_path, FORMS["ct-w8a8"].config).read([Source("a.proj.weight", 64)], 64)
+@pytest.mark.parametrize(
+    ("form", "scale", "message"),
+    [
+        ("ct-w8a8", "weight_scale", r"a\.proj\.weight_scale_inv or .* is missing"),
+        ("nvfp4", "weight_global_scale", r"a\.proj\.weight_global_scale is missing"),
+        ("modelopt-nvfp4", "weight_scale_2", r"a\.proj\.weight_scale_2 is missing"),
+    ],
+)
+def test_a_missing_scale_is_named(tmp_path: Path, form: str, scale: str, message: str) -> None:
+    packed = FORMS[form].pack(torch.randn(64, 64))
+    tensors = {f"a.proj.{name}": t for name, t in packed.tensors.items() if name != scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        reader_of(tmp_path, FORMS[form].config).read([Source("a.proj.weight", 64)], 64)
+
+
+@pytest.mark.parametrize(("form", "config"), [("nvfp4", "modelopt-fp8"), ("modelopt-nvfp4", "awq")])
+def test_codes_of_another_layout_are_named(tmp_path: Path, form: str, config: str) -> None:
+    packed = FORMS[form].pack(torch.randn(64, 64))
+    tensors = {f"a.proj.{name}": each for name, each in packed.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"a\.proj is quantised .* it is stored as"):
+        reader_of(tmp_path, FORMS[config].config).read([Source("a.proj.weight", 64)], 64)

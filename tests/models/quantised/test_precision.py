@@ -15,6 +15,7 @@ from models.quantised.precision import checkpoint_rules, presumed_rules
 from tests.checkpoints import make_checkpoint
 from tests.models.quantised.forms import (
     FORMS,
+    ROUTED_ONLY,
     Form,
     fp8_blocks,
     gptq,
@@ -43,6 +44,9 @@ def of_parts(weight_format: Format) -> Rules:
         (FORMS["ct-w8a8"], "int8", "int8"),
         (FORMS["ct-fp8-channels"], "int8", "int8"),
         (FORMS["ct-fp8-blocks"], "int8", "int8"),
+        # Groups of 16.
+        (FORMS["nvfp4"], "int8", "int8"),
+        (FORMS["modelopt-nvfp4"], "int8", "int8"),
     ],
 )
 def test_codes_keep_their_bits_where_kernels_have_their_groups(
@@ -55,12 +59,13 @@ def test_codes_keep_their_bits_where_kernels_have_their_groups(
     assert presumed_rules(config) == rules
 
 
+@pytest.mark.parametrize("form", [fp8_blocks(), FORMS["modelopt-fp8"]])
 @pytest.mark.parametrize(("kv_heads", "attention"), [(4, "fp8"), (2, "int8")])
 def test_fp8_blocks_of_joined_matrices_must_be_whole(
-    tmp_path: Path, kv_heads: int, attention: Format
+    tmp_path: Path, kv_heads: int, attention: Format, form: Form
 ) -> None:
     sizes = {"head_dim": 32, "num_key_value_heads": kv_heads}
-    make_quantised(tmp_path, "mixtral", fp8_blocks(), **sizes)
+    make_quantised(tmp_path, "mixtral", form, **sizes)
     config = load_model_config(tmp_path / "coded")
     found = checkpoint_rules(tmp_path / "coded", config)
     assert found["triton"] == (
@@ -82,6 +87,14 @@ def test_what_config_json_excludes_is_presumed_plain(tmp_path: Path) -> None:
     set_quantisation(tmp_path / "coded", form.config | {PLAIN: "gate"})
     with pytest.raises(ConfigError, match="modules_to_not_convert = 'gate': must be a list"):
         load_model_config(tmp_path / "coded")
+
+
+def test_patterns_of_what_is_ignored_leave_routed_experts(tmp_path: Path) -> None:
+    make_quantised(tmp_path, "deepseek_v3", ROUTED_ONLY)
+    model = load_model_config(tmp_path / "coded")
+    found = checkpoint_rules(tmp_path / "coded", model)
+    assert found["cpu"] == (PrecisionRule(format="int4", part="experts"),)
+    assert presumed_rules(model) == found
 
 
 def test_a_part_with_a_plain_matrix_stays_plain(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from models.quantised.precision import checkpoint_rules
 from tests.checkpoints import oracle_model
 from tests.kernels.generators import finish
 from tests.models.plain_model import plain_logits
-from tests.models.quantised.forms import FAMILIES, FORMS, make_quantised
+from tests.models.quantised.forms import FAMILIES, FORMS, ROUTED_ONLY, make_quantised
 from tests.weights import load_attention_weights, load_expert_weights
 
 FAST = (
@@ -34,12 +34,16 @@ FAST = (
     ("minimax_m2", "ct-int4-groups"),
     ("ernie4_5_moe", "ct-w8-zeros"),
     ("deepseek_v3", "fp8-blocks"),
+    ("deepseek_v3", "fp8-ue8m0"),
+    ("deepseek_v3", "nvfp4"),
+    ("qwen3_moe", "modelopt-nvfp4"),
+    ("deepseek_v3", "routed-only"),
 )
 # transformers stacks experts, and knows no zeros, plain integers or blocks for that.
 OF_TRANSFORMERS = ("ct-int4-groups", "ct-int8-channels", "ct-fp8-tensors", "ct-fp8-channels")
 MATRIX = [
     pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
-    for case in itertools.product(FAMILIES, FORMS)
+    for case in (*itertools.product(FAMILIES, FORMS), ("deepseek_v3", "routed-only"))
 ]
 
 
@@ -65,7 +69,7 @@ def transformers_model(path: Path, family: str, form: str) -> Any:
 
 @pytest.mark.parametrize(("family", "form"), MATRIX)
 def test_the_numbers_are_the_librarys(tmp_path: Path, family: str, form: str) -> None:
-    make_quantised(tmp_path, family, FORMS[form])
+    make_quantised(tmp_path, family, (FORMS | {"routed-only": ROUTED_ONLY})[form])
     config = load_model_config(tmp_path / "coded")
     moe = config.moe
     every = [range(0 if moe is None else moe.num_experts)] * len(config.moe_layers)
