@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 
 from app.cli.main import main
 from attention_nodes.step import kv_cache
@@ -30,7 +30,13 @@ from topspin.plan.spec import EnginePlan
 
 MODELS = Path(__file__).parent / "models"
 # As published, in billions, some with the layer of multi-token prediction.
-BILLIONS = {"gpt-oss-120b": 117, "glm-4.6": 357, "minimax-m2": 230, "deepseek-v3": 685}
+BILLIONS = {
+    "gpt-oss-120b": 117,
+    "glm-4.6": 357,
+    "minimax-m2": 230,
+    "deepseek-v3": 685,
+    "kimi-k2": 1026,
+}
 WORKLOAD = {"prompt": {"mean": 3000, "p95": 9000}, "output": {"mean": 300}, "users": 4}
 
 
@@ -50,7 +56,9 @@ def weight_bytes(shape: ModelShape, kernels: Kernels = "triton", **formats: Form
 
 @pytest.mark.parametrize("name", BILLIONS)
 def test_weights_are_those_of_transformers_and_as_many_as_published(name: str) -> None:
-    config = AutoConfig.from_pretrained(MODELS / name)
+    # transformers knows Kimi-K2 as DeepSeek-V3.
+    of_name = DeepseekV3Config if name == "kimi-k2" else AutoConfig
+    config = of_name.from_pretrained(MODELS / name)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
@@ -96,6 +104,11 @@ def test_quantised_weights_have_their_bits() -> None:
             "deepseek-v3",
             {"attention": "int8", "mlp": "int8", "experts": "int8"},
             58 * 256 * 3 * 7168 * 2048 * 9 // 8,
+        ),
+        (
+            "kimi-k2",
+            {"attention": "int8", "mlp": "int8", "experts": "int8"},
+            60 * 384 * 3 * 7168 * 2048 * 9 // 8,
         ),
     ],
 )

@@ -39,7 +39,7 @@ USUAL_KL = (0.005, 0.06)
 # A sigmoid router has more near ties, and what latents are made of is rounded twice.
 MOST_KL = {"glm4_moe": (0.005, 0.1), "deepseek_v3": (0.008, 0.15)}
 MXFP4 = ("gpt_oss", "mxfp4")
-FAST = (("qwen2_moe", "awq"), MXFP4)
+FAST = (("qwen2_moe", "awq"), ("deepseek_v3", "nvfp4"), MXFP4)
 CASES = [
     pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
     for case in (*itertools.product(FAMILIES, FORMS), MXFP4)
