@@ -104,12 +104,13 @@ def test_the_numbers_are_the_librarys(tmp_path: Path, family: str, form: str) ->
     assert torch.equal(alone.down, coded_experts.layers[0].down[3])
 
 
-def test_scales_of_rows_are_known_and_other_tensors_are_not(tmp_path: Path) -> None:
+def test_scales_of_rows_and_cache_are_known_and_other_tensors_are_not(tmp_path: Path) -> None:
     make_quantised(tmp_path, "llama_bias", FORMS["ct-fp8-tensors"])
     file = tmp_path / "coded" / "model.safetensors"
     tensors = load_file(file)
     module = "model.layers.0.self_attn.q_proj"
-    tensors |= {f"{module}.input_scale": torch.ones(1), f"{module}.odd": torch.ones(1)}
+    names = ("input_scale", "k_scale", "odd")
+    tensors |= {f"{module}.{name}": torch.ones(1) for name in names}
     save_file(tensors, file)
     config, checkpoint = load_model_config(tmp_path / "coded"), Checkpoint(tmp_path / "coded")
     load_attention_weights(checkpoint, config, dtype=torch.float32)
