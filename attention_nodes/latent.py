@@ -93,5 +93,5 @@ def store_latents(
 
 
 def values_of(ops: Ops, layer: LatentLayer, attended: Tensor) -> Tensor:
-    """Return the values [T, N * value_dim] of heads that attended to latents [T, N, C]."""
-    return ops.multiply_heads(attended[..., : layer.config.rank], layer.to_values).flatten(1)
+    """Return the values [T, N * value_dim] of heads that attended to latents [T, N, R]."""
+    return ops.multiply_heads(attended, layer.to_values).flatten(1)

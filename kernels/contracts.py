@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from topspin.expert_activation import SWIGLU, ExpertActivation
+from topspin.plan.kv_cache import MAX_LATENT_RANK as MAX_LATENT_RANK
+from topspin.plan.kv_cache import MAX_LATENT_TAIL as MAX_LATENT_TAIL
 from topspin.plan.precision import UNQUANTISED, Format
 from topspin.plan.retrieval import NUM_SUBSPACES as NUM_SUBSPACES
 from topspin.plan.retrieval import SEGMENT_TOKENS
@@ -202,6 +204,21 @@ class HeadRows(NamedTuple):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+
+
+def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Return whether values are the first numbers of keys, in the same memory.
+
+    Raises ValueError if they have fewer numbers and lie elsewhere.
+    """
+    if k_cache.shape[3] == v_cache.shape[3]:
+        return False
+    if k_cache.shape[3] < v_cache.shape[3] or k_cache.data_ptr() != v_cache.data_ptr():
+        raise ValueError(
+            f"values {tuple(v_cache.shape)} are not the first numbers of keys "
+            f"{tuple(k_cache.shape)}"
+        )
+    return True
 
 
 class CodedMatrix(Protocol):

@@ -231,9 +231,9 @@ def _attend(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend q [U, P, N, D] to keys and values [U * C * G, CHUNK_KEYS, D], all fp32.
+    """Attend q [U, P, N, D] to keys and values [U * C * G, CHUNK_KEYS, D or V], all fp32.
 
-    Returns [U, P, N, D]; rows that see no key are NaN.
+    Returns [U, P, N, D or V]; rows that see no key are NaN.
     """
     num_units, per_unit, num_heads, head_dim = q.shape
     num_chunks, num_rows = hidden.shape[1], hidden.shape[3]
@@ -249,7 +249,7 @@ def _attend(
     highest = scores.amax(-1, keepdim=True).clamp_(min=_LOWEST)
     scores.sub_(highest).exp_()
     mass = scores.sum(-1, keepdim=True)
-    summed = torch.bmm(scores.view(-1, num_rows, CHUNK_KEYS), values).view(*shape, head_dim)
+    summed = torch.bmm(scores.view(-1, num_rows, CHUNK_KEYS), values).view(*shape, -1)
     # Chunks that a row does not see weigh exactly 0, so adding them changes no bit.
     peak = highest.amax(1, keepdim=True)
     weight = (highest - peak).exp_()
@@ -263,8 +263,8 @@ def _attend(
         own = sinks.view(num_groups, 1, repeat).expand(-1, per_unit, -1).reshape(num_groups, used)
         total_mass[:, :, :used].add_((own[..., None] - peak[:, 0, :, :used]).exp_())
     result = total.div_(total_mass)[:, :, :used]
-    result = result.reshape(num_units, num_groups, per_unit, repeat, head_dim).transpose(1, 2)
-    return result.reshape(num_units, per_unit, num_heads, head_dim)
+    result = result.reshape(num_units, num_groups, per_unit, repeat, -1).transpose(1, 2)
+    return result.reshape(num_units, per_unit, num_heads, -1)
 
 
 def paged_attention(
@@ -286,21 +286,21 @@ def paged_attention(
     if codes is not None and meta.retrieval is not None:
         raise ValueError("deterministic kernels attend to all keys")
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(*q.shape[:2], v_cache.shape[3])
     out[int(meta.query_start[-1]) :] = 0
     num_heads, head_dim = q.shape[1:]
     repeat = num_heads // k_cache.shape[2]
     per_unit = positions_per_unit(repeat)
-    k_rows, v_rows = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
+    k_rows, v_rows = (cache.view(-1, cache.shape[3]) for cache in (k_cache, v_cache))
     for group in _plan(meta, q, k_cache, sliding_window):
         result = _attend(
             q.index_select(0, group.rows).float().view(-1, per_unit, num_heads, head_dim),
             k_rows.index_select(0, group.keys).float().view(-1, CHUNK_KEYS, head_dim),
-            v_rows.index_select(0, group.keys).float().view(-1, CHUNK_KEYS, head_dim),
+            v_rows.index_select(0, group.keys).float().view(-1, CHUNK_KEYS, v_rows.shape[1]),
             group.hidden,
             scale=scale,
             sinks=sinks,
         )
-        chosen = result.reshape(-1, num_heads, head_dim).index_select(0, group.kept)
+        chosen = result.flatten(0, 1).index_select(0, group.kept)
         out.index_copy_(0, group.targets, chosen.to(out.dtype))
     return out

@@ -161,21 +161,23 @@ def paged_attention(
     codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend q [T, N, D] to the cached keys and values [B, block_size, G, D].
+    """Attend q [T, N, D] to the cached keys and values [B, block_size, G, D]; gives [T, N, D].
+
+    A value may be the first V numbers of a key instead (latents): v_cache [B, block_size, G, V] is
+    a view of k_cache, and the result is [T, N, V].
 
     The keys and values of the new tokens are in the cache already (write_kv). Query
-    head h reads key/value head h // (N / G). Gives [T, N, D] in q.dtype; scores,
-    softmax and the sum are fp32. `sinks` f32[N] are scores of each head, not scaled, that take
-    part in the softmax of every row and have no value (gpt-oss). With the layer's `codes`, which
-    layers with a window do not have, the sequences of meta.retrieval attend to the keys that they
-    select.
+    head h reads key/value head h // (N / G). The result is in q.dtype; scores, softmax and
+    the sum are fp32. `sinks` f32[N] are scores of each head, not scaled, that take part in the
+    softmax of every row and have no value (gpt-oss). With the layer's `codes`, which layers with a
+    window do not have, the sequences of meta.retrieval attend to the keys that they select.
     """
     retrieving: dict[int, int] = {}
     if codes is not None and meta.retrieval is not None:
         retrieving = {seq: idx for idx, seq in enumerate(meta.retrieval.seqs.tolist())}
     block_size, num_groups = k_cache.shape[1], k_cache.shape[2]
     repeat = q.shape[1] // num_groups
-    result = torch.zeros_like(q)
+    result = q.new_zeros(*q.shape[:2], v_cache.shape[3])
     starts = meta.query_start.tolist()
     tree_lens = None if meta.tree_lens is None else meta.tree_lens.tolist()
     for idx, context_len in enumerate(meta.context_lens.tolist()):

@@ -39,13 +39,13 @@ class LayerSpec(NamedTuple):
     """Whether its keys are coded too, for retrieval (retrieval.py owns the codes)."""
     group: int = 0
     """The layers of a group share block tables (topspin.plan.kv_cache)."""
-    is_latent: bool = False
-    """Whether a token's key is its value too."""
+    latent_rank: int | None = None
+    """So many first numbers of a token's key are its value (None: it has one of its own)."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of the keys and values in a block."""
         size = block_size * self.num_heads * self.head_dim * self.dtype.itemsize
-        return size if self.is_latent else 2 * size
+        return 2 * size if self.latent_rank is None else size
 
 
 AS_THE_MODEL: Final = KvCacheSpec()
@@ -77,7 +77,7 @@ def layer_specs(
             dtype=dtype if kept.dtype_of(layer) == "auto" else torch.float8_e4m3fn,
             has_codes=layer in coded,
             group=groups.of_layer[layer],
-            is_latent=config.latent is not None,
+            latent_rank=None if config.latent is None else config.latent.rank,
         )
         for layer in range(config.num_layers)
     )
@@ -96,8 +96,8 @@ def coded_layers(config: ModelConfig, kept: KvCacheSpec) -> tuple[int, ...]:
 class KvCache:
     """Per layer, keys and values [num_blocks, block_size, kv heads, head_dim].
 
-    A block is one group's: layers of several groups have the same tensors. So have keys and values
-    that are latents.
+    A block is one group's: layers of several groups have the same tensors. Values of latents are
+    the first numbers of the keys' tensors.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -114,7 +114,7 @@ class KvCache:
         From `sources` to `targets`, i64[groups, n].
         """
         for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
-            for cache in (keys,) if layer.is_latent else (keys, values):
+            for cache in (keys, values) if layer.latent_rank is None else (keys,):
                 slots = cache.flatten(0, 1)
                 if slots.dtype == torch.float8_e4m3fn:
                     slots = slots.view(torch.uint8)  # torch copies these
@@ -223,7 +223,8 @@ def of_blocks(
     distinct, places = _distinct(layers), _places(layers)
     keys = {place: empty(layer) for place, layer in distinct.items()}
     values = {
-        place: keys[place] if layer.is_latent else empty(layer) for place, layer in distinct.items()
+        place: empty(layer) if layer.latent_rank is None else keys[place][..., : layer.latent_rank]
+        for place, layer in distinct.items()
     }
     return KvCache(
         layers=tuple(layers),

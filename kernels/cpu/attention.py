@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels import retrieval as plain
-from kernels.contracts import AttentionMeta, KeyCodes, Retrieval
+from kernels.contracts import AttentionMeta, KeyCodes, Retrieval, is_latent
 from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention.rows import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.cpu.compiled.retrieval.search import attend_selected, can_search
@@ -346,6 +346,12 @@ def paged_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend to the cached positions; see `kernels.reference.paged_attention`."""
+    if is_latent(k_cache, v_cache):
+        whole = paged_attention(
+            q, k_cache, k_cache, meta, scale=scale, sliding_window=sliding_window, sinks=sinks
+        )
+        attended = whole[..., : v_cache.shape[3]]
+        return attended if out is None else out.copy_(attended)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     retrieval = None if codes is None else meta.retrieval

@@ -21,6 +21,10 @@ from topspin.plan.retrieval import RetrievalPolicy, SpillSpec, parse_spill
 from topspin.plan.setting import AUTO, Setting
 from topspin.plan.settings import KvDtype, Section
 
+MAX_LATENT_RANK: Final = 512
+MAX_LATENT_TAIL: Final = 64
+"""The most numbers of latents, and of the keys behind them, that kernels on GPUs attend to."""
+
 
 class KvLayerRule(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True

@@ -6,6 +6,10 @@ range of keys in blocks with an online softmax in base 2 (Dao et al., FlashAtten
 algorithm 1; Flash-Decoding's split of the keys for short slices). Blocks that all rows see
 completely need no mask; those at the edges of the causal triangle, the window or the tree do.
 
+A key has DIM numbers, in two tiles: VALUES numbers padded to BLOCK_D, the others to BLOCK_T. That
+is 0 where there are no others. Else keys are latents, and the first tile, read once, is that of the
+values too.
+
 Numbers about the batch are read from device memory: a launch depends on shapes alone. Rows of a
 sequence whose context_len is 0 are left as they are: another launch writes them.
 Arguments that differ from batch to batch are not specialised: a kernel is compiled once.
@@ -79,40 +83,69 @@ def _cache_blocks(
 
 
 @triton.jit
+def _load_part(
+    x: tl.tensor, place: tl.tensor, is_row: tl.tensor, FIRST: tl.constexpr, END: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Load numbers FIRST .. of each row of `x` at `place`, in a tile of WIDTH: 0 from END on.
+
+    MASKED: 0 for what is no row too.
+    """
+    column = FIRST + tl.arange(0, WIDTH)
+    place = place[:, None] + column[None, :]
+    inside = (column < END)[None, :]
+    if MASKED:
+        return tl.load(x + place, mask=inside & is_row[:, None], other=0.0)
+    if FIRST + WIDTH > END:
+        return tl.load(x + place, mask=inside, other=0.0)
+    return tl.load(x + place)
+
+
+@triton.jit
+def _load_queries(
+    q: tl.tensor, place: tl.tensor, is_row: tl.tensor, k_cache: tl.tensor,
+    FIRST: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Load a part of the rows' queries, as the cache's keys are multiplied with them."""
+    tile = _load_part(q, place, is_row, FIRST, END, WIDTH, True)
+    if tile.dtype == tl.bfloat16 and k_cache.dtype.element_ty == tl.float8e4nv:
+        # fp8 converts to fp16 in one instruction, to bf16 in three; queries should fit its range.
+        tile = tl.minimum(tl.maximum(tile.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return tile
+
+
+@triton.jit
 def _fold_keys(
     acc: tl.tensor, best: tl.tensor, total: tl.tensor,
-    q: tl.tensor, query: tl.tensor, position: tl.tensor, is_row: tl.tensor,
+    q: tl.tensor, q_tail: tl.tensor, query: tl.tensor, position: tl.tensor, is_row: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, table: tl.tensor, tree: tl.tensor,
     begin: tl.tensor, end: tl.tensor, num_tree: tl.tensor, committed: tl.tensor,
     window: tl.tensor, scale: tl.tensor,
     tree_row: tl.tensor, cache_block: tl.tensor, cache_slot: tl.tensor,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
+    DIM: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Add keys begin .. end - 1 to the rows' sums; `begin` is a multiple of BLOCK_N.
 
     Of each row, `acc` [BLOCK_M, BLOCK_D] is the sum of values weighted by
     2**(score - best), `total` [BLOCK_M] that of the weights, `best` the greatest score.
     """
-    column = tl.arange(0, BLOCK_D)
-    is_column = (column < DIM)[None, :]
     block = _cache_blocks(table, begin, end, BLOCK_N, BLOCK_SIZE)
     for first in range(begin, end, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
         place = block * cache_block + (keys % BLOCK_SIZE) * cache_slot
-        place = place[:, None] + column[None, :]
         # Loading addresses one block early lets the compiler copy blocks ahead.
         block = _cache_blocks(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)
         # Memory past the end of a sequence was never written and may be NaN.
-        is_key = is_column & (keys < end)[:, None] if MASKED else is_column
-        if MASKED or DIM != BLOCK_D:
-            k = tl.load(k_cache + place, mask=is_key, other=0.0)
-            v = tl.load(v_cache + place, mask=is_key, other=0.0)
-        else:
-            k = tl.load(k_cache + place)
-            v = tl.load(v_cache + place)
+        is_key = keys < end
+        k = _load_part(k_cache, place, is_key, 0, VALUES, BLOCK_D, MASKED)
+        v = k if BLOCK_T else _load_part(v_cache, place, is_key, 0, VALUES, BLOCK_D, MASKED)
         zero = tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32)
         scores = dot(q, tl.trans(k.to(q.dtype)), zero)
+        if BLOCK_T:
+            k_tail = _load_part(k_cache, place, is_key, VALUES, DIM, BLOCK_T, MASKED)
+            scores = dot(q_tail, tl.trans(k_tail.to(q.dtype)), scores)
         if MASKED:
             seen = _seen(
                 first, end, query, position, is_row, tree, tree_row, num_tree, committed, window,
@@ -139,21 +172,19 @@ def _attend_rows(
     begin: tl.tensor, end: tl.tensor, window: tl.tensor, scale: tl.tensor, takes_sink: tl.tensor,
     q_row: tl.tensor, q_head: tl.tensor, tree_row: tl.tensor,
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    TREE: tl.constexpr, SINKS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Attend rows first_row .. of a sequence to the visible ones of keys begin .. end - 1."""
     row = first_row + tl.arange(0, BLOCK_M)
     is_row = row < num_new * GROUP
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
-    column = tl.arange(0, BLOCK_D)
-    place = (start + query).to(tl.int64)[:, None] * q_row + head[:, None] * q_head
-    inside = is_row[:, None] & (column < DIM)[None, :]
-    tile = tl.load(q + place + column[None, :], mask=inside, other=0.0)
-    if tile.dtype == tl.bfloat16 and k_cache.dtype.element_ty == tl.float8e4nv:
-        # fp8 converts to fp16 in one instruction, to bf16 in three; queries should fit its range.
-        tile = tl.minimum(tl.maximum(tile.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    place = (start + query).to(tl.int64) * q_row + head * q_head
+    tile = _load_queries(q, place, is_row, k_cache, 0, VALUES, BLOCK_D)
+    tail = tile
+    if BLOCK_T:
+        tail = _load_queries(q, place, is_row, k_cache, VALUES, DIM, BLOCK_T)
     tree += start.to(tl.int64) * tree_row
     last_query = tl.minimum((first_row + BLOCK_M - 1) // GROUP, num_new - 1)
     position = committed + query
@@ -182,20 +213,23 @@ def _attend_rows(
         begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
         full_begin = tl.maximum(begin, tl.cdiv(highest - window + 1, BLOCK_N) * BLOCK_N)
         acc, best, total = _fold_keys(
-            acc, best, total, tile, query, position, is_row, k_cache, v_cache, table, tree,
+            acc, best, total, tile, tail, query, position, is_row, k_cache, v_cache, table, tree,
             begin, tl.minimum(full_begin, end), num_tree, committed, window, scale, tree_row,
-            cache_block, cache_slot, DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, WINDOW, TREE,
+            cache_block, cache_slot, DIM, VALUES, BLOCK_D, BLOCK_T, BLOCK_N, BLOCK_SIZE, True,
+            WINDOW, TREE,
         )  # fmt: skip
     full_end = tl.maximum(tl.minimum(seen_end, end) // BLOCK_N * BLOCK_N, full_begin)
     acc, best, total = _fold_keys(
-        acc, best, total, tile, query, position, is_row, k_cache, v_cache, table, tree,
+        acc, best, total, tile, tail, query, position, is_row, k_cache, v_cache, table, tree,
         full_begin, full_end, num_tree, committed, window, scale, tree_row,
-        cache_block, cache_slot, DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, WINDOW, TREE,
+        cache_block, cache_slot, DIM, VALUES, BLOCK_D, BLOCK_T, BLOCK_N, BLOCK_SIZE, False,
+        WINDOW, TREE,
     )  # fmt: skip
     acc, best, total = _fold_keys(
-        acc, best, total, tile, query, position, is_row, k_cache, v_cache, table, tree,
+        acc, best, total, tile, tail, query, position, is_row, k_cache, v_cache, table, tree,
         full_end, end, num_tree, committed, window, scale, tree_row,
-        cache_block, cache_slot, DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, WINDOW, TREE,
+        cache_block, cache_slot, DIM, VALUES, BLOCK_D, BLOCK_T, BLOCK_N, BLOCK_SIZE, True,
+        WINDOW, TREE,
     )  # fmt: skip
     return acc, best, total
 
@@ -205,7 +239,7 @@ def _store_rows(
     out: tl.tensor, acc: tl.tensor, total: tl.tensor, start: tl.tensor, num_new: tl.tensor,
     first_row: tl.tensor, kv_head: tl.tensor, v_scale: tl.tensor,
     out_row: tl.tensor, out_head: tl.tensor,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, VALUES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write weighted means of rows first_row .. that belong to the sequence."""
     row, column = first_row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -213,7 +247,7 @@ def _store_rows(
     place = (start + row // GROUP).to(tl.int64) * out_row + (
         kv_head * GROUP + row % GROUP
     ) * out_head
-    inside = (row < num_new * GROUP)[:, None] & (column < DIM)[None, :]
+    inside = (row < num_new * GROUP)[:, None] & (column < VALUES)[None, :]
     place = place[:, None] + column[None, :]
     tl.store(out + place, rounded(mean, out.dtype.element_ty), mask=inside)
 
@@ -252,17 +286,17 @@ def attend_short(
     table_row: tl.tensor, table_head: tl.tensor, tree_row: tl.tensor,
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
     SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, TREE_LENS: tl.constexpr,
-    SINKS: tl.constexpr,
+    VALUES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
+    TREE_LENS: tl.constexpr, SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend sequences of 1 .. SHORT_LEN new rows, a share of the keys in each program.
 
     Grid (G, S * tiles + 1, SPLITS), tiles of BLOCK_M rows for SHORT_LEN * GROUP rows; the
     last programs zero the padding. Adjacent heads are read at the same time.
-    With one split the rows of `out` are written, else `partial` f32[S * SHORT_LEN, N, SPLITS, D],
-    the mean over each split's keys, and `scores` f32[S * SHORT_LEN, N, SPLITS], the base 2
-    logarithm of its weight.
+    With one split the rows of `out` are written, else the mean over each split's keys,
+    `partial` f32[S * SHORT_LEN, N, SPLITS, VALUES], and the base 2 logarithm of its weight,
+    `scores` f32[S * SHORT_LEN, N, SPLITS].
     """
     TILES: tl.constexpr = (SHORT_LEN * GROUP + BLOCK_M - 1) // BLOCK_M
     seq, first_row = tl.program_id(1) // TILES, tl.program_id(1) % TILES * BLOCK_M
@@ -275,7 +309,7 @@ def attend_short(
         for row in range(split * BLOCK_M, padding * GROUP, SPLITS * BLOCK_M):
             _store_rows(
                 out, acc, total, start, padding, row, kv_head, v_scale, out_row, out_head,
-                GROUP, DIM, BLOCK_M, BLOCK_D,
+                GROUP, VALUES, BLOCK_M, BLOCK_D,
             )  # fmt: skip
         return
     num_new = tl.load(query_start + seq + 1) - start
@@ -291,12 +325,12 @@ def attend_short(
         q, k_cache, v_cache, table, tree, sinks, start, num_new, num_tree, committed, first_row,
         kv_head, begin, tl.minimum(begin + chunk, context_len), window, scale, split == 0,
         q_row, q_head, tree_row, cache_block, cache_slot, cache_head,
-        GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_SIZE, WINDOW, TREE, SINKS,
+        GROUP, DIM, VALUES, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_T, BLOCK_SIZE, WINDOW, TREE, SINKS,
     )  # fmt: skip
     if SPLITS == 1:
         _store_rows(
             out, acc, total, start, num_new, first_row, kv_head, v_scale, out_row, out_head,
-            GROUP, DIM, BLOCK_M, BLOCK_D,
+            GROUP, VALUES, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     else:
         row = first_row + tl.arange(0, BLOCK_M)
@@ -307,8 +341,8 @@ def attend_short(
         mean = acc / tl.where(is_empty, 1.0, total)[:, None]
         score = tl.where(is_empty, float("-inf"), best + tl.log2(tl.where(is_empty, 1.0, total)))
         column = tl.arange(0, BLOCK_D)
-        inside = is_row[:, None] & (column < DIM)[None, :]
-        tl.store(partial + place[:, None] * DIM + column[None, :], mean, mask=inside)
+        inside = is_row[:, None] & (column < VALUES)[None, :]
+        tl.store(partial + place[:, None] * VALUES + column[None, :], mean, mask=inside)
         tl.store(scores + place, score, mask=is_row)
 
 
@@ -317,10 +351,10 @@ def combine_splits(
     partial: tl.tensor, scores: tl.tensor, out: tl.tensor, query_start: tl.tensor,
     context_lens: tl.tensor, tree_lens: tl.tensor, num_heads: tl.tensor, window: tl.tensor,
     v_scale: tl.tensor, min_chunk: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
-    SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, TREE_LENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Combine the splits' results of `attend_short`; grid (S * SHORT_LEN, N)."""
+    """Combine the splits' results of `attend_short`; grid (S * SHORT_LEN, N, VALUES / BLOCK_D)."""
     seq, query = tl.program_id(0) // SHORT_LEN, tl.program_id(0) % SHORT_LEN
     head = tl.program_id(1)
     start = tl.load(query_start + seq)
@@ -332,18 +366,18 @@ def combine_splits(
         return
     committed = context_len - _tree_len(tree_lens, seq, num_new, TREE_LENS)
     oldest, chunk = _split(committed, context_len, window, min_chunk, SPLITS, BLOCK_N, WINDOW)
-    split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    split, column = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     was_written = oldest + split * chunk < context_len
     place = (tl.program_id(0).to(tl.int64) * num_heads + head) * SPLITS + split
     score = tl.load(scores + place, mask=was_written, other=float("-inf"))
     best = tl.max(score, axis=0)
     weight = tl.exp2(score - tl.where(best == float("-inf"), 0.0, best))
     total = tl.sum(weight, axis=0)
-    inside = was_written[:, None] & (column < DIM)[None, :]
-    mean = tl.load(partial + place[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+    inside = was_written[:, None] & (column < VALUES)[None, :]
+    mean = tl.load(partial + place[:, None] * VALUES + column[None, :], mask=inside, other=0.0)
     result = tl.sum(mean * weight[:, None], axis=0) * (v_scale / tl.where(total > 0.0, total, 1.0))
     to = out + (start + query).to(tl.int64) * out_row + head * out_head + column
-    tl.store(to, rounded(result, out.dtype.element_ty), mask=column < DIM)
+    tl.store(to, rounded(result, out.dtype.element_ty), mask=column < VALUES)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "table_row", "table_head", "tree_row"])
@@ -355,8 +389,8 @@ def attend_long(
     q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
     table_row: tl.tensor, table_head: tl.tensor, tree_row: tl.tensor,
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
-    SHORT_LEN: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHORT_LEN: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, TREE_LENS: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -388,10 +422,10 @@ def attend_long(
     acc, _, total = _attend_rows(
         q, k_cache, v_cache, table, tree, sinks, start, num_new, num_tree, context_len - num_tree,
         first_row, kv_head, 0, context_len, window, scale, True, q_row, q_head, tree_row,
-        cache_block, cache_slot, cache_head, GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_SIZE,
-        WINDOW, TREE, SINKS,
+        cache_block, cache_slot, cache_head, GROUP, DIM, VALUES, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_T,
+        BLOCK_SIZE, WINDOW, TREE, SINKS,
     )  # fmt: skip
     _store_rows(
         out, acc, total, start, num_new, first_row, kv_head, v_scale, out_row, out_head,
-        GROUP, DIM, BLOCK_M, BLOCK_D,
+        GROUP, VALUES, BLOCK_M, BLOCK_D,
     )  # fmt: skip

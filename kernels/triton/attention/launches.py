@@ -19,18 +19,25 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.contracts import AttentionMeta, KeyCodes
+from kernels.contracts import (
+    MAX_LATENT_RANK,
+    MAX_LATENT_TAIL,
+    AttentionMeta,
+    KeyCodes,
+    is_latent,
+)
 from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
 from kernels.triton.retrieval.fetch import fetch_selected
 from kernels.triton.retrieval.launches import others_of, select_slots
 
 CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 MAX_HEAD_DIM: Final = 256
-# Rows of a product's tile on a tensor core, and of a tile of one warp group.
+# Rows of a product's tile on a tensor core.
 MIN_ROWS: Final = 16
-MAX_SHORT_ROWS: Final = 64
-# The sums of this many rows need the registers of more warps.
-MAX_SHORT_ROWS_WARPS: Final = 8
+# The sums of short_rows rows need the registers of more warps.
+SHORT_ROWS_WARPS: Final = 8
+# Numbers of a sum that one program combines: more splits of more numbers need too many registers.
+COMBINED: Final = 256
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class AttentionTiles:
     """A batch goes completely to the split kernel if its slices are not longer."""
     mixed_splits: int = 8
     """Splits of short slices in batches with long ones; a constant, see plan_attention."""
+    short_rows: int = 64
+    """The maximum (query, head) pairs of one tile in the split kernel: those of a warp group."""
     short_keys: int = 64
     """Keys of one block in the split kernel."""
     short_warps: int = 4
@@ -58,10 +67,26 @@ class AttentionTiles:
     long_warps: int = 8
     long_stages: int = 3
 
+    def warps_of(self, rows: int) -> int:
+        """Return the warps of the split kernel for tiles of `rows`."""
+        return max(self.short_warps, SHORT_ROWS_WARPS if rows == self.short_rows else 0)
 
-def attention_tiles(head_dim: int, cache_dtype: torch.dtype) -> AttentionTiles:
-    """Return the tiles of a shape: smaller ones for wider rows."""
-    row_bytes = triton.next_power_of_2(head_dim) * max(cache_dtype.itemsize, 2)
+
+def attention_tiles(value_dim: int, cache_dtype: torch.dtype) -> AttentionTiles:
+    """Return the tiles of a shape: smaller ones for wider rows.
+
+    Those of latents of 512 + 64 numbers take up to 152 KiB of shared memory, as compiled for Hopper
+    (227 KiB) and Ampere (163 KiB).
+    """
+    row_bytes = triton.next_power_of_2(value_dim) * max(cache_dtype.itemsize, 2)
+    if value_dim > MAX_HEAD_DIM:
+        # Queries that are converted for keys in fp8 stay in registers, where fewer fit.
+        rows = 64 if cache_dtype == torch.bfloat16 else 32
+        keys = 32 if row_bytes <= 1024 else 16
+        return AttentionTiles(
+            short_rows=rows, short_keys=keys, short_stages=2,
+            long_rows=rows, long_keys=keys, long_stages=2,
+        )  # fmt: skip
     if row_bytes > 512:
         return AttentionTiles(short_keys=16, long_rows=32, long_keys=16, long_stages=2)
     if row_bytes > 256:
@@ -108,7 +133,7 @@ def plan_attention(
     elif mixed_len < max_query_len <= tiles.max_short_len:
         short_len = tiles.max_short_len
     pairs = short_len * group
-    short_rows = min(max(triton.next_power_of_2(pairs), MIN_ROWS), MAX_SHORT_ROWS)
+    short_rows = min(max(triton.next_power_of_2(pairs), MIN_ROWS), tiles.short_rows)
     has_long = max_query_len > short_len
     if max_query_len > 1:
         # Partial sums of many rows would take much memory, and many rows fill the device.
@@ -135,13 +160,17 @@ def _mixed_len(group: int) -> int:
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
     num_heads, head_dim = q.shape[1:]
-    if q.stride(2) != 1 or out.stride(2) != 1 or out.shape != q.shape or out.dtype != q.dtype:
+    wanted = (*q.shape[:2], v_cache.shape[3])
+    if q.stride(2) != 1 or out.stride(2) != 1 or out.shape != wanted or out.dtype != q.dtype:
         raise ValueError(f"q {tuple(q.shape)} {q.stride()}, out {tuple(out.shape)} {out.stride()}")
-    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride():
+    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.stride() != v_cache.stride():
         raise ValueError(f"caches differ: {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in CACHE_DTYPES:
         raise ValueError(f"caches are {k_cache.dtype}, {v_cache.dtype}")
-    if k_cache.shape[3] != head_dim or k_cache.stride(3) != 1 or head_dim > MAX_HEAD_DIM:
+    most = MAX_HEAD_DIM
+    if is_latent(k_cache, v_cache):
+        most = min(v_cache.shape[3], MAX_LATENT_RANK) + MAX_LATENT_TAIL
+    if k_cache.shape[3] != head_dim or k_cache.stride(3) != 1 or head_dim > most:
         raise ValueError(f"caches {tuple(k_cache.shape)} for heads of {head_dim}")
     if num_heads % k_cache.shape[2] != 0:
         raise ValueError(f"{num_heads} query heads for {k_cache.shape[2]} key/value heads")
@@ -192,7 +221,7 @@ def paged_attention(
     if sliding_window is not None:
         raise ValueError("layers with a sliding window have no codes")
     _check_meta(meta, len(q))
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    out = q.new_empty(*q.shape[:2], v_cache.shape[3]) if out is None else out
     if len(q) == 0:
         return out
     group = q.shape[1] // k_cache.shape[2]
@@ -232,13 +261,14 @@ def attend(
 ) -> Tensor:
     """Attend q [T, N, D] to cached keys and values [B, block_size, G, D]; returns [T, N, D].
 
+    Values may be latents, as in `kernels.reference.paged_attention`.
     Scores, softmax and sums are fp32; weights are rounded to q's dtype before they multiply
     values. `sinks` [N] are logits, one per head, that take part in the softmax but have no
     value (gpt-oss). A float8_e4m3fn cache holds k / k_scale and v / v_scale; with bf16
     queries products are in fp16, which represents all of its numbers. Raises ValueError for
     tensors that do not fit together.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    out = q.new_empty(*q.shape[:2], v_cache.shape[3]) if out is None else out
     _check(q, k_cache, v_cache, out, sinks)
     _check_meta(meta, len(q))
     if scale * k_scale <= 0.0:
@@ -246,12 +276,13 @@ def attend(
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"a sliding window of {sliding_window} sees nothing")
     num_rows, num_heads, head_dim = q.shape
+    value_dim = v_cache.shape[3]
     if num_rows == 0:
         return out
     num_seqs, num_kv_heads = len(meta.context_lens), k_cache.shape[2]
     group = num_heads // num_kv_heads
     if tiles is None:
-        tiles = attention_tiles(head_dim, k_cache.dtype)
+        tiles = attention_tiles(value_dim, k_cache.dtype)
     plan = plan_attention(
         num_seqs, num_kv_heads, group, meta.max_query_len, meta.max_context_len,
         sliding_window, tiles,
@@ -269,8 +300,7 @@ def attend(
             *k_cache.stride()[:3],
         ),
         shape={
-            "SHORT_LEN": plan.short_len, "GROUP": group, "DIM": head_dim,
-            "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
+            "SHORT_LEN": plan.short_len, "GROUP": group, **head_blocks(head_dim, value_dim),
             "BLOCK_SIZE": k_cache.shape[1], "WINDOW": sliding_window is not None,
             "TREE": meta.tree_mask is not None,
             "TREE_LENS": meta.tree_mask is not None and meta.tree_lens is not None,
@@ -281,6 +311,17 @@ def attend(
     if plan.has_long:
         _launch_long(batch, tiles)
     return out
+
+
+def head_blocks(head_dim: int, value_dim: int) -> dict[str, int]:
+    """Return the kernels' constants for keys of `head_dim` numbers and values of `value_dim`."""
+    tail = head_dim - value_dim
+    return {
+        "DIM": head_dim,
+        "VALUES": value_dim,
+        "BLOCK_D": max(triton.next_power_of_2(value_dim), 16),
+        "BLOCK_T": max(triton.next_power_of_2(tail), 16) if tail else 0,
+    }
 
 
 class _Batch(NamedTuple):
@@ -303,31 +344,30 @@ class _Batch(NamedTuple):
 
 def _launch_short(batch: _Batch, plan: Plan, tiles: AttentionTiles) -> None:
     q, meta, shape = batch.q, batch.meta, batch.shape
-    num_rows, num_heads, head_dim = q.shape
+    num_rows, num_heads, value_dim = batch.out.shape
     num_seqs, short_len = len(meta.context_lens), plan.short_len
     partial = scores = q
     if plan.splits > 1:
         rows = (num_seqs * short_len, num_heads, plan.splits)
-        partial = torch.empty(*rows, head_dim, dtype=torch.float32, device=q.device)
+        partial = torch.empty(*rows, value_dim, dtype=torch.float32, device=q.device)
         scores = torch.empty(rows, dtype=torch.float32, device=q.device)
     seq_tiles = triton.cdiv(short_len * shape["GROUP"], plan.short_rows)
-    num_warps = tiles.short_warps
-    if plan.short_rows == MAX_SHORT_ROWS:
-        num_warps = max(num_warps, MAX_SHORT_ROWS_WARPS)
     grid = (batch.k_cache.shape[2], num_seqs * seq_tiles + 1, plan.splits)
     attend_short[grid](
         q, batch.k_cache, batch.v_cache, batch.out, partial, scores, meta.query_start,
         meta.context_lens, meta.block_tables, batch.tree, batch.tree_lens, batch.sinks,
         num_rows, num_seqs, num_heads, batch.window, batch.scale, batch.v_scale,
         plan.min_chunk, *batch.strides, **shape, SPLITS=plan.splits, BLOCK_M=plan.short_rows,
-        BLOCK_N=tiles.short_keys, num_warps=num_warps, num_stages=tiles.short_stages,
+        BLOCK_N=tiles.short_keys, num_warps=tiles.warps_of(plan.short_rows),
+        num_stages=tiles.short_stages,
     )  # fmt: skip
     if plan.splits > 1:
-        combine_splits[(num_seqs * short_len, num_heads)](
+        width = min(shape["BLOCK_D"], COMBINED)
+        combine_splits[(num_seqs * short_len, num_heads, triton.cdiv(value_dim, width))](
             partial, scores, batch.out, meta.query_start, meta.context_lens, batch.tree_lens,
             num_heads, batch.window, batch.v_scale, plan.min_chunk, *batch.out.stride()[:2],
-            SHORT_LEN=short_len, SPLITS=plan.splits, DIM=head_dim, BLOCK_N=tiles.short_keys,
-            BLOCK_D=shape["BLOCK_D"], WINDOW=shape["WINDOW"], TREE_LENS=shape["TREE_LENS"],
+            SHORT_LEN=short_len, SPLITS=plan.splits, VALUES=value_dim, BLOCK_N=tiles.short_keys,
+            BLOCK_D=width, WINDOW=shape["WINDOW"], TREE_LENS=shape["TREE_LENS"],
             num_warps=4,
         )  # fmt: skip
 

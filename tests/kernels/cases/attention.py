@@ -20,6 +20,8 @@ class Heads(NamedTuple):
     query: int
     kv: int
     dim: int
+    rank: int | None = None
+    """So many first numbers of a key are its value (latents); None: it has one of its own."""
 
 
 class AttentionCase(NamedTuple):
@@ -28,7 +30,7 @@ class AttentionCase(NamedTuple):
     v_cache: Tensor
     meta: AttentionMeta
     keys: list[Tensor]
-    """Per sequence [context_len, G, D]."""
+    """Per sequence [context_len, G, D]; of latents, values are [context_len, G, rank]."""
     values: list[Tensor]
 
 
@@ -100,6 +102,8 @@ def attention_case(
     starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()] if query_lens else [0]
     if in_fp8:
         k_cache, v_cache = k_cache.to(torch.float8_e4m3fn), v_cache.to(torch.float8_e4m3fn)
+    if heads.rank is not None:
+        v_cache, values = k_cache[..., : heads.rank], [each[..., : heads.rank] for each in keys]
     return AttentionCase(
         q=torch.randn(num_rows, heads.query, heads.dim, generator=rng).to(dtype),
         k_cache=k_cache,
@@ -124,6 +128,8 @@ def placed(case: AttentionCase, device: torch.device) -> AttentionCase:
         name: each.to(device) for name, each in vars(case.meta).items() if isinstance(each, Tensor)
     }
     q, k_cache, v_cache = (each.to(device) for each in case[:3])
+    if v_cache.shape != k_cache.shape:
+        v_cache = k_cache[..., : v_cache.shape[3]]
     meta = replace(case.meta, **tables, memo={})
     return case._replace(q=q, k_cache=k_cache, v_cache=v_cache, meta=meta)
 

@@ -399,7 +399,10 @@ def grouped_mlp(ops: Ops, make: Maker, case: Any) -> Run:
     rows=list(BATCHES),
     kind=[*product(DTYPES, [False, True])],
     window=[None, 1, 7, 32],
-    heads=[Heads(6, 2, 16), Heads(3, 1, 64), Heads(4, 4, 96), Heads(8, 1, 80), Heads(20, 1, 8)],
+    heads=[
+        *(Heads(6, 2, 16), Heads(3, 1, 64), Heads(4, 4, 96), Heads(8, 1, 80), Heads(20, 1, 8)),
+        *(Heads(16, 1, 576, rank=512), Heads(5, 1, 40, rank=24)),
+    ],
     block_size=[16, 1, 48],
     num_padding=[0, 3],
     # What is added to random ones; the exponentials of 200 and of -200 are no numbers of fp32.
@@ -429,7 +432,9 @@ def paged_attention(ops: Ops, make: Maker, case: Any) -> Run:
     arguments = (q, made.k_cache, made.v_cache, made.meta)
     sinks = None if case.sinks is None else make(case.heads.query) + case.sinks
     options = {"scale": 0.2, "sliding_window": case.window, "sinks": sinks}
-    out = torch.full_like(made.q, float("nan")) if case.target == "out" else None
+    out = None
+    if case.target == "out":
+        out = made.q.new_full((*made.q.shape[:2], made.v_cache.shape[3]), float("nan"))
 
     def run() -> Sequence[Tensor]:
         """The second time with what the first has left in the memo."""

@@ -51,7 +51,7 @@ def eager(q, keys, values, *, scale, seen, sinks=None):  # type: ignore[no-untyp
     ("window", "heads", "shift", "blocks"),
     values_then_pairs(
         [None, 1, 7, 64],
-        [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96)],
+        [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96), Heads(6, 1, 40, rank=24)],
         SINKS,
         [*product([1, 16], [False, True])],
     ),

@@ -1,4 +1,4 @@
-"""Compiles kernels to machine code for Hopper without a GPU; run as a program.
+"""Compiles kernels to machine code for Hopper (latents for Ampere too) without a GPU; a program.
 
 The interpreter runs Python, so only this finds code that the compiler refuses (a global, a type, a
 shape) or that does not fit into shared memory. Triton must not be in interpreter mode, hence a
@@ -7,7 +7,10 @@ process of its own: see test_compiles.py. Prints a line per kernel.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
@@ -17,15 +20,21 @@ from triton.compiler import ASTSource
 
 from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS
 from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
-from kernels.triton.attention.launches import AttentionTiles, attention_tiles
+from kernels.triton.attention.launches import (
+    COMBINED,
+    AttentionTiles,
+    attention_tiles,
+    head_blocks,
+)
 from kernels.triton.norm import _norm_row
 from kernels.triton.retrieval.kernels import list_slots, score_keys, score_segments
 from kernels.triton.retrieval.launches import KEYS, ROWS, SEGMENTS, SLOTS
 from kernels.triton.rotary import _rotate_and_store
 
-TARGET = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 * 1024
-"""Limits of one program on an H100 or H200."""
+HOPPER, AMPERE = 90, 80
+SHARED_BYTES = {HOPPER: 227 * 1024, AMPERE: 163 * 1024}
+"""Limits of one program: on an H100 or H200, and on an A100."""
+triton.knobs.nvidia.dump_ptxas_log = True
 
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
 FLOATS = ("scale", "v_scale", "k_factor", "v_factor", "eps", "epsilon")
@@ -37,10 +46,17 @@ ALIGNED = ("_row", "_head", "_block", "_slot")
 
 
 def compile_kernel(
-    kernel: Any, pointers: Mapping[str, str], constants: Mapping[str, Any], **options: int
+    kernel: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    device: int = HOPPER,
+    most_spilled: int | None = None,
+    **options: int,
 ) -> str:
     """Compile a kernel whose other arguments are numbers, as an aligned call would.
 
+    `most_spilled`: so many bytes of a thread's registers may be kept in memory, None: any number.
     Returns its PTX.
     """
     signature = dict.fromkeys(kernel.arg_names, "i32")
@@ -54,9 +70,17 @@ def compile_kernel(
         if name not in constants and (name in pointers or name.endswith(ALIGNED) or name in SIZES)
     }
     source = ASTSource(kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
-    compiled = triton.compile(source, target=TARGET, options=options)
-    assert compiled.metadata.shared <= SHARED_BYTES, f"{compiled.metadata.shared} bytes shared"
-    print(f"{kernel.__name__}: {len(compiled.asm['cubin'])} bytes of code, {dict(constants)}")
+    log = StringIO()
+    with redirect_stdout(log):
+        compiled = triton.compile(source, target=GPUTarget("cuda", device, 32), options=options)
+    shared = compiled.metadata.shared
+    spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", log.getvalue())), default=0)
+    print(
+        f"{kernel.__name__}: {len(compiled.asm['cubin'])} bytes of code for {device}, "
+        f"{shared} shared, {spilled} spilled, {dict(constants)}"
+    )
+    assert shared <= SHARED_BYTES[device], f"{shared} bytes shared"
+    assert most_spilled is None or spilled <= most_spilled, f"{spilled} bytes spilled"
     ptx: str = compiled.asm["ptx"]
     return ptx
 
@@ -83,33 +107,44 @@ def compile_rotary(
 
 
 def compile_attention(
-    q: torch.dtype, cache: torch.dtype, head_dim: int, *, block_size: int = 16, extras: bool = False
+    q: torch.dtype,
+    cache: torch.dtype,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    block_size: int = 16,
+    extras: bool = False,
+    device: int = HOPPER,
+    most_spilled: int | None = None,
 ) -> None:
     """Compile the three kernels with default tiles; `extras`: window, tree and sinks at once."""
-    tiles: AttentionTiles = attention_tiles(head_dim, cache)
+    limits: dict[str, Any] = {"device": device, "most_spilled": most_spilled}
+    blocks = head_blocks(head_dim, value_dim or head_dim)
+    tiles: AttentionTiles = attention_tiles(blocks["VALUES"], cache)
     tables = dict.fromkeys(("query_start", "context_lens", "tree_lens"), "*i32")
     pointers = {
         "q": NAMES[q], "out": NAMES[q], "k_cache": NAMES[cache], "v_cache": NAMES[cache],
         "tree": "*u8", "sinks": "*fp32", "block_tables": "*i32", **tables,
     }  # fmt: skip
     partials = {"partial": "*fp32", "scores": "*fp32"}
-    wide = triton.next_power_of_2(head_dim)
-    shape: dict[str, Any] = {
-        "DIM": head_dim, "BLOCK_D": wide, "WINDOW": extras, "TREE_LENS": extras,
+    shape: dict[str, Any] = {"WINDOW": extras, "TREE_LENS": extras}
+    shared = {
+        "GROUP": 8, "BLOCK_SIZE": block_size, "TREE": extras, "SINKS": extras, **shape, **blocks,
     }  # fmt: skip
-    shared = {"GROUP": 8, "BLOCK_SIZE": block_size, "TREE": extras, "SINKS": extras, **shape}
-    for splits, rows, length in ((1, 16, 2), (8, 64, 8)):
+    for splits, rows, length in ((1, 16, 2), (8, tiles.short_rows, 8)):
         constants = {"SHORT_LEN": length, "SPLITS": splits, "BLOCK_N": tiles.short_keys}
         compile_kernel(
             attend_short, pointers | partials, {**shared, **constants, "BLOCK_M": rows},
-            num_warps=tiles.short_warps, num_stages=tiles.short_stages,
+            num_warps=tiles.warps_of(rows), num_stages=tiles.short_stages, **limits,
         )  # fmt: skip
+    shape |= {"VALUES": blocks["VALUES"], "BLOCK_D": min(blocks["BLOCK_D"], COMBINED)}
+    constants["SPLITS"] = tiles.max_splits
     outs = {"out": NAMES[q], **tables, **partials}
-    compile_kernel(combine_splits, outs, {**shape, **constants}, num_warps=4)
+    compile_kernel(combine_splits, outs, {**shape, **constants}, num_warps=4, **limits)
     constants = {"SHORT_LEN": 2, "BLOCK_M": tiles.long_rows, "BLOCK_N": tiles.long_keys}
     compile_kernel(
         attend_long, pointers, {**shared, **constants},
-        num_warps=tiles.long_warps, num_stages=tiles.long_stages,
+        num_warps=tiles.long_warps, num_stages=tiles.long_stages, **limits,
     )  # fmt: skip
 
 
@@ -148,6 +183,13 @@ def main() -> None:
     compile_attention(bf16, fp8, 128)
     compile_attention(fp32, fp32, 64, extras=True)
     compile_attention(bf16, bf16, 128, block_size=1)
+    for device in (HOPPER, AMPERE):
+        for rank in (512, 256):
+            shape: dict[str, Any] = {"value_dim": rank, "device": device, "most_spilled": 256}
+            compile_attention(bf16, bf16, rank + 64, **shape)
+    compile_attention(bf16, bf16, 576, value_dim=512, extras=True)
+    compile_attention(bf16, fp8, 576, value_dim=512, most_spilled=256)
+    compile_attention(fp32, fp32, 576, value_dim=512)
     compile_retrieval(bf16, 128)
     compile_retrieval(fp32, 80)
 
