@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from topspin.expert_activation import SWIGLU, ExpertActivation
-from topspin.plan.kv_cache import MAX_LATENT_RANK as MAX_LATENT_RANK
-from topspin.plan.kv_cache import MAX_LATENT_TAIL as MAX_LATENT_TAIL
 from topspin.plan.precision import UNQUANTISED, Format
 from topspin.plan.retrieval import NUM_SUBSPACES as NUM_SUBSPACES
 from topspin.plan.retrieval import SEGMENT_TOKENS

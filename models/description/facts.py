@@ -30,7 +30,7 @@ def facts_of(model: ModelConfig, path: Path | None = None) -> ModelFacts:
         shares_prefixes=not is_length_dependent(model.rope),
         windows=model.windows,
         head_dim=model.head_dim,
-        has_latents=model.latent is not None,
+        latent_rank=None if model.latent is None else model.latent.rank,
         num_mtp_layers=model.num_mtp_layers,
         precision=presumed_rules(model) if path is None else checkpoint_rules(path, model),
     )

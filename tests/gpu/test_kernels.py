@@ -37,6 +37,7 @@ from kernels.triton.rotary import rotate_and_store
 from kernels.triton.router.launches import local_slots, permute, route
 from kernels.triton.sampling.launches import draw, plan_sampling
 from kernels.triton.swiglu import swiglu
+from tests.kernels.cases import attention as cases
 from tests.kernels.cases.ops import CLAMPED
 from topspin.plan.precision import Format
 
@@ -129,6 +130,29 @@ def test_attention_of_decode(contexts: tuple[int, ...], device: torch.device) ->
 
 def test_attention_of_a_prompt_beside_a_decode(device: torch.device) -> None:
     check_attention((PROMPT, 1), (PROMPT, CONTEXTS[0][0]), device)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_attention_to_latents_of_deepseek(in_fp8: bool, device: torch.device) -> None:
+    """Decode rows whose keys are split, a chunk of a prompt beside one, and trees."""
+    heads, length = cases.Heads(128 if ON_GPU else 16, 1, 576, rank=512), CONTEXTS[-1][1]
+    tree = (None, 0, 0, 1, 1, 4, 2)
+    for lens, new, parents in (
+        ([length + 300, 20], [1, 1], None),
+        ([length + 2 * PROMPT, 300], [PROMPT, 1], None),
+        ([length + 7, 47], [7, 7], (tree, tree)),
+    ):
+        case = cases.attention_case(
+            lens, new, heads=heads, block_size=BLOCK, dtype=torch.bfloat16, parents=parents,
+            in_fp8=in_fp8,
+        )  # fmt: skip
+        case = cases.placed(case, device)
+        found = attend(case.q, case.k_cache, case.v_cache, case.meta, scale=0.02)
+        keys = case.k_cache.float()
+        wanted = reference.paged_attention(
+            case.q.float(), keys, keys[..., :512], case.meta, scale=0.02
+        )
+        torch.testing.assert_close(found.float(), wanted, **BF16)
 
 
 @pytest.mark.parametrize("window", [None, 10])

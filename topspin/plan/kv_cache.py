@@ -21,9 +21,24 @@ from topspin.plan.retrieval import RetrievalPolicy, SpillSpec, parse_spill
 from topspin.plan.setting import AUTO, Setting
 from topspin.plan.settings import KvDtype, Section
 
-MAX_LATENT_RANK: Final = 512
-MAX_LATENT_TAIL: Final = 64
-"""The most numbers of latents, and of the keys behind them, that kernels on GPUs attend to."""
+MAX_GPU_DIM: Final = 256
+"""The most numbers of a head, key and value, that kernels on GPUs attend to."""
+MAX_GPU_LATENT: Final = (512, 64)
+"""The same of latents, and of the keys behind them."""
+
+
+def gpu_misfit(head_dim: int, latent_rank: int | None) -> str | None:
+    """Return why kernels on GPUs do not attend to keys of `head_dim` numbers; None: they do.
+
+    The first `latent_rank` numbers are the value too; None: a head has values of its own.
+    """
+    if latent_rank is None:
+        fits, most, asked = head_dim <= MAX_GPU_DIM, str(MAX_GPU_DIM), str(head_dim)
+    else:
+        sizes = (latent_rank, head_dim - latent_rank)
+        fits = all(size <= limit for size, limit in zip(sizes, MAX_GPU_LATENT, strict=True))
+        most, asked = ("latents of {} + {}".format(*each) for each in (MAX_GPU_LATENT, sizes))
+    return None if fits else f"attention on GPUs takes heads of {most} numbers, not of {asked}"
 
 
 class KvLayerRule(

@@ -20,6 +20,7 @@ from deploy.placement.search.layouts import DeviceSlot, EngineLayout
 from deploy.placement.search.ranges import MAX_CUTS, Chain, Ends, all_cuts, num_cuts, some_cuts
 from deploy.placement.search.steps import Clock, EngineSetup, node_shares
 from deploy.placement.shapes import Kernels, ModelShape
+from topspin.plan.kv_cache import gpu_misfit
 
 USABLE = 0.9
 """Of a device's memory (gpu_memory_utilization)."""
@@ -34,7 +35,7 @@ BUFFERS_PER_TOKEN = 8
 """Arrays of hidden size that a step keeps per token."""
 GIB = 2**30
 
-Limit = Literal["memory", "tpot", "ttft", "prefill", "sequences"]
+Limit = Literal["kernels", "memory", "tpot", "ttft", "prefill", "sequences"]
 
 
 class Binding(NamedTuple):
@@ -326,6 +327,14 @@ class NodeContents:
             speed * count for speed, (_, count) in zip(speeds, layout.attention, strict=True)
         )
         return tuple(speed / total for speed in speeds)
+
+    def kernels_misfit(self, layout: EngineLayout) -> Binding | None:
+        """Return what the kernels of a layout's attention nodes lack; None: nothing."""
+        rank = None if self.model.latent is None else self.model.latent.rank
+        misfit = gpu_misfit(self.model.head_dim, rank)
+        if misfit is None or not any(slot.device.is_gpu for slot, _ in layout.holders):
+            return None
+        return Binding("kernels", misfit, 1, 0)
 
     def experts_misfit(self, layout: EngineLayout, formats: Formats) -> Binding:
         needs = self.expert_bytes(layout.experts[0][0], formats, self.model.num_experts, 0)

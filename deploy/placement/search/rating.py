@@ -138,6 +138,10 @@ class Rater:
 
     def settings(self, layout: EngineLayout, formats: Formats) -> Iterator[Rating]:
         """Yield the layout at its largest load of the grid, with each of the settings."""
+        misfit = self.nodes.kernels_misfit(layout)
+        if misfit is not None:
+            yield Rating(layout, formats, misfit)
+            return
         budgets = _budgets(layout)
         held = self.nodes.shares(layout, formats, budgets[-1])
         if held is None:

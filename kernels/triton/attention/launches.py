@@ -19,19 +19,13 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.contracts import (
-    MAX_LATENT_RANK,
-    MAX_LATENT_TAIL,
-    AttentionMeta,
-    KeyCodes,
-    is_latent,
-)
+from kernels.contracts import AttentionMeta, KeyCodes, is_latent
 from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
 from kernels.triton.retrieval.fetch import fetch_selected
 from kernels.triton.retrieval.launches import others_of, select_slots
+from topspin.plan.kv_cache import MAX_GPU_DIM, gpu_misfit
 
 CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
-MAX_HEAD_DIM: Final = 256
 # Rows of a product's tile on a tensor core.
 MIN_ROWS: Final = 16
 # The sums of short_rows rows need the registers of more warps.
@@ -79,7 +73,7 @@ def attention_tiles(value_dim: int, cache_dtype: torch.dtype) -> AttentionTiles:
     (227 KiB) and Ampere (163 KiB).
     """
     row_bytes = triton.next_power_of_2(value_dim) * max(cache_dtype.itemsize, 2)
-    if value_dim > MAX_HEAD_DIM:
+    if value_dim > MAX_GPU_DIM:
         # Queries that are converted for keys in fp8 stay in registers, where fewer fit.
         rows = 64 if cache_dtype == torch.bfloat16 else 32
         keys = 32 if row_bytes <= 1024 else 16
@@ -167,11 +161,11 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tens
         raise ValueError(f"caches differ: {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in CACHE_DTYPES:
         raise ValueError(f"caches are {k_cache.dtype}, {v_cache.dtype}")
-    most = MAX_HEAD_DIM
-    if is_latent(k_cache, v_cache):
-        most = min(v_cache.shape[3], MAX_LATENT_RANK) + MAX_LATENT_TAIL
-    if k_cache.shape[3] != head_dim or k_cache.stride(3) != 1 or head_dim > most:
+    if k_cache.shape[3] != head_dim or k_cache.stride(3) != 1:
         raise ValueError(f"caches {tuple(k_cache.shape)} for heads of {head_dim}")
+    misfit = gpu_misfit(head_dim, v_cache.shape[3] if is_latent(k_cache, v_cache) else None)
+    if misfit is not None:
+        raise ValueError(misfit)
     if num_heads % k_cache.shape[2] != 0:
         raise ValueError(f"{num_heads} query heads for {k_cache.shape[2]} key/value heads")
     if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):

@@ -139,6 +139,8 @@ def facts(shape: ModelShape, *, max_positions: int = 8192) -> ModelFacts:
         moe_layers=shape.moe_layers,
         num_experts=shape.num_experts,
         windows=(None,) * shape.num_layers,
+        head_dim=shape.head_dim,
+        latent_rank=None if shape.latent is None else shape.latent.rank,
     )
 
 

@@ -12,12 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deploy.placement.cluster import HostLink
+from deploy.placement.explain import explain
 from deploy.placement.formats import stored
 from deploy.placement.search.layouts import layouts_of
 from deploy.placement.search.rating import Rating
 from deploy.placement.search.search import Inputs, search
 from deploy.placement.search.steps import EngineSteps
 from deploy.placement.write import local_experts_of, plan_of
+from models.description.parts import LatentConfig
 from tests.deploy.placement import samples
 from topspin.plan.file import print_plan, read_plan
 from topspin.plan.local_experts import LocalExperts
@@ -89,6 +91,28 @@ def test_every_plan_that_is_written_is_read_again(tmp_path: Path, inputs: Inputs
         assert held == (0 if is_colocated and not again.experts else inputs.model.num_experts)
         assert again.expected is not None
         assert again.expected.kl <= 5e-3
+
+
+@pytest.mark.parametrize(("rank", "fits"), [(512, True), (576, False)])
+def test_attention_to_latents_that_gpus_do_not_take_is_planned_on_cpus(
+    rank: int, fits: bool
+) -> None:
+    latent = LatentConfig(
+        rank=rank, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128, norm_eps=1e-6
+    )
+    shape = replace(samples.model(2), num_kv_heads=1, head_dim=latent.cached_dim, latent=latent)
+    host = samples.host((samples.gpu(), 1), (samples.cpu(cores=1), 1))
+    inputs = samples.inputs([host], shape, samples.workload(objective="max_throughput"))
+    found = search(inputs)
+    assert found.members
+    for rating in found.ratings:
+        on_gpu = any(slot.device.is_gpu for slot, _ in rating.layout.attention)
+        assert (rating.binding.limit == "kernels") == (on_gpu and not fits)
+        if rating.point is not None:
+            plan = plan_from(inputs, rating)  # which passes the checks of `topspin serve`
+            assert all(fits or node.kernels != "triton" for node in plan.attention)
+    told = [each.reason for each in explain(inputs, found).losers if "latents" in each.reason]
+    assert bool(told) == (not fits)
 
 
 def test_nodes_that_divide_a_cpu_have_cores_of_their_own() -> None:

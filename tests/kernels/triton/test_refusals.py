@@ -44,6 +44,15 @@ class Good:
         arguments = {"q": self.q, "k_cache": self.k_cache, "v_cache": self.v_cache, "scale": 1.0}
         attend(**{**arguments, "meta": replace(self.meta, **meta or {}), **changed})
 
+    def wide(self, head_dim: int, value_dim: int | None = None) -> dict[str, Tensor]:
+        """Return queries and caches of wider heads."""
+        caches = self.k_cache.new_zeros(*self.k_cache.shape[:3], head_dim)
+        return {
+            "q": self.q.new_zeros(*self.q.shape[:2], head_dim),
+            "k_cache": caches,
+            "v_cache": caches[..., :value_dim],
+        }
+
     def rotate(self, **changed: Any) -> None:
         k = self.q[:, :2].clone()
         angle, slots = self.q[0, :1, :8].clone(), self.slots[:1, 0].long()
@@ -74,6 +83,10 @@ CALLS: list[tuple[Callable[[Good], object], str]] = [
     (lambda g: g.attend(q=g.q[..., :8]), r"caches .* for heads of 8"),
     (lambda g: g.attend(k_cache=g.k_cache.half(), v_cache=g.v_cache.half()), r"torch\.float16"),
     (lambda g: g.attend(sinks=g.weight[:2]), r"sinks \(2,\) for 4 heads"),
+    (lambda g: g.attend(v_cache=g.k_cache[..., :8], out=g.q), r"out \(1, 4, 16\)"),
+    (lambda g: g.attend(v_cache=g.v_cache[..., :8]), r"values .* 8\) are not the first .* 16\)"),
+    (lambda g: g.attend(**g.wide(320)), "heads of 256 numbers, not of 320"),
+    (lambda g: g.attend(**g.wide(577, 512)), r"latents of 512 \+ 64 .* latents of 512 \+ 65"),
     (lambda g: g.attend(scale=-0.5), r"scaled by -0\.5 \* 1\.0"),
     (lambda g: g.attend(sliding_window=0), "a sliding window of 0"),
     (lambda g: g.attend(meta={"context_lens": g.meta.context_lens.long()}), "contiguous int32"),

@@ -9,11 +9,10 @@ who write plans.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from topspin.devices import check_transport, parse_device
 from topspin.errors import ConfigError
-from topspin.plan.kv_cache import KvCacheSpec
+from topspin.plan.kv_cache import KvCacheSpec, gpu_misfit
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.network import place_of
 from topspin.plan.precision import KERNEL_FORMATS, check_rules, formats
@@ -21,9 +20,6 @@ from topspin.plan.retrieval import NUM_SUBSPACES
 from topspin.plan.rules.combinations import conflicts_in
 from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.spec import AttentionNode, EnginePlan, NodeSpec
-
-# More do not fit into a program's shared memory.
-_MOST_ON_TRITON: Final = 256
 
 
 def check_plan(plan: EnginePlan) -> None:
@@ -190,7 +186,7 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
     windows = model.windows or (None,) * model.num_layers
     _check_windows(plan.kv_cache, windows)
     _check_retrieval(plan.kv_cache, windows, model)
-    _check_latents(plan, model)
+    _check_heads(plan, model)
     _check_mtp(plan, model)
 
 
@@ -302,17 +298,12 @@ def _check_windows(kept: KvCacheSpec, windows: Sequence[int | None]) -> None:
             )
 
 
-def _check_latents(plan: EnginePlan, model: ModelFacts) -> None:
-    """Check that attention nodes and stages have kernels for a model's latents."""
-    if not model.has_latents or (model.head_dim or 0) <= _MOST_ON_TRITON:
-        return
+def _check_heads(plan: EnginePlan, model: ModelFacts) -> None:
+    """Check that attention nodes and stages have kernels for a model's heads."""
+    misfit = gpu_misfit(model.head_dim or 0, model.latent_rank)
     for node in (*plan.attention, *plan.stages):
-        if node.kernels == "triton":
-            raise ConfigError(
-                f"{node.role} {node.index}: its kernels are triton, whose attention takes latents "
-                f"of {_MOST_ON_TRITON} numbers at most, and the model's have {model.head_dim}; "
-                "attention on CPUs takes them"
-            )
+        if node.kernels == "triton" and misfit is not None:
+            raise ConfigError(f"{node}: kernels triton: {misfit}; that on CPUs takes them")
 
 
 def _check_mtp(plan: EnginePlan, model: ModelFacts) -> None:
@@ -330,7 +321,7 @@ def _check_retrieval(kept: KvCacheSpec, windows: Sequence[int | None], model: Mo
     if kept.retrieval is None:
         return
     name = "kv_cache.retrieval (--kv-retrieval-tokens)"
-    if model.has_latents:
+    if model.latent_rank is not None:
         raise ConfigError(f"{name}: latents, which are the keys of all heads, are not coded")
     if model.head_dim is not None and model.head_dim % NUM_SUBSPACES:
         raise ConfigError(

@@ -19,9 +19,10 @@ class ModelFacts(NamedTuple):
     `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes an
     engine without expert nodes. `shares_prefixes`: a token's key and value depend only on the
     tokens before it. `windows` are those of all layers, None where a layer has none; (): of none.
-    `head_dim`: the numbers of a head, None: not known. `has_latents`: keys are latents, which are
-    values too. `num_mtp_layers`: layers of multi-token prediction behind the others.
-    `precision` are a quantised checkpoint's rules by the kernels that serve it as it is.
+    `head_dim`: the numbers of a key, None: not known. `latent_rank`: the first so many of them are
+    the value too (latents), None: heads have values. `num_mtp_layers`: layers of multi-token
+    prediction behind the others. `precision` are a quantised checkpoint's rules by the kernels that
+    serve it as it is.
     """
 
     dtype: str
@@ -32,6 +33,6 @@ class ModelFacts(NamedTuple):
     shares_prefixes: bool = True
     windows: tuple[int | None, ...] = ()
     head_dim: int | None = None
-    has_latents: bool = False
+    latent_rank: int | None = None
     num_mtp_layers: int = 0
     precision: Mapping[str, Rules] = MappingProxyType({})

@@ -129,12 +129,17 @@ MISFITS: list[tuple[EnginePlan, ModelFacts, str]] = [
     ),
     (
         on_triton(),
-        FACTS._replace(has_latents=True, head_dim=576),
-        r"^attention 0: its kernels are triton, .* 256 .* 576",
+        FACTS._replace(head_dim=640, latent_rank=576),
+        r"^attention 0: kernels triton: .* of 512 \+ 64 numbers, .* 576 \+ 64; .* CPUs",
+    ),
+    (
+        on_triton(),
+        FACTS._replace(head_dim=320),
+        r"^attention 0: kernels triton: .* heads of 256 numbers, not of 320",
     ),
     (
         plan(kv_retrieval_tokens=96),
-        FACTS._replace(has_latents=True),
+        FACTS._replace(head_dim=576, latent_rank=512),
         r"^kv_cache\.retrieval .*: latents, which are the keys of all heads, are not coded",
     ),
     (
@@ -157,6 +162,10 @@ def test_a_plan_for_another_model_is_refused_by_the_field(
     check_plan(made)
     with pytest.raises(ConfigError, match=refusal):
         check_model(made, facts)
+
+
+def test_kernels_of_gpus_attend_to_latents_of_deepseek() -> None:
+    check_model(on_triton(), FACTS._replace(head_dim=576, latent_rank=512))
 
 
 def test_layers_may_be_local() -> None:
