@@ -77,8 +77,9 @@ def attention_tiles(value_dim: int, cache_dtype: torch.dtype) -> AttentionTiles:
         # Queries that are converted for keys in fp8 stay in registers, where fewer fit.
         rows = 64 if cache_dtype == torch.bfloat16 else 32
         keys = 32 if row_bytes <= 1024 else 16
+        # One or two programs fit on a multiprocessor, and each split writes wide partial sums.
         return AttentionTiles(
-            short_rows=rows, short_keys=keys, short_stages=2,
+            short_rows=rows, short_keys=keys, short_stages=2, mixed_splits=4, programs=264,
             long_rows=rows, long_keys=keys, long_stages=2,
         )  # fmt: skip
     if row_bytes > 512:
