@@ -34,6 +34,7 @@ from kernels.deterministic_attention import paged_attention
 from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.reference import (
     add_counts,
+    attend_prompt,
     code_keys,
     embed,
     pack_heads,
@@ -49,6 +50,7 @@ __all__ = [
     "add_by_expert",
     "add_counts",
     "add_rms_norm",
+    "attend_prompt",
     "code_keys",
     "embed",
     "grouped_mlp",

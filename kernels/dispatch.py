@@ -65,6 +65,8 @@ class Ops(Protocol):
 
     def rotate_and_store(self, heads: HeadRows) -> None: ...
 
+    def attend_prompt(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor: ...
+
     def paged_attention(
         self,
         q: Tensor,

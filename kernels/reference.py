@@ -149,6 +149,18 @@ def visible(
     return seen
 
 
+def attend_prompt(q: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
+    """Attend q [T, N, D], the last of L tokens, each to the keys up to its own.
+
+    Keys and values [L, N, D] are those of all tokens. Gives [T, N, D]; scores, softmax and the sum
+    are fp32.
+    """
+    seen = visible(len(q), len(keys), sliding_window=None, tree=None, device=q.device)
+    scores = torch.einsum("qnd,knd->nqk", q.float(), keys.float()) * scale
+    shares = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("nqk,knd->qnd", shares, values.float()).to(q.dtype)
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

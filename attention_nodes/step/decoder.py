@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_nodes.latent import LatentLayer, pack_latent, store_latents, values_of
+from attention_nodes import latent
+from attention_nodes.latent import LatentLayer, pack_latent
 from attention_nodes.local_experts import ColocatedExperts
 from attention_nodes.step.kv_cache import KvCache
 from attention_nodes.step.step_inputs import MicroBatchInputs
@@ -193,23 +194,30 @@ class NodeLayers:
         place = layer.idx - self._first
         keys, values = self.kv.keys[place], self.kv.values[place]
         kv_slots, meta = inputs.of_group(layer.kv_group)
-        q = self._store(layer, normed, inputs, keys, values, kv_slots)
-        attended = ops.paged_attention(
-            q,
-            keys,
-            values,
-            meta,
-            scale=self._scale,
-            sliding_window=layer.sliding_window,
-            sinks=layer.sinks,
-            codes=self.codes.get(layer.idx),
-        )
-        if self.watch is not None:
-            self.watch(layer.idx, q, meta)
-        if layer.latent is not None:
-            rows = values_of(ops, layer.latent, attended)
+        if layer.latent is None:
+            q = self._store(layer, normed, inputs, keys, values, kv_slots)
+            rows = ops.paged_attention(
+                q,
+                keys,
+                values,
+                meta,
+                scale=self._scale,
+                sliding_window=layer.sliding_window,
+                sinks=layer.sinks,
+                codes=self.codes.get(layer.idx),
+            ).flatten(1)
+            if self.watch is not None:
+                self.watch(layer.idx, q, meta)
         else:
-            rows = attended.flatten(1)
+            rows = latent.attend(
+                ops,
+                layer.latent,
+                self._store_latents(layer, layer.latent, normed, inputs, keys, kv_slots),
+                keys,
+                meta,
+                scale=self._scale,
+                by_length=inputs.by_length,
+            )
         out = ops.linear(rows, layer.o, layer.o_bias)
         return ops.add_rms_norm(out, residual, layer.post_norm, eps=eps)
 
@@ -224,10 +232,6 @@ class NodeLayers:
     ) -> Tensor:
         """Write the rows' keys and values to the caches; return their queries [T, N, D]."""
         ops = self.ops
-        if layer.latent is not None:
-            projected = ops.linear(normed, layer.qkv, layer.qkv_bias)
-            angles = {"cos": inputs.cos, "sin": inputs.sin}
-            return store_latents(ops, layer.latent, projected, cache=keys, slots=slots, **angles)
         q, k, v = self._project(layer, normed)
         has_head_norms = self.config.qk_norm == "head"
         q_norm, k_norm = (layer.q_norm, layer.k_norm) if has_head_norms else (None, None)
@@ -240,6 +244,20 @@ class NodeLayers:
             )
         )
         return q
+
+    def _store_latents(
+        self,
+        layer: Layer,
+        own: LatentLayer,
+        normed: Tensor,
+        inputs: MicroBatchInputs,
+        cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Write the rows' latents to the cache; return their queries [T, N, D]."""
+        projected = self.ops.linear(normed, layer.qkv, layer.qkv_bias)
+        angles = {"cos": inputs.cos, "sin": inputs.sin}
+        return latent.store_latents(self.ops, own, projected, cache=cache, slots=slots, **angles)
 
     def _project(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, N, D], k and v [T, G, D] before per-head norms and rotation."""

@@ -31,12 +31,14 @@ from kernels.cpu.matmul import (
     pack_linear,
     rebuild_experts,
 )
+from kernels.cpu.padded_groups import attend_prompt
 from kernels.cpu.sampling import sample
 from kernels.reference import embed
 
 __all__ = [
     "add_counts",
     "add_rms_norm",
+    "attend_prompt",
     "code_keys",
     "embed",
     "grouped_mlp",

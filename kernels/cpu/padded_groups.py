@@ -10,13 +10,33 @@ piece, L keys of a piece (both padded to the longest of the group).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.compiled.gathered_rows import gather_widened
+
+PROMPT_ROWS: Final = 512
+"""Of a long prompt, as many rows attend together: fewer keys that only later ones see."""
+
+
+def attend_prompt(q: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
+    """Attend the rows of one prompt to its keys and values; see `kernels.reference`."""
+    out = torch.empty_like(q)
+    by_head = [each.transpose(0, 1)[None] for each in (q, keys, values)]
+    before = len(keys) - len(q)
+    for begin in range(0, len(q), PROMPT_ROWS):
+        end = min(begin + PROMPT_ROWS, len(q))
+        seen = torch.arange(before + end) <= torch.arange(before + begin, before + end)[:, None]
+        rows, own_keys, own_values = (
+            by_head[0][:, :, begin:end],
+            *(each[:, :, : before + end] for each in by_head[1:]),
+        )
+        found = _mix(rows, own_keys, own_values, seen[None, None], scale=scale, sinks=None)
+        out[begin:end] = found[0].transpose(0, 1)
+    return out
 
 
 class PaddedGroup(NamedTuple):

@@ -86,6 +86,7 @@ class TritonOps:
     rms_norm = staticmethod(rms_norm)
     paged_attention = staticmethod(paged_attention)
     linear = staticmethod(linear)
+    attend_prompt = staticmethod(reference.attend_prompt)
     pack_heads = staticmethod(reference.pack_heads)
     multiply_heads = staticmethod(reference.multiply_heads)
     swiglu = staticmethod(swiglu)

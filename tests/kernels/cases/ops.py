@@ -239,6 +239,20 @@ def multiply_heads(ops: Ops, make: Maker, case: Any) -> Run:
 
 
 @op(
+    {FP32: (1e-4, 1e-5), BF16: (2.0**-6, 2e-2)},
+    dtype=DTYPES,
+    lengths=[(1, 1), (17, 17), (40, 600), (530, 530), (520, 1100)],
+    heads=[(1, 16), (4, 24), (3, 192)],
+)
+def attend_prompt(ops: Ops, make: Maker, case: Any) -> Run:
+    """Keys and values lie between others, as they are made together."""
+    (num_rows, num_keys), (num_heads, dim) = case.lengths, case.heads
+    q = make(num_rows, num_heads + 2, dim, dtype=case.dtype)[:, 1:-1]
+    made = make(num_keys, 2, num_heads, dim, dtype=case.dtype)
+    return lambda: [ops.attend_prompt(q, made[:, 0], made[:, 1], scale=dim**-0.5)]
+
+
+@op(
     {FP32: (2e-6, 1e-6), BF16: (2.0**-7, 1e-30)},
     dtype=DTYPES,
     shape=[(5, 70), (0, 16), (1, 192), (3, 1), (3, 4096)],
