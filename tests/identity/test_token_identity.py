@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attention_nodes import latent
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, CaseOf, crowded_config
@@ -23,6 +24,37 @@ def test_every_family(case_of: CaseOf, variant: str) -> None:
     case = case_of(variant)
     with Engine(engine_config(case.path, micro_batches=2)) as engine:
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+
+
+@pytest.mark.parametrize(
+    ("variant", "kv_cache_dtype"),
+    [("deepseek_v2_lite", "auto"), ("deepseek_v3_halves", "fp8"), ("glm4_moe_lite", "auto")],
+)
+def test_long_prompts_make_keys_and_values_of_latents(
+    case_of: CaseOf, monkeypatch: pytest.MonkeyPatch, variant: str, kv_cache_dtype: str
+) -> None:
+    """In pieces, beside short prompts and others' decoding; prompts of 7 tokens are long here."""
+    case, made = case_of(variant), []
+    config = engine_config(
+        case.path, micro_batches=2, max_num_batched_tokens=24, kv_cache_dtype=kv_cache_dtype
+    )
+    with Engine(config) as engine:
+        expected = engine.clear_tokens(case.prompts, max_tokens=NUM_TOKENS, margin=MIN_MARGIN)
+    monkeypatch.setattr("attention_nodes.step.step_inputs.MIN_LONG_ROWS", 7)
+    expand = latent._expanded
+
+    def counted(*arguments: Any, **settings: Any) -> None:
+        made.append(len(arguments[2]))
+        expand(*arguments, **settings)
+
+    monkeypatch.setattr(latent, "_expanded", counted)
+    with Engine(config) as engine:
+        found = engine.generate(case.prompts, max_tokens=NUM_TOKENS)
+    assert min(made) >= 7
+    if kv_cache_dtype == "auto":
+        assert found == case.tokens
+    for tokens, want in zip(found, expected, strict=True):
+        assert tokens[: len(want)] == want
 
 
 def test_heads_have_their_sinks_with_deterministic_kernels(case_of: CaseOf) -> None:
