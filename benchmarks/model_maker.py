@@ -7,9 +7,10 @@ Shapes, by name:
 - gpt-oss: three layers of gpt-oss-20b as it is published (2.0 GB): hidden 2880, 32 experts of size
   2880 in mxfp4 of which 4 serve a token, 64 query and 8 key/value heads of 64, sinks, biases and
   windows.
-- deepseek-v2-lite: four layers of it (4.4 GB): hidden 2048, latents of 512 numbers and rotated keys
+- deepseek-v2-lite: four layers of it (4.1 GB): hidden 2048, latents of 512 numbers and rotated keys
   of 64 for 16 heads of 128, a dense layer of 10944, 64 experts of size 1408 of which 6 serve a
-  token, and two shared ones.
+  token, and two shared ones. Queries have a latent of 1536 as in DeepSeek-V2: llama.cpp tells
+  models without by 27 layers.
 - glm-mtp: 24 layers of the first shape as GLM-4.5 has them (2.8 GB), and a head of multi-token
   prediction. Tokens follow mostly from the token before, and the head knows how.
 
@@ -116,7 +117,7 @@ def make_latent(directory: Path, *, num_layers: int = 4, seed: int = 0, **sizes:
         "moe_intermediate_size": 1408,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
-        "q_lora_rank": None,
+        "q_lora_rank": 1536,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,

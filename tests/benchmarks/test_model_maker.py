@@ -53,7 +53,7 @@ def test_models_with_latents_and_with_a_head(
     model_maker.make_latent(tmp_path / "latent", num_layers=2, **sizes, kv_lora_rank=24)
     config = load_model_config(tmp_path / "latent")
     assert config.latent is not None
-    assert (config.latent.rank, config.latent.q_rank, config.moe_layers) == (24, None, (1,))
+    assert (config.latent.rank, config.latent.q_rank, config.moe_layers) == (24, 1536, (1,))
     checkpoint = Checkpoint(tmp_path / "latent")
     assert len(list(stream_attention_weights(checkpoint, config, dtype=torch.float32).layers)) == 2
 
