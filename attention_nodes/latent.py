@@ -73,7 +73,7 @@ def _expansions(config: LatentConfig, own: LatentWeights, ops: Ops) -> Iterator[
     On GPUs it has not been tried, and with deterministic kernels how a prompt is cut must not
     matter.
     """
-    if ops.name != "cpu" or config.value_dim > config.head_dim:
+    if ops.name != "cpu" or not config.expands:
         return
     keys, values = own.to_latent.transpose(1, 2), own.to_values
     for first in range(0, len(keys), HEADS_AT_ONCE):

@@ -30,6 +30,7 @@ def attention_weight_bytes(
             weight_format = precision_of(part, layer)
             total += model.weight_bytes(part, layer, weight_format, kernels=kernels)
         total += model.other_bytes(layer)
+        total += model.expanding_bytes if kernels == "cpu" else 0
     if with_ends:
         total += model.embedding_bytes()
         total += model.head_bytes(precision_of("lm_head", None), kernels=kernels)

@@ -239,6 +239,13 @@ class ModelShape:
         """Return the numbers of matrices per head, which are in the model's dtype."""
         return 0 if self.latent is None else self.latent.num_head_weights(self.num_heads)
 
+    @property
+    def expanding_bytes(self) -> int:
+        """Return a layer's bytes that CPUs have besides, for long prompts only."""
+        if self.latent is None:
+            return 0
+        return self.latent.num_expanding_weights(self.num_heads) * self.itemsize
+
     def other_bytes(self, layer: int) -> int:
         """Return a layer's bytes that no format changes.
 

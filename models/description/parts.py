@@ -60,6 +60,15 @@ class LatentConfig:
             return inputs, out
         return inputs, (num_heads * self.head_dim, self.q_rank), out
 
+    @property
+    def expands(self) -> bool:
+        """Whether long prompts on CPUs attend to keys and values made of latents."""
+        return self.value_dim <= self.head_dim
+
+    def num_expanding_weights(self, num_heads: int) -> int:
+        """Return the numbers of the matrices that make them, a value as wide as a key."""
+        return 2 * num_heads * self.head_dim * self.rank if self.expands else 0
+
     def num_head_weights(self, num_heads: int) -> int:
         """Return the numbers of the matrices per head between latents and keys and values."""
         return num_heads * self.rank * (self.nope_dim + self.value_dim)

@@ -37,6 +37,7 @@ BILLIONS = {
     "deepseek-v3": 685,
     "kimi-k2": 1026,
 }
+KERNELS: tuple[Kernels, ...] = ("cpu", "triton")
 WORKLOAD = {"prompt": {"mean": 3000, "p95": 9000}, "output": {"mean": 300}, "users": 4}
 
 
@@ -70,6 +71,19 @@ def test_weights_are_those_of_transformers_and_as_many_as_published(name: str) -
     parts = shape.numbers("attention", last) + shape.num_experts * shape.numbers("experts", last)
     found += load_model_config(MODELS / name).num_mtp_layers * parts
     assert found == pytest.approx(BILLIONS[name] * 1e9, rel=0.01)
+
+
+def test_cpus_have_matrices_that_expand_latents_besides() -> None:
+    """Of 128 heads, of 192 numbers each, of a key and of a value, made of 512."""
+    shape = shape_of("deepseek-v3")
+    besides = 61 * 2 * 128 * 192 * 512 * 2
+    precision = precision_by([])
+    on_cpu, on_gpu = (
+        attention_weight_bytes(shape, precision, kernels=kernels, with_ends=False)
+        for kernels in KERNELS
+    )
+    assert on_cpu - on_gpu == besides == 61 * shape.expanding_bytes
+    assert shape_of("glm-4.6").expanding_bytes == 0
 
 
 def test_quantised_weights_have_their_bits() -> None:
