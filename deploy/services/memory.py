@@ -60,7 +60,28 @@ def _data_bytes(
         each = shape.weight_bytes("experts", layer, weight_format, kernels=kernels)
         weights += shape.num_experts * each
     assert node.kv_cache_bytes is not None, "a node on a CPU has a size"
+    if plan.speculation is not None and plan.speculation.method == "mtp" and node.role != "stage":
+        weights += _head_bytes(shape, precision_of, kernels)
+        weights += node.kv_cache_bytes // len(layers)  # its layer has as many tokens
     return weights + node.kv_cache_bytes
+
+
+def _head_bytes(shape: ModelShape, precision_of: PrecisionOf, kernels: Kernels) -> int:
+    """Return the bytes of a head of multi-token prediction: a layer as the last, and what joins it.
+
+    All its experts are among them; a matrix [H, 2H] joins rows and embeddings, all of them normed.
+    """
+    last, own = shape.num_layers - 1, shape.num_layers
+    found = attention_weight_bytes(
+        shape,
+        lambda part, layer: precision_of(part, own),
+        kernels=kernels,
+        layers=[last],
+        with_ends=False,
+    )
+    experts = precision_of("experts", own)
+    found += shape.num_experts * shape.weight_bytes("experts", last, experts, kernels=kernels)
+    return found + (2 * shape.hidden_size + 3) * shape.hidden_size * shape.itemsize
 
 
 def _local_layers(plan: EnginePlan, shape: ModelShape, layers: range) -> list[int]:

@@ -1,0 +1,38 @@
+"""The memory that containers ask for, against what is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from deploy.placement.shapes import ModelShape
+from deploy.services.memory import MARGIN, memory_of
+from models.description.config import load_model_config
+from tests.checkpoints import make_checkpoint
+from tests.engine import engine_config
+from tests.mtp_heads import FILE, add_head
+from topspin.plan.speculation import Speculation
+
+
+def test_a_head_of_multi_token_prediction_counts_on_attention_nodes(tmp_path: Path) -> None:
+    path = add_head(make_checkpoint(tmp_path, "glm4_moe"))
+    model = load_model_config(path)
+    with safe_open(path / FILE, "pt") as file:
+        sizes = [file.get_slice(name).get_shape() for name in file.keys() if ".layers.3." in name]
+    stored = 4 * sum(int(np.prod(size)) for size in sizes)
+    shape = ModelShape.from_config(model, dtype="float32")
+
+    def asked(**settings: object) -> int:
+        plan = engine_config(path, **settings)
+        found = memory_of(plan, shape)(plan.attention[0])
+        assert found is not None
+        assert plan.attention[0].kv_cache_bytes is not None
+        return found
+
+    plan = engine_config(path)
+    cache = (plan.attention[0].kv_cache_bytes or 0) // model.num_layers
+    more = asked(speculation=Speculation(method="mtp")) - asked()
+    assert abs(more - MARGIN * (stored + cache)) <= 1
+    assert asked(speculation=Speculation(method="suffix")) == asked()
