@@ -26,6 +26,7 @@ from attention_nodes.memory_budget import (
 from attention_nodes.step import kv_cache
 from attention_nodes.step.absent_experts import AbsentExperts
 from attention_nodes.step.decoder import Decoder
+from attention_nodes.step.drafts import RowDrafter
 from attention_nodes.step.model_runner import ModelRunner
 from attention_nodes.step.slow_decoder import SlowDecoder
 from kernels.dispatch import select_ops
@@ -116,6 +117,10 @@ def load_runner(
     unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
     if unused and len(own) == model.num_layers:
         _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
+    if model.num_mtp_layers and not isinstance(drafter, RowDrafter):
+        _log.info(
+            "%s: its head of multi-token prediction is not read: nothing drafts with it", path
+        )
     if config.attention.kv_cache_bytes is None or runtime.is_asynchronous:
         dry = ModelRunner(model, decoder, cache.num_blocks, without_spill(config), runtime)
         rehearse = partial(

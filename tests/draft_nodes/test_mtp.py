@@ -131,6 +131,19 @@ def test_a_long_prompt_is_computed_as_its_rows_come(
     assert sum(passes) == 61  # the second and third token
 
 
+def test_a_head_that_nobody_drafts_with_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="attention")
+    path = add_head(make_checkpoint(tmp_path, "glm4_moe"))
+    load_runner(path, engine_config(path).for_node())
+    assert "multi-token prediction is not read" in caplog.text
+    assert "leaves unused" not in caplog.text
+    caplog.clear()
+    Heads(path)
+    assert "prediction is not read" not in caplog.text
+
+
 def test_a_checkpoint_without_the_head_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "glm4_moe")
     with pytest.raises(ConfigError, match=r'"mtp".*num_nextn_predict_layers\); this one has 0'):
