@@ -30,6 +30,8 @@ Dtype = Literal["float32", "bfloat16"]
 KvDtype = Literal["auto", "fp8", "fp8_e4m3"]
 Payload = Literal["bf16", "fp32", "fp8", "int8"]
 TaggedCallParser = Literal["glm45", "glm47", "minimax_m2", "qwen3_coder"]
+NamedCallParser = Literal["mistral", "deepseek_v3", "deepseek_v31", "kimi_k2"]
+ThoughtParser = Literal["deepseek_r1", "deepseek_v3", "kimi_k2", "qwen3", "glm45", "minimax_m2"]
 
 Count = Annotated[int, Meta(ge=1, le=2**20)]
 Natural = Annotated[int, Meta(ge=0, le=2**20)]
@@ -224,14 +226,16 @@ class GatewaySection(Section, frozen=True, kw_only=True):
         ),
     ] = True
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "mistral", "llama3_json", "openai", TaggedCallParser],
+        Literal[
+            "auto", "none", "hermes", "llama3_json", "openai", NamedCallParser, TaggedCallParser
+        ],
         Setting(
             "the format in which the model calls tools; auto: that of its chat template",
             flag="--tool-call-parser",
         ),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "deepseek_r1", "qwen3", "glm45", "minimax_m2", "openai_gptoss"],
+        Literal["auto", "none", ThoughtParser, "openai_gptoss"],
         Setting(
             "the format in which the model marks its reasoning (openai_gptoss: channels, other "
             "names: <think>); auto: that of its chat template",

@@ -191,3 +191,8 @@ def marker_terminal(token_id: Callable[[str], int | None], special: frozenset[in
         return f"<[{found}]>" if found in special else quoted(marker)
 
     return terminal
+
+
+def in_turn(terminal: Terminal, *texts: str) -> str:
+    """Return the Lark of markers and texts, one after the other; empty ones are left out."""
+    return " ".join(terminal(text) for text in texts if text)

@@ -8,19 +8,26 @@ that force a format are server.gateway.dialects.chat.tools'.
 
 from __future__ import annotations
 
-import re
 import secrets
 import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from models.text.chat_template import ChatTemplate
 from server.gateway.parsing.channels import CHANNEL, MESSAGE, Channels
-from server.gateway.parsing.json_scan import CallScan, ValueScan
+from server.gateway.parsing.json_scan import CallScan
 from server.gateway.parsing.marked_calls import Calls, MarkedCalls
 from server.gateway.parsing.markers import num_held
+from server.gateway.parsing.named_calls import (
+    DEEPSEEK_V3_MARKS,
+    DEEPSEEK_V31_MARKS,
+    KIMI_K2_MARKS,
+    MISTRAL_MARKS,
+    CallMarks,
+    NamedCalls,
+)
 from server.gateway.parsing.parts import CallParser, Content, Part
 from server.gateway.parsing.tagged_calls import (
     GLM45_TAGS,
@@ -34,7 +41,6 @@ from server.gateway.parsing.tagged_calls import (
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MISTRAL_ID_CHARS = 9
 _BLANKS = " \t\r\n"
-_NAME = re.compile(r"[a-zA-Z0-9_.:-]{0,128}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,25 +48,24 @@ class CallFormat:
     """How a model writes calls.
 
     `begin` is the marker before a call, `end` the one after it (empty: none). `new_parser` takes
-    the JSON schemas of the arguments of the request's tools, by the tools' names. `writes_names`: a
-    call is its name and its arguments, not one object. `tags`: a call has no JSON object, but these
-    tags. `id_chars`: the template takes only ids of this length.
+    the JSON schemas of the arguments of the request's tools, by the tools' names. `marks`: a call
+    is its name and its arguments between these, not one object. `tags`: a call has no JSON object,
+    but these tags. `id_chars`: the template takes only ids of this length.
     """
 
     name: str
     begin: str
     end: str
     new_parser: Callable[[Mapping[str, Mapping[str, Any]]], CallParser]
-    writes_names: bool = False
+    marks: CallMarks | None = None
     tags: CallTags | None = None
     id_chars: int | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Return the texts that are shown to the parser even where they are special tokens."""
-        between = (MistralCalls.id_marker, MistralCalls.separator) if self.writes_names else ()
-        tags = self.tags.all if self.tags else ()
-        return tuple(each for each in (self.begin, self.end, *between, *tags) if each)
+        form = self.marks or self.tags
+        return tuple(each for each in (self.begin, self.end, *(form.all if form else ())) if each)
 
 
 class _Object:
@@ -140,122 +145,53 @@ class HermesCalls(MarkedCalls):
         return [Content(self._blanks + self.begin + self._object.raw + held)]
 
 
-class MistralCalls(MarkedCalls):
+class MistralCalls(NamedCalls):
     """`[TOOL_CALLS]` and a list of objects, or `[TOOL_CALLS]name[ARGS]{...}` per call.
 
     Newer Mistral models write the second form, some without `[ARGS]`, and some with `[CALL_ID]` and
     an id before it; clients get an id of ours.
     """
 
-    begin = "[TOOL_CALLS]"
-    id_marker = "[CALL_ID]"
-    separator = "[ARGS]"
-    _behind = _BLANKS + "}]"
-
     def __init__(self, new_id: Callable[[], str]) -> None:
-        super().__init__(new_id, self.begin)
-        self._state: Literal["text", "call", "list", "object", "arguments"] = "text"
-        self._object: _Object | None = None
+        super().__init__(new_id, MISTRAL_MARKS)
+        self._object = _Object(self._calls)
         self._is_listed = False
-        self._arguments = ValueScan()
 
-    def _begin_call(self, marker: str) -> None:
-        self._state = "call"
-
-    def _advance(self, parts: list[Part]) -> bool:
-        match self._state:
-            case "text":
-                return self._read_text(parts)
-            case "call":
-                return self._read_call(parts)
-            case "list":
-                return self._read_list()
-            case "object":
-                return self._read_object(parts)
-            case "arguments":
-                return self._read_arguments(parts)
-
-    def _read_call(self, parts: list[Part]) -> bool:
+    def _read_head(self, parts: list[Part]) -> bool:
         """Tell the form by what follows the marker: a list, an object, or a name."""
         text = self._held.lstrip()
-        if not text:
-            return False
-        if text[0] in "[{":
-            self._is_listed = text[0] == "["
-            self._held = text[1:] if self._is_listed else text
-            self._state = "list" if self._is_listed else "object"
-            self._object = None if self._is_listed else _Object(self._calls)
-            return True
-        name = _NAME.match(text)
-        assert name is not None, "it matches the empty text"
-        rest = text[name.end() :]
-        if rest.startswith(self.id_marker):
-            rest = _NAME.sub("", rest[len(self.id_marker) :].lstrip(), count=1)
-        elif self.id_marker.startswith(rest):
-            return False
-        if rest and not self.separator.startswith(rest[: len(self.separator)]):
-            return self._begin_arguments(name[0], rest, parts)
-        if not rest or len(rest) < len(self.separator):
-            return False
-        rest = rest[len(self.separator) :].lstrip()
-        return self._begin_arguments(name[0], rest, parts) if rest else False
-
-    def _begin_arguments(self, name: str, rest: str, parts: list[Part]) -> bool:
-        """Begin a call, unless an object cannot follow: then it is none, and text."""
-        if name and rest[0] == "{":
-            parts.append(self._calls.begin(name))
-            self._held, self._arguments, self._state = rest, ValueScan(), "arguments"
-        else:
-            parts.append(Content(self._blanks + self.begin))
-            self._state = "text"
+        if not text or text[0] not in "[{":
+            return bool(text) and super()._read_head(parts)
+        self._is_listed = text[0] == "["
+        self._held = text[self._is_listed :]
+        self._object = _Object(self._calls)
+        self._read = self._read_list if self._is_listed else self._read_object
         return True
 
-    def _read_list(self) -> bool:
+    def _read_list(self, parts: list[Part]) -> bool:
         self._held = self._held.lstrip(_BLANKS + ",}")
         if not self._held:
             return False
-        if self._held[0] == "{":
-            self._state, self._object = "object", _Object(self._calls)
-            return True
-        self._held = self._held[self._held[0] == "]" :]
-        self._end_call()
+        is_object = self._held[0] == "{"
+        self._object = _Object(self._calls)
+        self._read = self._read_object if is_object else self._read_tail
         return True
 
     def _read_object(self, parts: list[Part]) -> bool:
-        assert self._object is not None
         self._held = self._held[self._object.push(self._held, parts) :]
         if self._object.scan.is_failed:
             if not self._object.has_begun:
-                parts.append(Content(self._blanks + self.begin + self._object.raw))
-            self._state = "text"
-        elif self._object.scan.is_done and self._is_listed:
-            self._state = "list"
+                parts.append(Content(self._opened + self._object.raw))
+            self._read = self._read_text
         elif self._object.scan.is_done:
-            self._end_call()
+            self._read = self._read_list if self._is_listed else self._read_tail
         return bool(self._held)
-
-    def _read_arguments(self, parts: list[Part]) -> bool:
-        end = self._arguments.push(self._held)
-        parts += self._calls.arguments(self._held[:end])
-        self._held = self._held[end:]
-        if self._arguments.is_done:
-            self._end_call()
-        return bool(self._held)
-
-    def _end_call(self) -> None:
-        self._state, self._is_behind_call = "text", True
 
     def flush(self) -> list[Part]:
         """Return what was held; a call that ends before its name is known is content."""
-        held, self._held = self._held, ""
-        match self._state:
-            case "text":
-                return [Content(held)] if held else []
-            case "call":
-                return [Content(self._blanks + self.begin + held)] if held.strip() else []
-            case "object" if self._object is not None and not self._object.has_begun:
-                return [Content(self._blanks + self.begin + self._object.raw)]
-        return []
+        if self._read == self._read_object and not self._object.has_begun:
+            return [Content(self._opened + self._object.raw)]
+        return super().flush()
 
 
 class LlamaCalls:
@@ -355,14 +291,14 @@ HERMES = CallFormat(
 )
 MISTRAL = CallFormat(
     name="mistral",
-    begin=MistralCalls.begin,
+    begin=MISTRAL_MARKS.section[0],
     end="",
     new_parser=lambda _: MistralCalls(_mistral_id),
-    writes_names=True,
+    marks=MISTRAL_MARKS,
     id_chars=_MISTRAL_ID_CHARS,
 )
 # Older templates show a list of objects; the parser is the same.
-MISTRAL_LIST = replace(MISTRAL, writes_names=False)
+MISTRAL_LIST = replace(MISTRAL, marks=None)
 LLAMA3 = CallFormat(
     name="llama3_json",
     begin=LlamaCalls.begin,
@@ -378,6 +314,17 @@ def _tagged(name: str, tags: CallTags) -> CallFormat:
     )
 
 
+def _named(name: str, marks: CallMarks) -> CallFormat:
+    begin, end = marks.section
+    return CallFormat(
+        name=name,
+        begin=begin,
+        end=end,
+        new_parser=lambda _: NamedCalls(openai_id, marks),
+        marks=marks,
+    )
+
+
 OPENAI = CallFormat(
     name="openai",
     begin="",
@@ -388,7 +335,13 @@ GLM45 = _tagged("glm45", GLM45_TAGS)
 GLM47 = _tagged("glm47", GLM47_TAGS)
 MINIMAX_M2 = _tagged("minimax_m2", MINIMAX_M2_TAGS)
 QWEN3_CODER = _tagged("qwen3_coder", QWEN3_CODER_TAGS)
-_ALL = (HERMES, MISTRAL, LLAMA3, OPENAI, GLM45, GLM47, MINIMAX_M2, QWEN3_CODER)
+DEEPSEEK_V3 = _named("deepseek_v3", DEEPSEEK_V3_MARKS)
+DEEPSEEK_V31 = _named("deepseek_v31", DEEPSEEK_V31_MARKS)
+KIMI_K2 = _named("kimi_k2", KIMI_K2_MARKS)
+_ALL = (
+    *(HERMES, MISTRAL, LLAMA3, OPENAI, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2),
+    *(GLM45, GLM47, MINIMAX_M2, QWEN3_CODER),
+)
 FORMATS = {each.name: each for each in _ALL}
 
 
@@ -407,6 +360,10 @@ def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
         return OPENAI if template.mentions("tools") else None
     if not template.mentions("tools"):
         return HERMES  # of server.gateway.dialects.chat.generic_tools
+    if template.has_text(DEEPSEEK_V3.begin):
+        return DEEPSEEK_V3 if template.has_text("```json") else DEEPSEEK_V31
+    if template.has_text(KIMI_K2.begin):
+        return KIMI_K2
     # Most of these have Hermes' `<tool_call>` too.
     if template.has_text(GLM47_TAGS.key[0]):
         return GLM47 if template.has_text(GLM47_TAGS.key[1] + GLM47_TAGS.value[0]) else GLM45
@@ -418,6 +375,6 @@ def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
     if template.has_text(HERMES.begin):
         return HERMES
     if template.has_text(MISTRAL.begin):
-        return MISTRAL if template.has_text(MistralCalls.separator) else MISTRAL_LIST
+        return MISTRAL if template.has_text(MISTRAL_MARKS.after[0]) else MISTRAL_LIST
     is_llama = template.has_text("<|start_header_id|>") and template.has_text("parameters")
     return LLAMA3 if is_llama else None

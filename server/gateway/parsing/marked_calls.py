@@ -2,7 +2,8 @@
 
 Owns what parsers share: the turns of one that reads pieces, the text between marked calls, and the
 parts of calls in order.
-Pure; the forms of a call are server.gateway.parsing.call_formats' and tagged_calls'.
+Pure; the forms of a call are server.gateway.parsing.call_formats', named_calls' and
+tagged_calls'.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ class Calls:
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
+        self._ids: set[str] = set()
         self.num_begun = 0
 
-    def begin(self, name: str) -> CallBegin:
-        """Return the part that begins a call."""
+    def begin(self, name: str, own_id: str | None = None) -> CallBegin:
+        """Return the part that begins a call.
+
+        `own_id` is the model's, which counts unless an earlier call has it.
+        """
         self.num_begun += 1
-        return CallBegin(self.num_begun - 1, self._new_id(), name)
+        call_id = self._new_id() if own_id is None or own_id in self._ids else own_id
+        self._ids.add(call_id)
+        return CallBegin(self.num_begun - 1, call_id, name)
 
     def arguments(self, text: str) -> list[Part]:
         """Return more of the last call's arguments, as no part if `text` is empty."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, Final
 
 from server.gateway.dialects.chat.request import FunctionDefinition
 from server.gateway.errors import truncated
 from server.gateway.grammars.json_schemas import TEXT, closed, required_names, resolved
-from server.gateway.grammars.structured_outputs import WHITESPACE, Terminal, quoted
+from server.gateway.grammars.structured_outputs import WHITESPACE, Terminal, in_turn, quoted
 from server.gateway.parsing.tagged_calls import CallTags, is_key, parameter_types
 from topspin.errors import InvalidRequest
 
@@ -35,6 +36,7 @@ class TaggedGrammar:
     def __init__(self, tags: CallTags, terminal: Terminal) -> None:
         self._tags = tags
         self._terminal = terminal
+        self._sequence = partial(in_turn, terminal)
 
     def block(self, *, only_one: bool) -> list[str]:
         """Return the rules around `call`; `rest` follows the last tag that begins a call in text.
@@ -87,10 +89,6 @@ class TaggedGrammar:
         head = self._sequence(begin, function.name, tags.name[1], tags.between)
         end = self._sequence(tags.call_end, tags.between if tags.call_end else "")
         return [*rules, f"{rule}: {head} {' '.join(arguments)} {end}"]
-
-    def _sequence(self, *texts: str) -> str:
-        """Return the Lark of markers and texts, one after the other; empty ones are left out."""
-        return " ".join(self._terminal(text) for text in texts if text)
 
     def _argument(self, key: str, value: str) -> str:
         """Return the Lark of an argument by that of its name, and of its value up to its end."""

@@ -23,9 +23,16 @@ from server.gateway.dialects.chat.request import ChatBody, NamedToolChoice, Tool
 from server.gateway.dialects.chat.tagged_grammar import TaggedGrammar
 from server.gateway.errors import truncated
 from server.gateway.grammars.json_schemas import closed
-from server.gateway.grammars.structured_outputs import WHITESPACE, Terminal, checked_grammar, quoted
-from server.gateway.parsing.call_formats import HERMES, LLAMA3, CallFormat, MistralCalls
+from server.gateway.grammars.structured_outputs import (
+    WHITESPACE,
+    Terminal,
+    checked_grammar,
+    in_turn,
+    quoted,
+)
+from server.gateway.parsing.call_formats import HERMES, LLAMA3, CallFormat
 from server.gateway.parsing.formats import MessageFormats
+from server.gateway.parsing.named_calls import CallMarks
 from server.gateway.parsing.reasoning import BEGIN, END
 from topspin.errors import InvalidRequest
 
@@ -209,8 +216,8 @@ def _calls(calls: CallFormat, use: ToolUse, terminal: Terminal) -> list[str]:
         rest, more = f'"\\n" call "\\n" {terminal(calls.end)}', '("\\n" one)*'
     elif calls is LLAMA3:
         rest, more = "call", '("; " one)*'
-    elif calls.writes_names:
-        rest, more = "call", "one*"
+    elif calls.marks is not None:
+        rest, more = _section(calls.marks, terminal, only_one=use.only_one)
     else:
         several = "call" if use.only_one else 'call (", " call)*'
         rest, more = f'" [" {several} "]"', ""
@@ -219,11 +226,22 @@ def _calls(calls: CallFormat, use: ToolUse, terminal: Terminal) -> list[str]:
     return [*rules, f"rest: {rest}", f"one: {begin} rest", f"calls: one {last}"]
 
 
+def _section(marks: CallMarks, terminal: Terminal, *, only_one: bool) -> tuple[str, str]:
+    """Return the Lark of what follows the mark of a section, and of more sections."""
+    if not marks.holds_several:
+        return "call", "one*"
+    more = "" if only_one else f"({in_turn(terminal, marks.between)} call)*"
+    return f"call {more} {in_turn(terminal, marks.section[1])}", ""
+
+
 def _call(calls: CallFormat, tool: Tool, arguments: str, terminal: Terminal) -> str:
-    name = tool.function.name
-    if calls.writes_names:
-        call_id = f"({terminal(MistralCalls.id_marker)} /[a-zA-Z0-9]{{9}}/)?"
-        return f"{quoted(name)} {call_id} {terminal(MistralCalls.separator)} {arguments}"
+    name, marks = tool.function.name, calls.marks
+    if marks is not None:
+        number = "/:[0-9]{1,4}/" if marks.is_numbered else ""
+        if marks.id_mark:
+            number = f"({terminal(marks.id_mark)} /[a-zA-Z0-9]{{9}}/)?"
+        head, tail = in_turn(terminal, *marks.before, name), in_turn(terminal, *marks.behind)
+        return f"{head} {number} {in_turn(terminal, *marks.after)} {arguments} {tail}"
     key = "parameters" if calls is LLAMA3 else "arguments"
     head = f'{{"name": {json.dumps(name)}, "{key}": '
     return f'{quoted(head)} {arguments} "}}"'

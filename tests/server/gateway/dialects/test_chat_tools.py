@@ -16,10 +16,12 @@ from server.gateway.dialects.chat.request import FunctionDefinition, Tool
 from server.gateway.dialects.chat.tools import ToolUse, constrained
 from server.gateway.grammars.structured_outputs import json_grammar, marker_terminal
 from server.gateway.parsing.call_formats import (
+    DEEPSEEK_V3,
     FORMATS,
     GLM45,
     GLM47,
     HERMES,
+    KIMI_K2,
     LLAMA3,
     MINIMAX_M2,
     MISTRAL,
@@ -28,6 +30,7 @@ from server.gateway.parsing.call_formats import (
     CallFormat,
 )
 from server.gateway.parsing.message import AnswerMessage, MessageOptions
+from tests.server.gateway import named
 from tests.server.gateway.fakes import backend
 from tests.server.gateway.tagged import NAMES, written_call
 from topspin.errors import InvalidRequest
@@ -48,12 +51,14 @@ def tool(name: str, *, strict: bool | None = None, **extra: Any) -> Tool:
 
 ADD, SUB = tool("add"), tool("sub")
 TAGGED = [FORMATS[name] for name in NAMES]
+NAMED = [FORMATS[name] for name in named.NAMES]
 WRITTEN = {
     HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
     MISTRAL: '[TOOL_CALLS]add[ARGS]{"a": 1}',
     MISTRAL_LIST: '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
     LLAMA3: '{"name": "add", "parameters": {"a": 1}}',
     **{tagged: written_call(tagged.name, "add", [("a", "1")]) for tagged in TAGGED},
+    **{each: named.written_section(each.name, [("add", '{"a": 1}')]) for each in NAMED},
 }
 TWO = {
     HERMES: WRITTEN[HERMES] + "\n" + WRITTEN[HERMES],
@@ -67,6 +72,7 @@ TWO = {
     GLM47: WRITTEN[GLM47] * 2,
     QWEN3_CODER: WRITTEN[QWEN3_CODER] + "\n" + WRITTEN[QWEN3_CODER],
     MINIMAX_M2: re.sub("<invoke(.|\n)*</invoke>\n", r"\g<0>\g<0>", WRITTEN[MINIMAX_M2]),
+    **{each: named.written_section(each.name, [("add", '{"a": 1}')] * 2) for each in NAMED},
 }
 EACH = pytest.mark.parametrize("calls", list(WRITTEN), ids=lambda each: each.name)
 
@@ -118,6 +124,22 @@ def test_a_forced_call_may_have_an_id_where_its_format_has_one() -> None:
     grammar = grammar_of(MISTRAL, ToolUse(tools=(ADD,), called=(ADD,), may_call=True))
     assert allows(grammar, '[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}')
     assert not allows(grammar, '[TOOL_CALLS]add[CALL_ID]"[ARGS]{"a": 1}')
+
+
+def test_a_forced_call_has_the_id_of_its_format_and_marks_that_are_special_tokens_by_id() -> None:
+    use = ToolUse(tools=(ADD,), called=(ADD,), may_call=True)
+    grammar = grammar_of(KIMI_K2, use)
+    assert allows(grammar, WRITTEN[KIMI_K2].replace(":0", ":1234"))
+    for wrong in ("", ":", ":x", ":12345"):
+        assert not allows(grammar, WRITTEN[KIMI_K2].replace(":0", wrong))
+    marks = re.findall("<[^<>]*>", WRITTEN[DEEPSEEK_V3])
+    special = {mark: idx for idx, mark in enumerate(marks)}
+    terminal = marker_terminal(special.get, frozenset(special.values()))
+    made = constrained(
+        *("", use), calls=DEEPSEEK_V3, terminal=terminal, reasons=False, is_inside_reasoning=False
+    )
+    rules = json.loads(made)["grammars"][0]["lark_grammar"]
+    assert [int(each) for each in re.findall(r"<\[([0-9]+)\]>", rules)] == [1, 2, 3, 4, 0]
 
 
 @EACH

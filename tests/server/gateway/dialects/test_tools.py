@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from server.gateway.parsing.call_formats import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
     GLM45,
     GLM47,
     HERMES,
+    KIMI_K2,
     LLAMA3,
     MINIMAX_M2,
     MISTRAL,
@@ -41,6 +44,7 @@ from tests.server.gateway.fakes import (
     template_of,
     tool_template,
 )
+from tests.server.gateway.named import NAMES, written_section
 from topspin.messages import AddRequest, RequestOutput, TokenLogprobs, unpack_ints
 from topspin.plan.settings import GatewaySection
 
@@ -222,6 +226,9 @@ def test_reasoning_is_shown_apart_and_counted(opens: bool) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
 
 
+V3_CALL, V31_CALL, KIMI_CALL = (written_section(name, [("f", "{}")]) for name in NAMES)
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
@@ -234,6 +241,9 @@ def test_reasoning_is_shown_apart_and_counted(opens: bool) -> None:
         ("{{ tools }}<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>", GLM45),
         ("{{ tools }}<tool_call>f<arg_key>a</arg_key><arg_value>", GLM47),
         ("{{ tools }}<minimax:tool_call><invoke>", MINIMAX_M2),
+        (f"{{{{ tools }}}}{V3_CALL}", DEEPSEEK_V3),
+        (f"{{{{ tools }}}}{V31_CALL}", DEEPSEEK_V31),
+        (f"{{{{ tools }}}}{KIMI_CALL}", KIMI_K2),
         ("{{ messages }}", HERMES),
         ("{{ tools }}", None),
     ],
