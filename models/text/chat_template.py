@@ -57,7 +57,9 @@ _CALL_FORMS: Final = (
     CallForm({"content": None}, False),
     CallForm({"content": None}, True),
     CallForm({"content": ""}, False),
+    CallForm({"content": ""}, True),
 )
+_USUAL_FORM: Final = CallForm({"content": ""}, False)
 
 
 class MessageForms:
@@ -112,12 +114,14 @@ class MessageForms:
             shown = self._try(self._called(form))
             if _SECOND in shown and re.search("None|null", shown) is None:
                 return form
-        return _CALL_FORMS[-1]
+        return _USUAL_FORM
 
     def _shows_two_calls(self) -> bool:
         chat = self._called(self.calls)
         [call] = chat[1]["tool_calls"]
-        chat[1]["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}}, call]
+        empty = "{}" if self.calls.has_texts else {}
+        other = {**call, "function": {**call["function"], "arguments": empty}}
+        chat[1]["tool_calls"] = [other, call]
         shown = self._try(chat)
         return not shown or _SECOND in shown
 

@@ -136,7 +136,8 @@ def _chat_tokens(body: TokenizeBody, model: ServedModel) -> list[int]:
         **{name: getattr(body, name) for name in CHAT_FIELDS},
     )
     tools = tool_use(chat, formats=model.formats)
-    shown = shown_chat(chat, checked_messages(body.messages, {}), tools, template)
+    messages = checked_messages(body.messages, {})
+    shown = shown_chat(chat, messages, tools, template, calls=model.formats.calls)
     return chat_prompt(chat, shown.messages, model=model, tools=shown.tools).ids
 
 

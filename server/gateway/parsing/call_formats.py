@@ -50,7 +50,8 @@ class CallFormat:
     `begin` is the marker before a call, `end` the one after it (empty: none). `new_parser` takes
     the JSON schemas of the arguments of the request's tools, by the tools' names. `marks`: a call
     is its name and its arguments between these, not one object. `tags`: a call has no JSON object,
-    but these tags. `id_chars`: the template takes only ids of this length.
+    but these tags. `id_chars`: the template takes only ids of this length. `ends_reasoning`: a call
+    may follow on reasoning without the mark of its end.
     """
 
     name: str
@@ -60,6 +61,7 @@ class CallFormat:
     marks: CallMarks | None = None
     tags: CallTags | None = None
     id_chars: int | None = None
+    ends_reasoning: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -337,7 +339,7 @@ MINIMAX_M2 = _tagged("minimax_m2", MINIMAX_M2_TAGS)
 QWEN3_CODER = _tagged("qwen3_coder", QWEN3_CODER_TAGS)
 DEEPSEEK_V3 = _named("deepseek_v3", DEEPSEEK_V3_MARKS)
 DEEPSEEK_V31 = _named("deepseek_v31", DEEPSEEK_V31_MARKS)
-KIMI_K2 = _named("kimi_k2", KIMI_K2_MARKS)
+KIMI_K2 = replace(_named("kimi_k2", KIMI_K2_MARKS), ends_reasoning=True)
 _ALL = (
     *(HERMES, MISTRAL, LLAMA3, OPENAI, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2),
     *(GLM45, GLM47, MINIMAX_M2, QWEN3_CODER),
@@ -358,12 +360,13 @@ def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
         return None
     if writes_channels(template):
         return OPENAI if template.mentions("tools") else None
-    if not template.mentions("tools"):
-        return HERMES  # of server.gateway.dialects.chat.generic_tools
+    # DeepSeek's own templates show calls, but no tools.
     if template.has_text(DEEPSEEK_V3.begin):
         return DEEPSEEK_V3 if template.has_text("```json") else DEEPSEEK_V31
     if template.has_text(KIMI_K2.begin):
         return KIMI_K2
+    if not template.mentions("tools"):
+        return HERMES  # of server.gateway.dialects.chat.generic_tools
     # Most of these have Hermes' `<tool_call>` too.
     if template.has_text(GLM47_TAGS.key[0]):
         return GLM47 if template.has_text(GLM47_TAGS.key[1] + GLM47_TAGS.value[0]) else GLM45

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from models.text.chat_template import ChatTemplate
 from server.gateway.parsing.call_formats import OPENAI, CallFormat, call_format, writes_channels
-from server.gateway.parsing.reasoning import BEGIN
+from server.gateway.parsing.reasoning import BEGIN, END
 from topspin.errors import ConfigError
 from topspin.plan.settings import GatewaySection
 
@@ -38,7 +38,9 @@ def message_formats(config: GatewaySection, template: ChatTemplate | None) -> Me
     reasons = reasoning != "none"
     if reasoning == "auto":
         has_channels = has_channels or (template is not None and writes_channels(template))
-        reasons = has_channels or (template is not None and template.has_text(BEGIN))
+        # Some templates only take it out of earlier answers.
+        marks = template is not None and (template.has_text(BEGIN) or template.has_text(END))
+        reasons = has_channels or marks
     if has_channels and calls not in (OPENAI, None):
         raise ConfigError(
             f"--tool-call-parser {calls.name}: reasoning in channels (--reasoning-parser "

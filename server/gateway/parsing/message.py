@@ -96,8 +96,11 @@ class ThoughtFirst:
     """Text that may begin with one block of reasoning, and calls in what follows."""
 
     def __init__(self, options: MessageOptions) -> None:
+        ended_by = options.calls.begin if options.calls and options.calls.ends_reasoning else ""
         self._reasoning = (
-            ReasoningSplit(is_inside=options.is_inside_reasoning) if options.reasons else None
+            ReasoningSplit(is_inside=options.is_inside_reasoning, ended_by=ended_by)
+            if options.reasons
+            else None
         )
         self._calls: CallParser | None = (
             options.calls.new_parser(options.tools) if options.calls else None

@@ -48,6 +48,13 @@ class CallMarks:
         """Return every mark; some may be empty."""
         return (*self.section, *self.before, self.id_mark, *self.after, *self.behind)
 
+    def written(self, name: str, arguments: str) -> str:
+        """Return the text of a message with one call."""
+        begin, end = self.section
+        number = ":0" if self.is_numbered else ""
+        parts = (*self.before, name, number, *self.after, arguments, *self.behind)
+        return begin + "".join(parts) + end
+
 
 DEEPSEEK_V31_MARKS: Final = CallMarks(
     section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),

@@ -42,9 +42,13 @@ class Split(NamedTuple):
 
 
 class ReasoningSplit:
-    """Splits one message. Line breaks around the reasoning are not shown."""
+    """Splits one message. Line breaks around the reasoning are not shown.
 
-    def __init__(self, *, is_inside: bool) -> None:
+    `ended_by` is another mark that ends the reasoning, and belongs to the answer (empty: none).
+    """
+
+    def __init__(self, *, is_inside: bool, ended_by: str = "") -> None:
+        self._ends = tuple(filter(None, (END, ended_by)))
         self._state: Literal["before", "inside", "behind", "answer"] = (
             "inside" if is_inside else "before"
         )
@@ -87,12 +91,13 @@ class ReasoningSplit:
         if not self._has_begun:
             self._held = self._held.lstrip("\n")
             self._has_begun = bool(self._held)
-        found = self._held.find(END)
-        if found >= 0:
-            reasoning, self._held = self._held[:found], self._held[found + len(END) :]
+        found = [begin for end in self._ends if (begin := self._held.find(end)) >= 0]
+        if found:
+            reasoning, self._held = self._held[: min(found)], self._held[min(found) :]
+            self._held = self._held.removeprefix(END)
             self._state = "behind"
             return reasoning.rstrip("\n")
-        certain = self._held[: len(self._held) - num_held(self._held, END)]
+        certain = self._held[: len(self._held) - num_held(self._held, *self._ends)]
         shown = certain.rstrip("\n")
         self._held = self._held[len(shown) :]
         return shown

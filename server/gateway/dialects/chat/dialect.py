@@ -14,7 +14,12 @@ import msgspec
 
 from server.gateway.dialects.chat.channel_grammar import constrained_channels
 from server.gateway.dialects.chat.generic_tools import shown_chat
-from server.gateway.dialects.chat.prompt import ChatPrompt, chat_prompt, reasoning_variables
+from server.gateway.dialects.chat.prompt import (
+    ChatPrompt,
+    chat_prompt,
+    reasoning_variables,
+    unread_variables,
+)
 from server.gateway.dialects.chat.reply import ChatAnswer, ChatChunk, ChatReplies
 from server.gateway.dialects.chat.request import ChatBody, ChatMessage, DecodedChat, decode_chat
 from server.gateway.dialects.chat.tools import constrained, tool_use
@@ -88,7 +93,7 @@ def prepared_chat(
         # Agents send them with every request, to any model.
         body, ignored = msgspec.structs.replace(body, tools=None), ("tools", *ignored)
     tools = tool_use(body, formats=formats)
-    shown = shown_chat(body, messages, tools, template)
+    shown = shown_chat(body, messages, tools, template, calls=formats.calls)
     check_fewest = None
     if max_tokens is not None:
         check_fewest = partial(
@@ -99,8 +104,7 @@ def prepared_chat(
     )
     if body.reasoning_effort and not reasoning_variables(body, template):
         ignored = ("reasoning_effort", *ignored)
-    names = body.chat_template_kwargs or ()
-    unread = [name for name in names if name not in template.options]
+    unread = unread_variables(body, template)
     ignored = (*ignored, *(f"chat_template_kwargs.{name}" for name in unread))
     is_inside = formats.reasons and begins_inside(prompt.text, prompt.continued)
     options = MessageOptions(

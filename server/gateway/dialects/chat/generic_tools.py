@@ -1,7 +1,9 @@
 """Tools for models whose chat template shows none: a generic prompt, and calls as plain text.
 
 Owns the prompt's words, and the text of calls and results in earlier messages. The form of calls is
-Hermes', which such models have seen most. Knows no tokens; called before the template is.
+Hermes', which such models have seen most. Templates that show calls but no tools, as DeepSeek's,
+keep their own form, and write earlier calls and results. Knows no tokens; called before the
+template is.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import msgspec
 from models.text.chat_template import ChatTemplate
 from server.gateway.dialects.chat.request import ChatBody, ChatMessage, ContentPart
 from server.gateway.dialects.chat.tools import ToolUse
-from server.gateway.parsing.call_formats import HermesCalls
+from server.gateway.parsing.call_formats import CallFormat, HermesCalls
 from topspin.errors import InvalidRequest
 
 _PROMPT = """\
@@ -23,11 +25,13 @@ You can call these functions. Each line is one of them, with the JSON schema of 
 {tools}
 
 To call one, write only this, with the function's name and its arguments as a JSON object:
-{begin}
+{call}
+{results}Call functions only where they help, and otherwise answer in words."""
+_CALL = f"""\
+{HermesCalls.begin}
 {{"name": "...", "arguments": {{...}}}}
-{end}
-The result of a call comes back between <tool_response> and </tool_response>. Call functions only
-where they help, and otherwise answer in words."""
+{HermesCalls.end}"""
+_RESULTS = "The result of a call comes back between <tool_response> and </tool_response>.\n"
 
 
 class ShownChat(NamedTuple):
@@ -39,13 +43,21 @@ class ShownChat(NamedTuple):
 
 
 def shown_chat(
-    body: ChatBody, messages: Sequence[ChatMessage], tools: ToolUse, template: ChatTemplate
+    body: ChatBody,
+    messages: Sequence[ChatMessage],
+    tools: ToolUse,
+    template: ChatTemplate,
+    *,
+    calls: CallFormat | None,
 ) -> ShownChat:
-    """Return a chat as the template gets it, which may show no tools.
+    """Return a chat as the template gets it, which may show no tools; `calls`: the model's form.
 
     Raises InvalidRequest for a report of where messages stand in a prompt that has them otherwise.
     """
-    has_tools = tools.tools or any(each.tool_calls or each.role == "tool" for each in messages)
+    marks = calls.marks if calls and template.mentions("tool_calls") else None
+    has_tools = tools.tools or (
+        marks is None and any(each.tool_calls or each.role == "tool" for each in messages)
+    )
     if template.mentions("tools") or not has_tools:
         return ShownChat(messages, tools, is_generic=False)
     if body.report_prefix_cache:
@@ -54,23 +66,27 @@ def shown_chat(
             "not stand in the prompt as they are",
             param="report_prefix_cache",
         )
-    return ShownChat(_as_text(messages, tools), ToolUse(), is_generic=True)
+    if marks is not None:
+        shown = _with_tools(messages, tools, marks.written("NAME", "{...}"), "")
+    else:
+        shown = _with_tools(list(_without_roles(messages)), tools, _CALL, _RESULTS)
+    return ShownChat(shown, ToolUse(), is_generic=True)
 
 
-def _as_text(messages: Sequence[ChatMessage], tools: ToolUse) -> list[ChatMessage]:
-    """Return the messages with tools, calls and results written into contents.
+def _with_tools(
+    shown: Sequence[ChatMessage], tools: ToolUse, call: str, results: str
+) -> Sequence[ChatMessage]:
+    """Return the messages with tools, behind the first system message or in one of their own.
 
-    The tools stand behind the first system message, or in one of their own. Results that follow
-    each other become one message of the user, since templates may want turns that alternate.
+    `call` is the text of one, `results` says what those are.
     """
-    shown = list(_without_roles(messages))
     described = tools.for_template()
     if described is None:
         return shown
     prompt = _PROMPT.format(
         tools="\n".join(json.dumps(each["function"], ensure_ascii=False) for each in described),
-        begin=HermesCalls.begin,
-        end=HermesCalls.end,
+        call=call,
+        results=results,
     )
     if shown and shown[0].role in ("system", "developer"):
         return [_with_text(shown[0], f"\n\n{prompt}"), *shown[1:]]
@@ -78,7 +94,11 @@ def _as_text(messages: Sequence[ChatMessage], tools: ToolUse) -> list[ChatMessag
 
 
 def _without_roles(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Yield the messages; an assistant's calls are its text, and results are the user's."""
+    """Yield the messages; an assistant's calls are its text, and results are the user's.
+
+    Results that follow each other become one message, since templates may want turns that
+    alternate.
+    """
     results: list[str] = []
     for message in messages:
         if message.role == "tool":

@@ -28,7 +28,7 @@ from topspin.errors import InvalidRequest
 # Some agents' first system block has a number that changes with each request, for their billing.
 # It means nothing to a model, and would make every prompt differ from its first tokens on.
 BILLING_PREFIX = "x-anthropic-billing-header"
-# The variables by which templates let requests turn reasoning off.
+# The names of the variable by which templates let requests turn reasoning on or off.
 _REASONING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 
 
@@ -135,16 +135,29 @@ def _begins(
     return begins
 
 
-def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str | bool]:
-    """Return the variables that `reasoning_effort` sets, without those the template ignores."""
-    effort = body.reasoning_effort
-    if effort is None:
-        return {}
-    values: dict[str, str | bool] = {
-        "reasoning_effort": effort,
-        "enable_thinking": effort != "none",
-    }
-    return {name: value for name, value in values.items() if template.mentions(name)}
+def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
+    """Return the variables of the template by which a request says whether to reason.
+
+    They are set by `reasoning_effort`, and by a switch under another name that it gives.
+    """
+    effort, given = body.reasoning_effort, body.chat_template_kwargs or {}
+    values: dict[str, Any] = {}
+    if effort is not None:
+        values = {
+            "reasoning_effort": effort,
+            **dict.fromkeys(_REASONING_SWITCHES, effort != "none"),
+        }
+    if switches := sorted(_REASONING_SWITCHES & given.keys()):
+        values |= dict.fromkeys(_REASONING_SWITCHES, given[switches[0]])
+    return {name: value for name, value in values.items() if name in template.options}
+
+
+def unread_variables(body: ChatBody, template: ChatTemplate) -> list[str]:
+    """Return the variables of a request that the template does not read, under any name."""
+    read = template.options
+    if read & _REASONING_SWITCHES:
+        read |= _REASONING_SWITCHES
+    return [name for name in body.chat_template_kwargs or () if name not in read]
 
 
 def _check_tool_use(messages: Sequence[ChatMessage], template: ChatTemplate) -> None:
@@ -214,12 +227,12 @@ def _plain(
             _plain_call(call, f"messages[{idx}].tool_calls[{call_idx}]", call_id_chars)
             for call_idx, call in enumerate(message.tool_calls)
         ]
+        if forms.calls.has_texts:
+            for call, given in zip(plain["tool_calls"], message.tool_calls, strict=True):
+                call["function"]["arguments"] = given.function.arguments.strip() or "{}"
     if message.tool_calls and message.content is None:
         del plain["content"]
         plain |= forms.calls.members
-        if forms.calls.has_texts:
-            for call, given in zip(plain["tool_calls"], message.tool_calls, strict=True):
-                call["function"]["arguments"] = given.function.arguments
     optional = {
         "name": message.name,
         "tool_call_id": _end_of(message.tool_call_id, call_id_chars),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from server.gateway.parsing.call_formats import FORMATS
 from server.gateway.parsing.message import AnswerMessage, MessageOptions
+from tests.server.gateway.named import written_section
 
 TOOLS: dict[str, dict[str, Any]] = {"get_weather": {}, "add": {}}
 HERMES_CALL = (
@@ -227,6 +228,20 @@ def test_a_call_behind_reasoning_is_found_and_one_inside_is_not() -> None:
     reasoning, content, calls = read(list(text), options_of("hermes", reasons=True))
     assert (reasoning, content) == (HERMES_CALL, "")
     assert [name for name, _ in calls] == ["add"]
+
+
+def test_a_call_of_kimi_may_end_the_reasoning() -> None:
+    call = written_section("kimi_k2", [("add", "{}")])
+    for text, is_inside in ((f"so\n{call}", True), (f"<think>so\n{call}</think>", False)):
+        options = options_of("kimi_k2", reasons=True, is_inside_reasoning=is_inside)
+        wanted = ("so", "" if is_inside else "</think>", [("add", "{}")])
+        for cut in range(len(text)):
+            assert read([text[:cut], text[cut:]], options) == wanted
+    text = written_section("deepseek_v31", [("add", "{}")])
+    options = options_of("deepseek_v31", reasons=True, is_inside_reasoning=True)
+    assert read([text], options) == (text, "", [])
+    untold = MessageOptions(reasons=True, is_inside_reasoning=True)
+    assert read([call], untold) == (call, "", [])
 
 
 def test_only_the_first_call_is_shown_if_one_was_asked_for() -> None:
