@@ -19,7 +19,7 @@ from models.description.config_fields import ConfigFields, read_json
 from models.description.overrides import overridden
 from models.description.parts import LatentConfig, LayerConfig, MoeConfig, QkNorm
 from models.description.rope_config import RopeConfig, latent_temperature, parse_rope
-from models.families import FAMILIES
+from models.families import FAMILIES, UNSERVED
 from models.families.family import Family
 from models.quantised.config import read_quantisation
 from models.quantised.scheme import Quantisation
@@ -216,9 +216,11 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
 
 def _family(fields: ConfigFields) -> Family:
     model_type = fields.raw.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    name = model_type if isinstance(model_type, str) else ""
+    family = FAMILIES.get(name)
     if family is None:
-        raise fields.error("model_type", f"supported: {', '.join(sorted(FAMILIES))}")
+        reason = f"{UNSERVED[name]}; " if name in UNSERVED else ""
+        raise fields.error("model_type", f"{reason}supported: {', '.join(sorted(FAMILIES))}")
     architectures = fields.raw.get("architectures")
     if architectures is not None and architectures != [family.architecture]:
         raise fields.error("architectures", f"supported: [{family.architecture!r}]")
@@ -253,6 +255,8 @@ def _refuse_unsupported(fields: ConfigFields) -> None:
     """Raise ConfigError for options that change the computation in an unsupported way."""
     if fields.raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.error("hidden_act", "supported: silu")
+    if fields.raw.get("index_topk") is not None:
+        raise fields.error("index_topk", "an indexer of positions is not served")
     if fields.raw.get("per_layer_config"):
         raise fields.error("per_layer_config", "supported: layers of equal shape")
 

@@ -1,4 +1,4 @@
-"""The supported model families by their `model_type`, one module each."""
+"""The supported model families by their `model_type`, one module each, and near relatives."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ _ALL: Final = (
     *(deepseek_v2.FAMILY, deepseek_v3.FAMILY, deepseek_v3.KIMI_K2, glm4_moe_lite.FAMILY),
 )
 FAMILIES: Final[dict[str, Family]] = {family.model_type: family for family in _ALL}
+_INDEXED: Final = (
+    "its layers attend to the positions that an indexer chooses, and this is not served"
+)
+UNSERVED: Final[dict[str, str]] = {
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm5_next"), _INDEXED),
+    "kimi_linear": "some of its layers have linear attention (KDA), which is not served",
+    "kimi_k25": "it reads images, which are not served",
+}
+"""Why checkpoints are refused whose families resemble a supported one, by their `model_type`."""

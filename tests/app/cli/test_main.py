@@ -99,6 +99,16 @@ def test_a_package_that_is_missing_is_said_at_the_start(
     assert said in capsys.readouterr().err
 
 
+def test_a_model_of_another_attention_is_refused_before_anything_is_launched(
+    checkpoint: Path, launched: list[ServeConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "config.json").write_text('{"model_type": "deepseek_v32"}')
+    assert main(["serve", str(checkpoint)]) == 2
+    assert not launched
+    said = capsys.readouterr().err
+    assert "model_type = 'deepseek_v32': its layers attend to the positions" in said
+
+
 def test_serve_launches_the_plan_and_returns_its_status(
     checkpoint: Path, launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
