@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import AddedToken
 
+from models.text.tokenizer import Tokenizer
 from server.gateway.dialects.chat.prompt import chat_prompt
 from server.gateway.dialects.chat.request import decode_chat
 from server.gateway.dialects.chat.tools import tool_use
@@ -16,9 +21,17 @@ from server.gateway.parsing.formats import message_formats
 from tests.checkpoints import write_tokenizer
 from tests.server.gateway.calls import CHAT as CHAT_PATH
 from tests.server.gateway.calls import CHAT_BODY, USER, post, prompt_of
-from tests.server.gateway.fakes import FakeEngine, saying, served_model, template_of
-from tests.server.gateway.named import written_section
+from tests.server.gateway.fakes import (
+    FakeEngine,
+    backend,
+    output,
+    saying,
+    served_model,
+    template_of,
+)
+from tests.server.gateway.named import NAMES, written_section
 from tests.server.gateway.templates import TEMPLATES
+from topspin.messages import AddRequest, RequestOutput
 from topspin.plan.settings import GatewaySection
 
 EACH = pytest.mark.parametrize("name", TEMPLATES)
@@ -133,6 +146,29 @@ def test_ids_that_the_model_gives_reach_clients_and_come_back_to_it() -> None:
     functions = [{"type": "function", "name": "clock", "parameters": {}}]
     answer, _, _ = served("kimi_k2", SECTION, "/v1/responses", input="hi", tools=functions)
     assert [each["call_id"] for each in answer["output"]] == IDS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_are_found_where_their_marks_are_special_tokens(name: str) -> None:
+    said = "Well." + written_section(name, [("clock", "{}"), ("add", '{"a": 1}')])
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    marks = dict.fromkeys(re.findall("<[^<>]*>", said))
+    made.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    tokens = Tokenizer(made, special_tokens={}, source="test")
+    token_ids = tokens.encode(said, add_special_tokens=False)
+
+    def script(request: AddRequest) -> Iterator[RequestOutput]:
+        yield output(request, token_ids, finish_reason="stop")
+
+    model = {"template": template_of(TEMPLATES[name]), "tokenizer": tokens}
+    fields = {"tools": TOOLS, "tool_choice": "required"}
+    fake = FakeEngine(script)
+    answer = post(CHAT_PATH, {**CHAT_BODY, **fields}, fake, **model, max_request_tokens=5000)
+    message = answer.json()["choices"][0]["message"]
+    calls = [each["function"] for each in message["tool_calls"]]
+    assert [each["arguments"] for each in calls] == ["{}", '{"a": 1}']
+    assert message["content"] == "Well."
+    assert all(f"<[{tokens.token_id(mark)}]>" in fake.added[0].sampling.grammar for mark in marks)
 
 
 @pytest.mark.parametrize(
