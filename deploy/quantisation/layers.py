@@ -6,8 +6,9 @@ matrices are known in a checkpoint. Computes nothing. Called by the rest of depl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,8 +42,15 @@ class DecoderLayer(NamedTuple):
     experts: ExpertLayerWeights | None
 
 
+class Module(NamedTuple):
+    """A published matrix: its name, and its rows, in their order, in the matrix that has them."""
+
+    name: str
+    rows: slice | Tensor
+
+
 class Matrix(NamedTuple):
-    """A matrix of a layer: `modules` are its (name in the published layout, rows), in order.
+    """A matrix of a layer, and the modules of which it is made.
 
     `source` names its input; `expert` is None but for routed experts.
     """
@@ -50,7 +58,7 @@ class Matrix(NamedTuple):
     part: Part
     source: str
     weight: Tensor
-    modules: tuple[tuple[str, int], ...]
+    modules: tuple[Module, ...]
     expert: int | None = None
 
 
@@ -119,16 +127,16 @@ def _stacked(matrices: Iterable[object], count: int) -> Tensor:
 
 
 def matrices(layer: DecoderLayer, config: ModelConfig) -> Iterator[Matrix]:
-    """Yield the matrices of a layer that may be quantised, as views of its weights."""
+    """Yield the matrices of a layer that may be quantised: the layer's own, or views of them."""
     weights, idx = layer.weights, layer.idx
 
-    def named(names: list[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-        return tuple((layer_name(idx, name), rows) for name, rows in names)
+    def named(names: list[tuple[str, int]], places: Tensor | None = None) -> tuple[Module, ...]:
+        return _modules([(layer_name(idx, name), rows) for name, rows in names], places)
 
     q, kv, hidden = config.q_size, config.kv_size, config.hidden_size
     qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
-    own = HeadOrder(config).published(_numbers(weights.qkv))
-    yield Matrix("attention", QKV, own, named(qkv))
+    of_qkv = named(qkv, HeadOrder(config).places())
+    yield Matrix("attention", QKV, _numbers(weights.qkv), of_qkv)
     yield Matrix("attention", OUT, _numbers(weights.o), named([("self_attn.o_proj", hidden)]))
     mlp = weights.dense or weights.shared
     if mlp is not None:
@@ -154,10 +162,23 @@ def _expert_matrices(
             found = expert_name(idx, block=block, expert_id=expert, projection=projection)
             return found.removesuffix(".weight")
 
-        halves = ((name(names.gate), width), (name(names.up), width))
+        halves = _modules([(name(names.gate), width), (name(names.up), width)])
         yield Matrix("experts", EXPERT_GATE_UP, gate_up, halves, expert)
-        whole = ((name(names.down), config.hidden_size),)
+        whole = _modules([(name(names.down), config.hidden_size)])
         yield Matrix("experts", EXPERT_DOWN, down, whole, expert)
+
+
+def _modules(parts: Sequence[tuple[str, int]], places: Tensor | None = None) -> tuple[Module, ...]:
+    """Return modules, each a name and a number of rows, that are one behind the other.
+
+    `places` are their rows in the matrix; None: all of it, in order.
+    """
+    ends = accumulate(rows for _, rows in parts)
+    ranges = [slice(end - rows, end) for end, (_, rows) in zip(ends, parts, strict=True)]
+    return tuple(
+        Module(name, own if places is None else places[own])
+        for own, (name, _) in zip(ranges, parts, strict=True)
+    )
 
 
 def block_name(config: ModelConfig) -> str:

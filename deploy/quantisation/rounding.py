@@ -46,7 +46,7 @@ def quantised(
     wanted.sort(key=lambda each: (each.source, format_(each)))
     for (_, weight_format), some in groupby(wanted, key=lambda each: (each.source, format_(each))):
         alike = list(some)
-        num_in, name = alike[0].weight.shape[1], alike[0].modules[0][0]
+        num_in, name = alike[0].weight.shape[1], alike[0].modules[0].name
         check_size(num_in, weight_format, group=rounding.group, name=name)
         for batch in _batches(alike):
             yield from _round(batch, weight_format, rounding, inputs)
@@ -71,10 +71,7 @@ def _round(
         weights = torch.stack([each.weight for each in batch])
         coded = compensated(weights, _factors(batch, inputs), weight_format, rounding)
     for idx, matrix in enumerate(batch):
-        start = 0
-        for name, num_rows in matrix.modules:
-            rows = slice(start, start + num_rows)
-            start += num_rows
+        for name, rows in matrix.modules:
             if is_compensated:
                 own = part_of(coded, idx, rows)
             else:
@@ -83,7 +80,7 @@ def _round(
             yield name, own
 
 
-def part_of(coded: Coded, idx: int, rows: slice) -> Coded:
+def part_of(coded: Coded, idx: int, rows: slice | Tensor) -> Coded:
     """Return some rows of one of several matrices in an integer format."""
     assert coded.zeros is not None
     return replace(

@@ -74,10 +74,13 @@ class HeadOrder:
             return weight
         return weight.view(-1, len(self._of_head))[:, self._of_head].flatten()
 
-    def published(self, matrix: Tensor) -> Tensor:
-        """Return a projection as qkv() returns it with its rows in the checkpoint's order."""
+    def places(self) -> Tensor | None:
+        """Return which rows of qkv() are those of the checkpoint, in its order; None: as they are.
+
+        [q + 2 kv], for models whose values have no zeros behind them.
+        """
         assert self.value_dim == self._head_dim, "zeros in place of values"
-        return matrix if self._of_rows is None else matrix[self._of_rows.argsort()]
+        return None if self._of_rows is None else self._of_rows.argsort()
 
 
 class LatentOrder:
@@ -106,6 +109,10 @@ class LatentOrder:
     def queries(self, matrix: Matrix) -> Matrix:
         """Return the projection of the queries' latent."""
         return _rows_of(matrix, self._of_queries)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return which rows of inputs() and queries() are those of the checkpoint, in its order."""
+        return self._of_inputs.argsort(), self._of_queries.argsort()
 
 
 def _rows_of(matrix: Matrix, order: Tensor) -> Matrix:
