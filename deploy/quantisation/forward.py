@@ -25,12 +25,14 @@ from deploy.quantisation.layers import (
     GATE_UP,
     OUT,
     QKV,
+    QUERIES,
     DecoderLayer,
     Model,
 )
 from kernels import reference
 from models.checkpoints.weights import ExpertLayerWeights, LayerWeights
 from models.description.config import ModelConfig
+from models.description.parts import LatentConfig
 from models.rope import inverse_frequencies
 
 
@@ -77,11 +79,13 @@ def _attention(
     rows = normed.flatten(0, 1)
     if observe is not None:
         observe(QKV, rows)
-    sizes = [config.q_size, config.kv_size, config.kv_size]
-    projected = torch.split(F.linear(rows, _tensor(weights.qkv), weights.qkv_bias), sizes, dim=-1)
-    q, k, v = _normed_heads(weights, config, projected)
-    cos, sin = _rotations(config, length)
-    reference.rotate(q, k, cos.repeat(num_seqs, 1), sin.repeat(num_seqs, 1))
+    projected = F.linear(rows, _tensor(weights.qkv), weights.qkv_bias)
+    cos, sin = (each.repeat(num_seqs, 1) for each in _rotations(config, length))
+    if config.latent is None:
+        q, k, v = _normed_heads(weights, config, projected)
+        reference.rotate(q, k, cos, sin)
+    else:
+        q, k, v = _heads_of_latents(weights, config.latent, projected, (cos, sin), observe)
     seen = reference.visible(
         length,
         length,
@@ -89,13 +93,13 @@ def _attention(
         tree=None,
         device=rows.device,
     )
-    q, k, v = (
-        each.view(num_seqs, length, -1, config.head_dim).transpose(1, 2) for each in (q, k, v)
-    )
+    q, k, v = (each.unflatten(0, (num_seqs, length)).transpose(1, 2) for each in (q, k, v))
     if weights.sinks is not None:
         k, v, seen = _with_sinks(k, v, seen, weights.sinks)
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-    mixed = mixed.transpose(1, 2).reshape(len(rows), config.q_size)
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, scale=config.attention_scale, enable_gqa=True
+    )
+    mixed = mixed.transpose(1, 2).reshape(len(rows), -1)
     if observe is not None:
         observe(OUT, mixed)
     return F.linear(mixed, _tensor(weights.o), weights.o_bias).view_as(normed)
@@ -115,12 +119,13 @@ def _with_sinks(
 
 
 def _normed_heads(
-    weights: LayerWeights, config: ModelConfig, projected: tuple[Tensor, ...]
+    weights: LayerWeights, config: ModelConfig, projected: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v [R, heads, head_dim], normed and clipped as the family has it."""
     norms, eps = (weights.q_norm, weights.k_norm), config.rms_norm_eps
     heads = []
-    for idx, part in enumerate(projected):
+    sizes = [config.q_size, config.kv_size, config.kv_size]
+    for idx, part in enumerate(projected.split(sizes, dim=-1)):
         norm = norms[idx] if idx < len(norms) else None
         if norm is not None and config.qk_norm == "full":
             part = reference.rms_norm(part, norm, eps=eps)
@@ -134,9 +139,40 @@ def _normed_heads(
     return q.contiguous(), k.contiguous(), v
 
 
+def _heads_of_latents(
+    weights: LayerWeights,
+    latent: LatentConfig,
+    projected: Tensor,
+    angles: tuple[Tensor, Tensor],
+    observe: Observer | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rotated q and k [R, N, nope + rope], and v [R, N, value], all heads' made of latents.
+
+    `angles` are cosines and sines f32[R, rope / 2].
+    """
+    own = weights.latent
+    assert own is not None
+    assert weights.k_norm is not None
+    sizes = [projected.shape[1] - latent.cached_dim, latent.rank, latent.rope_dim]
+    queries, latents, shared = projected.split(sizes, dim=-1)
+    if own.queries is not None:
+        assert weights.q_norm is not None
+        queries = reference.rms_norm(queries, weights.q_norm, eps=latent.norm_eps)
+        if observe is not None:
+            observe(QUERIES, queries)
+        queries = F.linear(queries, _tensor(own.queries))
+    q, shared = queries.unflatten(1, (-1, latent.head_dim)), shared[:, None]
+    reference.rotate(q[..., latent.nope_dim :], shared, *angles)
+    latents = reference.rms_norm(latents, weights.k_norm, eps=latent.norm_eps)
+    keys, values = (
+        (latents @ each).transpose(0, 1) for each in (own.to_latent, own.to_values.transpose(1, 2))
+    )
+    return q, torch.cat((keys, shared.expand(-1, q.shape[1], -1)), dim=-1), values
+
+
 def _rotations(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines f32[T, head_dim / 2] of positions from 0."""
-    found = inverse_frequencies(config.rope, config.head_dim, seq_len=length)
+    """Return cosines and sines f32[T, rotated_dim / 2] of positions from 0."""
+    found = inverse_frequencies(config.rope, config.rotated_dim, seq_len=length)
     angles = torch.arange(length).float()[:, None] * torch.from_numpy(found.inv_freq)
     scaling = torch.from_numpy(found.attention_scaling)
     return angles.cos() * scaling, angles.sin() * scaling

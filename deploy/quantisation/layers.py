@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.head_order import HeadOrder
+from models.checkpoints.head_order import HeadOrder, LatentOrder
 from models.checkpoints.tensor_names import expert_name, layer_name
 from models.checkpoints.weights import (
     ExpertLayerWeights,
@@ -26,11 +26,10 @@ from models.checkpoints.weights import (
     take,
 )
 from models.description.config import ModelConfig, load_model_config
-from topspin.errors import ConfigError
 from topspin.plan.precision import Part
 
 # What a matrix multiplies: the names of its inputs in a layer.
-QKV, OUT, GATE_UP, DOWN = "qkv", "o", "gate_up", "down"
+QKV, QUERIES, OUT, GATE_UP, DOWN = "qkv", "queries", "o", "gate_up", "down"
 EXPERT_GATE_UP, EXPERT_DOWN = "expert_gate_up", "expert_down"
 
 
@@ -74,20 +73,13 @@ class Model:
     layers: Iterator[DecoderLayer]
 
 
-def refuse_latents(path: Path, config: ModelConfig) -> None:
-    """Raise ConfigError if keys are latents, which this folder neither computes nor rewrites."""
-    if config.latent is not None:
-        raise ConfigError(f"{path}: models whose keys are latents are not computed in fp32 here")
-
-
 def open_model(path: Path) -> Model:
     """Open the checkpoint at `path`; its layers can be taken once, and are read as they are.
 
     Quantised matrices are dequantised. Raises ConfigError for a model that Topspin does not serve,
-    or whose keys are latents, CheckpointError for tensors that are missing or of another shape.
+    CheckpointError for tensors that are missing or of another shape.
     """
     config = load_model_config(path)
-    refuse_latents(path, config)
     attention = stream_attention_weights(Checkpoint(path), config, dtype=torch.float32)
     assert isinstance(attention.lm_head, Tensor)
     return Model(
@@ -128,16 +120,14 @@ def _stacked(matrices: Iterable[object], count: int) -> Tensor:
 
 def matrices(layer: DecoderLayer, config: ModelConfig) -> Iterator[Matrix]:
     """Yield the matrices of a layer that may be quantised: the layer's own, or views of them."""
-    weights, idx = layer.weights, layer.idx
+    weights, idx, hidden = layer.weights, layer.idx, config.hidden_size
 
     def named(names: list[tuple[str, int]], places: Tensor | None = None) -> tuple[Module, ...]:
         return _modules([(layer_name(idx, name), rows) for name, rows in names], places)
 
-    q, kv, hidden = config.q_size, config.kv_size, config.hidden_size
-    qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
-    of_qkv = named(qkv, HeadOrder(config).places())
-    yield Matrix("attention", QKV, _numbers(weights.qkv), of_qkv)
-    yield Matrix("attention", OUT, _numbers(weights.o), named([("self_attn.o_proj", hidden)]))
+    for source, matrix, parts, places in _projections(weights, config):
+        own = named([(f"self_attn.{name}", rows) for name, rows in parts], places)
+        yield Matrix("attention", source, _numbers(matrix), own)
     mlp = weights.dense or weights.shared
     if mlp is not None:
         shared = config.moe.names.shared if config.moe is not None else ""
@@ -148,6 +138,27 @@ def matrices(layer: DecoderLayer, config: ModelConfig) -> Iterator[Matrix]:
         yield Matrix("mlp", DOWN, _numbers(mlp.down), named([(f"{block}.down_proj", hidden)]))
     if layer.experts is not None:
         yield from _expert_matrices(layer.experts, idx, config)
+
+
+def _projections(
+    weights: LayerWeights, config: ModelConfig
+) -> Iterator[tuple[str, object, list[tuple[str, int]], Tensor | None]]:
+    """Yield attention's matrices: their input, their numbers, and what _modules() takes."""
+    latent, own = config.latent, weights.latent
+    if latent is None or own is None:
+        q, kv = config.q_size, config.kv_size
+        qkv = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+        yield QKV, weights.qkv, qkv, HeadOrder(config).places()
+    else:
+        of_inputs, of_queries = LatentOrder(config).places()
+        num_queries = config.num_heads * latent.head_dim
+        rank = latent.q_rank
+        first = ("q_proj", num_queries) if rank is None else ("q_a_proj", rank)
+        inputs = [first, ("kv_a_proj_with_mqa", latent.cached_dim)]
+        yield QKV, weights.qkv, inputs, of_inputs
+        if own.queries is not None:
+            yield QUERIES, own.queries, [("q_b_proj", num_queries)], of_queries
+    yield OUT, weights.o, [("o_proj", config.hidden_size)], None
 
 
 def _expert_matrices(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deploy.quantisation.forward import LayerInputs, embedded, layer_output
 from deploy.quantisation.grids import Rounding, check_size, rounded
-from deploy.quantisation.layers import Matrix, block_name, matrices, open_model, refuse_latents
+from deploy.quantisation.layers import Matrix, block_name, matrices, open_model
 from deploy.quantisation.rounding import quantised
 from deploy.quantisation.scheme import module_tensors, quantisation_config
 from models.checkpoints.checkpoint import Checkpoint
@@ -55,7 +55,6 @@ def check_request(path: Path, rules: Rules) -> ModelConfig:
         )
     if config.value_dim is not None:
         raise ConfigError(f"{path}: values are narrower than keys, and such models not rewritten")
-    refuse_latents(path, config)
     check_rules(
         rules,
         num_layers=config.num_layers,

@@ -11,15 +11,21 @@ from deploy.quantisation.forward import last_hidden, log_probabilities
 from deploy.quantisation.layers import open_model
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
 
-BY_DEFAULT = ("llama_bias", "mixtral_sliding_window", "qwen2_moe", "olmoe", "gpt_oss")
+BY_DEFAULT = (
+    "llama_bias",
+    "mixtral_sliding_window",
+    "qwen2_moe",
+    "olmoe",
+    "gpt_oss",
+    "deepseek_v2_lite",
+)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow)
-        for name, variant in VARIANTS.items()
-        if "kv_lora_rank" not in variant.overrides  # refused
+        for name in VARIANTS
     ],
 )
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What each part costs by itself, against transformers' logits of checkpoints with that part coded."""
+"""What each part costs by itself, against transformers' logits of written checkpoints."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ LAYER = 1
 SIZES = {
     "glm4_moe": {},
     "ernie4_5_moe": {"head_dim": 32},
+    "deepseek_v3": {"v_head_dim": 16, "q_lora_rank": 32},
 }
 
 

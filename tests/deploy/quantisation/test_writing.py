@@ -31,8 +31,18 @@ SIZES = {
     "glm4_moe": {"first_k_dense_replace": 0},
     "ernie4_5_moe": {"moe_layer_start_index": 0, "head_dim": 32},
     "minimax_m2": {"intermediate_size": 64},
+    "deepseek_v2_lite": {"first_k_dense_replace": 0, "v_head_dim": 16},
+    "deepseek_v3": {"first_k_dense_replace": 0, "v_head_dim": 16, "q_lora_rank": 32},
+    "glm4_moe_lite": {"q_lora_rank": 32, "mlp_layer_types": ["sparse"] * 3},
 }
-BY_DEFAULT = ("llama_bias", "qwen2_moe", "mixtral_sliding_window", "glm4_moe", "ernie4_5_moe")
+BY_DEFAULT = (
+    "llama_bias",
+    "qwen2_moe",
+    "mixtral_sliding_window",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "deepseek_v3",
+)
 FILE = "model.safetensors"
 MIXED = "experts=8,experts[0]=4,attention=8,attention[0]=fp8,mlp=4,lm_head=8"
 DENSE = "mlp=4,mlp[1]=8,attention=8,attention[0]=fp8,lm_head=8"
@@ -93,8 +103,9 @@ def test_the_library_and_our_reader_agree(tmp_path: Path, name: str) -> None:
     expected = oracle_model(tmp_path / "plain")(tokens()).logits.log_softmax(-1)
     torch.testing.assert_close(found, expected, atol=5e-4, rtol=1e-4)
     original = oracle_model(source)(tokens()).logits.log_softmax(-1)
-    divergence = (original.exp() * (original - found)).sum(-1).mean()
-    assert 0 < divergence < 0.5
+    # Where a router has a near tie other experts answer, and the divergence is large.
+    divergence = (original.exp() * (original - found)).sum(-1).median()
+    assert 0 < divergence < 0.25
 
 
 def written(source: Path, coded: Path, bits: str) -> Path:

@@ -11,9 +11,6 @@ import torch
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
 from deploy.placement.shapes import ModelShape
-from deploy.quantisation.layers import open_model
-from deploy.quantisation.specification import parse_bits
-from deploy.quantisation.writing import check_request
 from models.description.config import ModelConfig, load_model_config
 from tests.checkpoints import make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
@@ -149,10 +146,3 @@ def answer_of(model: Any, prompt: list[int]) -> list[int]:
         for _ in range(24):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
-
-
-def test_a_checkpoint_with_latents_is_not_rewritten(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, "deepseek_v2_lite")
-    for ask in (lambda: check_request(path, parse_bits("experts=4")), lambda: open_model(path)):
-        with pytest.raises(ConfigError, match="keys are latents"):
-            ask()
