@@ -84,6 +84,10 @@ def label_of(kernel: str, block: np.ndarray) -> tuple[str, float]:
         num_in, num_out = word(quantised.L_INPUTS), word(quantised.L_OUTPUTS)
         bits = word(quantised.L_BITS)
         return f"{NAMES[bits]} linear {num_in} to {num_out}", weight_bytes(num_out, num_in, bits)
+    if kernel == "_multiply_heads":
+        num_in, num_out = word(matmul.HEADS_INPUTS), word(matmul.HEADS_OUTPUTS)
+        num_bytes = word(matmul.HEADS_COUNT) * weight_bytes(num_out, num_in, 16)
+        return f"heads {num_in} to {num_out}", num_bytes
     if kernel in ("_experts", "_formed_experts"):
         shape = word(experts.HIDDEN_SIZE), word(experts.FFN_SIZE)
         pairs = word(experts.TOP_K) * word(experts.NUM_TOKENS)

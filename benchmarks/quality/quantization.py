@@ -204,7 +204,8 @@ def patched(model: torch.nn.Module, ops: Any, rules: Rules) -> Iterator[int]:
     """Replace the products that --quantization covers by `ops`; yields the number of modules.
 
     Attention projections, dense and shared MLPs, routed experts and the LM head: every Linear
-    inside a layer except routers and gates, and every module with stacked experts.
+    inside a layer except routers, gates and what makes keys and values of latents, and every module
+    with stacked experts.
     """
     changed: list[Any] = []
     for name, module in model.named_modules():
@@ -215,7 +216,7 @@ def patched(model: torch.nn.Module, ops: Any, rules: Rules) -> Iterator[int]:
         if ".layers." not in name:
             continue
         layer = int(name.split(".layers.")[1].split(".")[0])
-        if type(module) is torch.nn.Linear and not name.endswith("gate"):
+        if type(module) is torch.nn.Linear and not name.endswith(("gate", "kv_b_proj")):
             part: Part = "attention" if ".self_attn." in name else "mlp"
             target.forward = _linear(module, ops, format_of(rules, part, layer))
         elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, Tensor):

@@ -42,3 +42,18 @@ def test_every_op_and_the_bytes_of_its_weights(
     assert ops["attend"]["calls"] == num_layers
     assert result["ms"]["step"] > result["ms"]["layers"] > 0
     assert "GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_matrices_of_latents_are_read_in_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "cache_bytes", lambda: 1 << 24)
+    monkeypatch.setattr(step, "MATMUL_SIZE", 256)
+    path = make_checkpoint(tmp_path / "model", "deepseek_v3")
+    flags = ["--quantization", "int8", "--steps", "3", "--context", "5", "--rows", "2"]
+    assert step.main([str(path), *flags, "--result-dir", str(tmp_path)]) == 0
+    ops = json.loads((tmp_path / "step.json").read_text())["ops"]
+    # Three layers of four heads: keys of 16 and values of 12 numbers, of latents of 24.
+    assert ops["heads 16 to 24"]["bytes"] == 3 * 4 * 16 * 24 * 2
+    assert ops["heads 24 to 12"]["bytes"] == 3 * 4 * 24 * 12 * 2
