@@ -33,7 +33,10 @@ def stored_bits(weight_format: Format, *, group: int, symmetric: bool) -> float:
 
 
 def mean_bits(rules: Rules, shape: ModelShape, *, group: int, symmetric: bool) -> float:
-    """Return the mean of stored_bits over the numbers of all layers, without the LM head."""
+    """Return the mean of stored_bits over the numbers of all layers that formats are for.
+
+    The LM head's do not count.
+    """
     bits = total = 0.0
     for layer in range(shape.num_layers):
         for part in LAYER_PARTS:
@@ -82,4 +85,6 @@ def mixed(
 
 
 def _numbers(shape: ModelShape, part: Part, layer: int) -> int:
-    return shape.numbers(part, layer) * (shape.num_experts if part == "experts" else 1)
+    """Return the numbers of a layer's part, of all experts, that may be quantised."""
+    own = sum(matrix.numbers for matrix in shape.matrices(part, layer))
+    return own * (shape.num_experts if part == "experts" else 1)

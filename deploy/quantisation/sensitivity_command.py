@@ -13,9 +13,8 @@ from deploy.quantisation import text
 from deploy.quantisation.grids import Rounding
 from deploy.quantisation.progress import stages
 from deploy.quantisation.sensitivity import find, predicted, sampled
-from deploy.quantisation.writing import scale_dtype
+from deploy.quantisation.writing import check_source, scale_dtype
 from models.checkpoints.checkpoint import Checkpoint
-from models.description.config import load_model_config
 from models.sources.hub import resolve_model
 from topspin.errors import ConfigError
 
@@ -49,11 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure < 1:
         raise ConfigError(f"--measure {args.measure}: at least one layer of each part is measured")
     path = resolve_model(args.model)
-    config = load_model_config(path)
-    if config.quantisation is not None:
-        raise ConfigError(
-            f"{path}: is quantised already; give the checkpoint that it was made from"
-        )
+    config = check_source(path)
     known = sampled(config, args.measure)
     held_out = text.tokens_of(path, args.held_out)
     with stages() as begin:

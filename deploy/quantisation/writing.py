@@ -41,11 +41,10 @@ _DTYPES: Final = {
 }
 
 
-def check_request(path: Path, rules: Rules) -> ModelConfig:
-    """Return the model's configuration.
+def check_source(path: Path) -> ModelConfig:
+    """Return the configuration of a model that can be quantised here.
 
-    Raises ConfigError if it is quantised already, or for rules that name what it does not have or
-    quantise nothing.
+    Raises ConfigError if it is quantised already, or its matrices are not kept as they are stored.
     """
     config = load_model_config(path)
     if config.quantisation is not None:
@@ -55,6 +54,16 @@ def check_request(path: Path, rules: Rules) -> ModelConfig:
         )
     if config.value_dim is not None:
         raise ConfigError(f"{path}: values are narrower than keys, and such models not rewritten")
+    return config
+
+
+def check_request(path: Path, rules: Rules) -> ModelConfig:
+    """Return the model's configuration.
+
+    Raises ConfigError as check_source(), or for rules that name what it does not have or quantise
+    nothing.
+    """
+    config = check_source(path)
     check_rules(
         rules,
         num_layers=config.num_layers,

@@ -1,4 +1,7 @@
-"""Mixed formats against uniform ones of as many bytes, on a model with planted sensitive layers."""
+"""Mixed formats against uniform ones of as many bytes, on a model with planted sensitive layers.
+
+And the mean of bits against the bytes of a file.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from deploy.placement.sensitivity import Entry, Sensitivity
 from deploy.placement.shapes import ModelShape
@@ -15,12 +19,37 @@ from deploy.quantisation.sensitivity import find, predicted, sampled
 from deploy.quantisation.specification import parse_bits
 from deploy.quantisation.writing import write_quantised
 from models.description.config import load_model_config
+from models.quantised.precision import checkpoint_rules
+from tests.checkpoints import make_checkpoint
 from tests.deploy.quantisation.sources import NUM_LAYERS, SENSITIVE, divergence, planted
 from topspin.plan.precision import Rules, format_of
 
 
 def tokens(seed: int, count: int) -> torch.Tensor:
     return torch.randint(0, 256, (count, 64), generator=torch.Generator().manual_seed(seed))
+
+
+def test_mean_bits_are_those_of_what_is_coded(tmp_path: Path) -> None:
+    """The matrices of latents' heads are not: they count neither as bits nor as numbers."""
+    source = make_checkpoint(tmp_path / "source", "deepseek_v3", v_head_dim=16, q_lora_rank=32)
+    (tmp_path / "coded").mkdir()
+    rounding = Rounding(method="nearest", dtype=torch.float32)
+    rules = parse_bits("4,attention[0]=8")
+    write_quantised(source, tmp_path / "coded", rules, rounding, tokens=tokens(1, 1))
+
+    config = load_model_config(tmp_path / "coded")
+    read = checkpoint_rules(tmp_path / "coded", config)["cpu"]
+    bits = mean_bits(read, ModelShape.from_config(config), group=32, symmetric=False)
+
+    stored = load_file(tmp_path / "coded" / "model.safetensors")
+    numbers = sum(int(each.prod()) for name, each in stored.items() if name.endswith("_shape"))
+    # The tiny model's scales have 32 bits, a written checkpoint's usually 16.
+    num_bytes = sum(
+        each.nbytes / (2 if name.endswith("scale") else 1)
+        for name, each in stored.items()
+        if name.endswith(("packed", "scale", "point"))
+    )
+    assert bits == pytest.approx(num_bytes * 8 / numbers)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.cli.main import main
 from deploy.placement.shapes import ModelShape
 from deploy.quantisation.writing import check_request
 from kernels.dispatch import select_ops
@@ -121,10 +122,14 @@ def test_quantised_values_have_zeros_behind_them(tmp_path: Path, form: str) -> N
         assert not values[..., VALUE_DIM:].any()
 
 
-def test_what_narrow_values_do_not_go_with_is_named(tmp_path: Path) -> None:
+def test_what_narrow_values_do_not_go_with_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = _with_one_rope(make_checkpoint(tmp_path, "narrow"))
     with pytest.raises(ConfigError, match="values are narrower than keys"):
         check_request(path, rules_of("int8"))
+    assert main(["sensitivity", str(path), "-o", str(tmp_path / "found.json")]) == 2
+    assert "values are narrower than keys" in capsys.readouterr().err
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, "v_head_dim": 96}))
     with pytest.raises(ConfigError, match=r"v_head_dim = 96: .* head_dim = 64"):
