@@ -82,9 +82,12 @@ class RetrievalFlags:
                     f"whole blocks of {BLOCK_SIZE}"
                 )
         path = resolve_model(args.model)
+        config = load_model_config(path)
+        if config.latent is not None:
+            raise ConfigError(f"{path}: latents, which are the keys of all heads, are not coded")
         text = _read(args.text)
         ids = Tokenizer.from_directory(path).encode(text, add_special_tokens=True)
-        length = min(args.tokens, load_model_config(path).context_length) // BLOCK_SIZE * BLOCK_SIZE
+        length = min(args.tokens, config.context_length) // BLOCK_SIZE * BLOCK_SIZE
         if len(ids) < length:
             raise ConfigError(
                 f"the text has {len(ids)} tokens, fewer than {length}; give a longer --text, or "

@@ -146,6 +146,12 @@ def test_a_text_that_is_too_short_is_refused(checkpoint: Path, tmp_path: Path) -
         command.main([str(checkpoint), "--text", str(file)])
 
 
+def test_keys_that_are_latents_are_refused(tmp_path: Path) -> None:
+    """So does a server with --kv-retrieval-tokens."""
+    with pytest.raises(ConfigError, match="latents, which are the keys of all heads"):
+        command.main([str(make_checkpoint(tmp_path, "deepseek_v2_lite"))])
+
+
 def test_steps_in_which_nothing_is_selected_are_no_result(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
