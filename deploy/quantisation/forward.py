@@ -93,7 +93,7 @@ def _attention(
         tree=None,
         device=rows.device,
     )
-    q, k, v = (each.unflatten(0, (num_seqs, length)).transpose(1, 2) for each in (q, k, v))
+    q, k, v = (each.view(num_seqs, length, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
     if weights.sinks is not None:
         k, v, seen = _with_sinks(k, v, seen, weights.sinks)
     mixed = F.scaled_dot_product_attention(
@@ -125,7 +125,7 @@ def _normed_heads(
     norms, eps = (weights.q_norm, weights.k_norm), config.rms_norm_eps
     heads = []
     sizes = [config.q_size, config.kv_size, config.kv_size]
-    for idx, part in enumerate(projected.split(sizes, dim=-1)):
+    for idx, part in enumerate(torch.split(projected, sizes, dim=-1)):
         norm = norms[idx] if idx < len(norms) else None
         if norm is not None and config.qk_norm == "full":
             part = reference.rms_norm(part, norm, eps=eps)
@@ -154,14 +154,14 @@ def _heads_of_latents(
     assert own is not None
     assert weights.k_norm is not None
     sizes = [projected.shape[1] - latent.cached_dim, latent.rank, latent.rope_dim]
-    queries, latents, shared = projected.split(sizes, dim=-1)
+    queries, latents, shared = torch.split(projected, sizes, dim=-1)
     if own.queries is not None:
         assert weights.q_norm is not None
         queries = reference.rms_norm(queries, weights.q_norm, eps=latent.norm_eps)
         if observe is not None:
             observe(QUERIES, queries)
         queries = F.linear(queries, _tensor(own.queries))
-    q, shared = queries.unflatten(1, (-1, latent.head_dim)), shared[:, None]
+    q, shared = queries.view(len(queries), -1, latent.head_dim), shared[:, None]
     reference.rotate(q[..., latent.nope_dim :], shared, *angles)
     latents = reference.rms_norm(latents, weights.k_norm, eps=latent.norm_eps)
     keys, values = (

@@ -28,7 +28,7 @@ def test_a_parts_divergence_is_that_of_a_checkpoint(tmp_path: Path, name: str) -
     """Heads are in another order in memory than in the checkpoint that is written."""
     source = make_checkpoint(tmp_path / "source", name, **SIZES[name])
     tokens = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(3))
-    rounding = Rounding(method="nearest", dtype=torch.float32)
+    rounding = Rounding(dtype=torch.float32)
     parts = [
         part for part, layers in parts_of(load_model_config(source)).items() if LAYER in layers
     ]
