@@ -1,4 +1,4 @@
-"""What each part costs by itself, against transformers' logits of written checkpoints."""
+"""The cost of each part by itself, against transformers' logits of written checkpoints."""
 
 from __future__ import annotations
 
