@@ -25,6 +25,11 @@ from kernels import reference
 from kernels import retrieval as plain
 from kernels.contracts import AttentionMeta, KeyCodes, Retrieval, is_latent
 from kernels.cpu.attention_rows import Row, plan_work
+from kernels.cpu.compiled.attention.latents import (
+    attend_to_latents,
+    can_attend_to_latents,
+    divide_heads,
+)
 from kernels.cpu.compiled.attention.rows import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.cpu.compiled.retrieval.search import attend_selected, can_search
 from kernels.cpu.compiled.retrieval.words import RetrievalWords
@@ -85,6 +90,8 @@ class _Plan(NamedTuple):
 
     single: WorkWords | None
     """The rows that are computed one by one, and attend to all keys that they see."""
+    by_blocks: bool
+    """Whether these attend to latents, in blocks of heads."""
     groups: tuple[PaddedGroup, ...]
     num_rows: int
     retrieval: RetrievalWords | None
@@ -237,6 +244,7 @@ def _plan(
     meta: AttentionMeta,
     q: Tensor,
     k_cache: Tensor,
+    v_cache: Tensor,
     out: Tensor,
     sliding_window: int | None,
     retrieval: Retrieval | None,
@@ -245,8 +253,11 @@ def _plan(
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
     singly = can_attend(q, k_cache, meta.block_tables, out)
-    retrieves = retrieval is not None
-    memo_key = (_MEMO, sliding_window, block_size, num_groups, head_dim, repeat, singly, retrieves)
+    by_blocks = singly and can_attend_to_latents(q, k_cache, v_cache)
+    memo_key = (
+        *(_MEMO, sliding_window, block_size, num_groups, head_dim, repeat),
+        *(singly, by_blocks, retrieval is not None),
+    )
     if memo_key not in meta.memo:
         queries = _queries(meta)
         pieces = _attending_to_all(queries, sliding_window, retrieval)
@@ -268,13 +279,13 @@ def _plan(
         single = selecting = None
         heads = HeadShape(q.shape[1], num_groups, head_dim)
         if rows or retrieval is not None:  # renew() may give it some
-            single = WorkWords(heads)
+            single = WorkWords(heads, divide_heads if by_blocks else None)
             single.fill(plan_work(rows), meta.block_tables)
         if retrieval is not None:
             selecting = RetrievalWords(heads)
             selecting.fill(meta, retrieval)
         num_rows = int(meta.query_start[-1])
-        meta.memo[memo_key] = _Plan(single, groups, num_rows, selecting)
+        meta.memo[memo_key] = _Plan(single, by_blocks, groups, num_rows, selecting)
     return cast("_Plan", meta.memo[memo_key])
 
 
@@ -346,19 +357,14 @@ def paged_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend to the cached positions; see `kernels.reference.paged_attention`."""
-    if is_latent(k_cache, v_cache):
-        whole = paged_attention(
-            q, k_cache, k_cache, meta, scale=scale, sliding_window=sliding_window, sinks=sinks
-        )
-        attended = whole[..., : v_cache.shape[3]]
-        return attended if out is None else out.copy_(attended)
+    latent = is_latent(k_cache, v_cache)
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(*q.shape[:2], v_cache.shape[3])
     retrieval = None if codes is None else meta.retrieval
     if codes is not None and retrieval is not None:
         heads = HeadShape(q.shape[1], *k_cache.shape[2:])
         is_known = can_attend(q, k_cache, meta.block_tables, out) and can_search(codes, k_cache)
-        if not is_known or heads.num_tiles > 1 or sliding_window is not None:
+        if latent or not is_known or heads.num_tiles > 1 or sliding_window is not None:
             assert not retrieval.hot, "keys in a file need a compiled search"
             return reference.paged_attention(
                 q,
@@ -371,11 +377,12 @@ def paged_attention(
                 codes=codes,
                 out=out,
             )
-    plan = _plan(meta, q, k_cache, out, sliding_window, retrieval)
+    plan = _plan(meta, q, k_cache, v_cache, out, sliding_window, retrieval)
     if plan.num_rows < len(out):
         out[plan.num_rows :] = 0
     if plan.single is not None:
-        attend_rows(q, k_cache, v_cache, plan.single, out, scale=scale, sinks=sinks)
+        attend = attend_to_latents if plan.by_blocks else attend_rows
+        attend(q, k_cache, v_cache, plan.single, out, scale=scale, sinks=sinks)
     if codes is not None and plan.retrieval is not None:
         ended = None if retrieval is None else retrieval.ended
         words = plan.retrieval
@@ -383,5 +390,6 @@ def paged_attention(
             q, k_cache, v_cache, codes, words, out, scale=scale, sinks=sinks, ended=ended
         )
     for group in plan.groups:
-        attend_group(q, k_cache, v_cache, group, out, scale=scale, sinks=sinks)
+        values = k_cache if latent else v_cache
+        attend_group(q, k_cache, values, group, out, scale=scale, sinks=sinks)
     return out

@@ -69,7 +69,10 @@ def attend_group(
     scale: float,
     sinks: Tensor | None,
 ) -> None:
-    """Write the rows of `group` of out [T, N, D]; all else as in `paged_attention`."""
+    """Write the rows of `group` of out [T, N, V]; all else as in `paged_attention`.
+
+    Only the first V numbers of the values count.
+    """
     result = _attend(
         q if group.rows is None else q.index_select(0, group.rows),
         _gather(k_cache, group.slots, q.dtype),
@@ -78,6 +81,7 @@ def attend_group(
         scale=scale,
         sinks=sinks,
     )
+    result = result[..., : out.shape[2]]
     if group.unpadded is not None:
         result = result.index_select(0, group.unpadded)
     if group.targets is None:

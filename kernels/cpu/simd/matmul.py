@@ -14,7 +14,9 @@ functions only.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 from llvmlite import ir
@@ -34,6 +36,7 @@ SUM_BYTES: Final = 4 * TASK_OUTPUTS
 """Size of one row of the fp32 sums of a task."""
 ROW_MULTIPLE: Final = 16
 """Sums are written for this many rows at a time, also beyond the last row."""
+_SYS_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 _PAIR_BYTES: Final = 4 * TASK_OUTPUTS
 _VECTOR: Final = 4 * simd.LANES
 # A tile of AMX: 16 rows of 64 bytes. A step multiplies one tile of 16 rows and 32 inputs.
@@ -60,6 +63,15 @@ def can_multiply_blocks(width: int) -> bool:
 HAS_TILES: Final = cpu_has("amx-tile", "amx-bf16", "avx512f")
 HAS_DOT_PAIRS: Final = cpu_has("avx512bf16", "avx512f")
 HAS_FMA: Final = cpu_has("avx2", "fma") and not cpu_has("avx512f")
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Return whether there is AMX and Linux lets this process use it, which must ask for that."""
+    if not HAS_TILES:
+        return False
+    asked = ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA)
+    return bool(asked == 0)
 
 
 def _tile(num_rows: int) -> Callable[..., None]:
@@ -134,18 +146,19 @@ _ROWS_TILE: Final = 4
 _WEIGHT_TILES: Final = (5, 6, 7)
 
 
-def _amx(builder: ir.IRBuilder, name: str, *operands: ir.Value | int) -> None:
+def amx(builder: ir.IRBuilder, name: str, *operands: ir.Value | int) -> None:
     """Call an AMX intrinsic; an int names a tile."""
     values = [ir.Constant(ir.IntType(8), x) if isinstance(x, int) else x for x in operands]
     simd.call(builder, f"llvm.x86.{name}", ir.VoidType(), values)
 
 
-def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def tile_pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Return an address as AMX intrinsics take it."""
     return simd.pointer(builder, address, ir.IntType(8))
 
 
 @operation(types.none, [types.int64])
-def _open_tiles(builder: ir.IRBuilder, memory: ir.Value) -> None:
+def open_tiles(builder: ir.IRBuilder, memory: ir.Value) -> None:
     """Configure all tiles to 16 rows of 64 bytes; `memory`: 64 bytes for the settings."""
     settings = bytearray(64)
     settings[0] = 1  # the palette
@@ -154,19 +167,19 @@ def _open_tiles(builder: ir.IRBuilder, memory: ir.Value) -> None:
         settings[48 + tile] = 16  # rows
     kind = ir.VectorType(ir.IntType(8), 64)
     simd.store(builder, memory, ir.Constant(kind, list(settings)))
-    _amx(builder, "ldtilecfg", _pointer(builder, memory))
+    amx(builder, "ldtilecfg", tile_pointer(builder, memory))
 
 
 @operation(types.none, [])
-def _close_tiles(builder: ir.IRBuilder) -> None:
+def close_tiles(builder: ir.IRBuilder) -> None:
     """Release the tiles, so that the processor need not save them any more."""
-    _amx(builder, "tilerelease")
+    amx(builder, "tilerelease")
 
 
 @operation(types.none, [])
 def _clear_sums(builder: ir.IRBuilder) -> None:
     for tile in range(4):
-        _amx(builder, "tilezero", tile)
+        amx(builder, "tilezero", tile)
 
 
 @operation(types.none, [types.int64] * 4)
@@ -178,15 +191,15 @@ def _add_steps(
     def step(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         place = builder.add(rows, builder.mul(index, simd.constant(_VECTOR)))
         stride = simd.constant(_STAGED_ROW_BYTES)
-        _amx(builder, "tileloadd64", _ROWS_TILE, _pointer(builder, place), stride)
+        amx(builder, "tileloadd64", _ROWS_TILE, tile_pointer(builder, place), stride)
         offset = builder.mul(index, simd.constant(_STEP_BYTES))
         for part in range(4):
             block = builder.add((weight, second)[part // 2], offset)
             numbers = builder.add(block, simd.constant(_VECTOR * (part % 2)))
             tile = _WEIGHT_TILES[part % len(_WEIGHT_TILES)]
             stride = simd.constant(4 * TILE_WIDTH)
-            _amx(builder, "tileloadd64", tile, _pointer(builder, numbers), stride)
-            _amx(builder, "tdpbf16ps", part, _ROWS_TILE, tile)
+            amx(builder, "tileloadd64", tile, tile_pointer(builder, numbers), stride)
+            amx(builder, "tdpbf16ps", part, _ROWS_TILE, tile)
         return []
 
     simd.count_up(builder, steps, [], step)
@@ -197,11 +210,11 @@ def _store_sums(builder: ir.IRBuilder, sums: ir.Value) -> None:
     """Write the sums [16, 64]."""
     for tile in range(4):
         place = builder.add(sums, simd.constant(_VECTOR * tile))
-        _amx(builder, "tilestored64", tile, _pointer(builder, place), simd.constant(SUM_BYTES))
+        amx(builder, "tilestored64", tile, tile_pointer(builder, place), simd.constant(SUM_BYTES))
 
 
 _staged_rows = simd.stack(ROW_MULTIPLE * _STAGED_ROW_BYTES)
-_tile_settings = simd.stack(64)
+tile_settings = simd.stack(64)
 
 
 @inlined
@@ -209,7 +222,7 @@ def _multiply_by_tiles(
     rows: int, num_rows: int, weight: int, second: int, pairs: int, sums: int
 ) -> None:
     staged = _staged_rows()
-    _open_tiles(_tile_settings())
+    open_tiles(tile_settings())
     for first in range(0, num_rows, ROW_MULTIPLE):
         count = min(num_rows - first, ROW_MULTIPLE)
         _clear_sums()
@@ -226,7 +239,7 @@ def _multiply_by_tiles(
             steps = (here + _STEP_PAIRS - 1) // _STEP_PAIRS
             _add_steps(staged, weight + offset, second + offset, steps)
         _store_sums(sums + first * SUM_BYTES)
-    _close_tiles()
+    close_tiles()
 
 
 @inlined

@@ -3,8 +3,8 @@
 Owns the arguments of that kernel, the words of its work, and the widening of caches in fp8, whose
 heads are computed with in the queries' dtype. A key's number counts along the row's
 branch; its position is that in the sequence (`kernels.cpu.attention_rows`), its slot is found in
-the sequence's block table. Used by `kernels.cpu.compiled.attention.rows`, inside compiled
-functions.
+the sequence's block table. Used by the kernels of `kernels.cpu.compiled`, inside
+compiled functions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kernels.cpu.simd import lanes as simd
 
 (
     Q, Q_STRIDE, OUT, OUT_STRIDE, K_CACHE, V_CACHE, BLOCK_SIZE, NUM_KV_HEADS, REPEAT, HEAD_DIM,
-    IS_BF16, SCALE, WORK, CACHE_IS_FP8, SINKS,
-) = offsets(15)  # fmt: skip
+    IS_BF16, SCALE, WORK, CACHE_IS_FP8, SINKS, VALUE_DIM,
+) = offsets(16)  # fmt: skip
 """The kernel's arguments. Strides are in bytes; WORK is the address of WorkWords, SINKS that of
-f32[N], 0: there are none."""
-NUM_ARGUMENTS: Final = 15
+f32[N], 0: there are none. Of latents VALUE_DIM is less than HEAD_DIM."""
+NUM_ARGUMENTS: Final = 16
 
 (
     PIECES, NUM_PIECES, MERGES, NUM_MERGES, PARTS, BRANCHES, TABLES, TABLE_STRIDE, GROUPS_PER_TASK,
@@ -37,8 +37,15 @@ WIDENED_BYTES: Final = 4 * MAX_FP8_DIM * simd.LANES
 
 @inlined
 def bytes_of_head(block: int) -> int:
-    """Return the bytes of a head of a query, and of a key or value as it is computed with."""
+    """Return the bytes of a head of a query, and of a key as it is computed with."""
     size: int = simd.read_i64(block + HEAD_DIM) * (4 - 2 * simd.read_i64(block + IS_BF16))
+    return size
+
+
+@inlined
+def bytes_of_value(block: int) -> int:
+    """Return the bytes of a value as it is computed with, and of a head of the output."""
+    size: int = simd.read_i64(block + VALUE_DIM) * (4 - 2 * simd.read_i64(block + IS_BF16))
     return size
 
 

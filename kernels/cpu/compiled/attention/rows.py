@@ -13,6 +13,7 @@ Letters as in `kernels.contracts`. A slice is 64 bytes of a head (`kernels.cpu.s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -25,9 +26,7 @@ from kernels.cpu.compiled.attention.keys import (
     GROUPS_PER_TASK,
     IS_BF16,
     K_CACHE,
-    MERGES,
     NUM_KV_HEADS,
-    NUM_MERGES,
     NUM_PIECES,
     NUM_TILES,
     PARTS,
@@ -43,6 +42,7 @@ from kernels.cpu.compiled.attention.keys import (
     bytes_in_cache,
     bytes_of_head,
     bytes_of_slot,
+    bytes_of_value,
     key_offset,
     position_of,
     run_length,
@@ -113,14 +113,33 @@ def _lie_whole(x: Tensor) -> bool:
     return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
 
 
+Division = Callable[[HeadShape, int], tuple[int, int]]
+"""Returns GROUPS_PER_TASK and NUM_TILES of WorkWords for a number of pieces."""
+
+
+def _divide_heads(heads: HeadShape, num_pieces: int) -> tuple[int, int]:
+    # Heads computed together read each block once; having enough tasks, or as many for each
+    # thread, matters more.
+    num_threads, part_bytes = torch.get_num_threads(), _part_bytes(heads.head_dim)
+    wanted = max(num_pieces * heads.num_kv_heads // (4 * num_threads), 1)
+    groups_per_task = min(
+        max(STATE_BYTES // (heads.num_heads // heads.num_kv_heads * part_bytes), 1),
+        wanted if num_pieces % num_threads else heads.num_kv_heads,
+        heads.num_kv_heads,
+    )
+    return groups_per_task, heads.num_tiles
+
+
 class WorkWords:
     """The Work of a step in memory, for all layers with the same heads and window.
 
     A recorded step reads it at its address, so that each replay attends to its own keys.
     """
 
-    def __init__(self, heads: HeadShape) -> None:
+    def __init__(self, heads: HeadShape, divide: Division | None = None) -> None:
+        """`divide` is that of the kernel which reads the words; None: that of attend_rows."""
         self._heads = heads
+        self._divide = divide or _divide_heads
         self._words = torch.zeros(10, dtype=torch.int64)
         self._read: tuple[Tensor, ...] = ()
 
@@ -133,15 +152,6 @@ class WorkWords:
         """Write the work of the next launches; keeps what they read."""
         heads = self._heads
         part_bytes = _part_bytes(heads.head_dim)
-        # Heads computed together read each block once; having enough tasks, or as many for each
-        # thread, matters more.
-        num_pieces, num_threads = work.pieces.shape[0], torch.get_num_threads()
-        wanted = max(num_pieces * heads.num_kv_heads // (4 * num_threads), 1)
-        groups_per_task = min(
-            max(STATE_BYTES // (heads.num_heads // heads.num_kv_heads * part_bytes), 1),
-            wanted if num_pieces % num_threads else heads.num_kv_heads,
-            heads.num_kv_heads,
-        )
         parts = torch.empty(work.num_parts * heads.num_heads, part_bytes // 4)
         self._read = (work.pieces, work.merges, parts, work.branches, block_tables)
         self._words.numpy()[:] = (
@@ -153,8 +163,7 @@ class WorkWords:
             work.branches.data_ptr(),
             block_tables.data_ptr(),
             block_tables.stride(0) * 4,
-            groups_per_task,
-            heads.num_tiles,
+            *self._divide(heads, work.pieces.shape[0]),
         )
 
 
@@ -168,7 +177,7 @@ def attend_rows(
     scale: float,
     sinks: Tensor | None = None,
 ) -> None:
-    """Write the rows of `work` of out [T, N, D]; all else as in `paged_attention`.
+    """Write the rows of `work` of out [T, N, V]; all else as in `paged_attention`.
 
     The heads of a row of out are contiguous, as those of q.
     """
@@ -205,6 +214,7 @@ def head_arguments(
         work.address,
         int(k_cache.dtype == torch.float8_e4m3fn),
         0 if sinks is None else sinks.data_ptr(),
+        out.shape[2],
     )
 
 
@@ -280,7 +290,7 @@ def _add_values(
 
     Prefetches `ask_bytes` of each key at `ask` of the piece's next chunk; 0: none.
     """
-    head_bytes, stride = bytes_of_head(block), bytes_of_slot(block)
+    value_bytes, stride = bytes_of_value(block), bytes_of_slot(block)
     is_bf16, is_fp8 = simd.read_i64(block + IS_BF16), simd.read_i64(block + CACHE_IS_FP8)
     if is_fp8:
         stride = widened_pitch(block)
@@ -296,8 +306,8 @@ def _add_values(
         if is_fp8:
             widen_run(block, run, count, scores + WIDENED)
             run = scores + WIDENED
-        for offset in range(0, head_bytes, SLICE):
-            rest = (head_bytes - offset) // 4
+        for offset in range(0, value_bytes, SLICE):
+            rest = (value_bytes - offset) // 4
             sums = state + VECTOR + offset * (1 + is_bf16)
             add_run(block, heads, sums, weights, run + offset, stride, count, rest)
         key += count
@@ -397,11 +407,4 @@ def _attend(block: int) -> None:
         finish_task(block, 0)
         task = claim_task(block, 0)
     wait_for_tasks(block, 0, num_tasks)
-    num_tasks = simd.read_i64(work + NUM_MERGES) * num_groups
-    task = claim_task(block, 1)
-    while task < num_tasks:
-        merge = simd.read_i64(work + MERGES) + task // num_groups * 24
-        merge_parts(block, merge, task % num_groups, states)
-        finish_task(block, 1)
-        task = claim_task(block, 1)
-    wait_for_tasks(block, 1, num_tasks)
+    merge_parts(block, 1, states)

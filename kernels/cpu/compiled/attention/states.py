@@ -16,22 +16,27 @@ import numpy as np
 
 from kernels.cpu.compiled.attention.keys import (
     IS_BF16,
+    MERGES,
     NUM_KV_HEADS,
+    NUM_MERGES,
     OUT,
     OUT_STRIDE,
     PARTS,
     REPEAT,
     SINKS,
     WORK,
-    bytes_of_head,
+    bytes_of_value,
 )
 from kernels.cpu.compiled.runtime import inlined
 from kernels.cpu.simd import attention as inner
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.attention import SCORE_PITCH, SLICE
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 VECTOR: Final = 4 * simd.LANES
+MERGED_HEADS: Final = 4
+"""Query heads whose parts one task joins."""
 
 
 @inlined
@@ -75,17 +80,17 @@ def write_out(block: int, state: int, row: int, head: int) -> None:
 
     Only here, where all keys are in the state, the head's sink is added to the exponentials.
     """
-    head_bytes = bytes_of_head(block)
+    value_bytes = bytes_of_value(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
-    out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE) + head * head_bytes
+    out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE) + head * value_bytes
     mass, sinks = simd.read_f32(state + 4), simd.read_i64(block + SINKS)
     if sinks:
         # The exponential's bound: a sink that is higher leaves nothing of the values either.
         above = min(simd.read_f32(sinks + 4 * head) - simd.read_f32(state), np.float32(87))
         mass += vectors.max_lanes(vectors.exp(vectors.splat(above)))
     total = vectors.splat(mass)
-    for offset in range(0, head_bytes, SLICE):
-        rest = (head_bytes - offset) // 4
+    for offset in range(0, value_bytes, SLICE):
+        rest = (value_bytes - offset) // 4
         place = state + VECTOR + offset * (1 + is_bf16)
         first = vectors.div(vectors.load_f32(place), total)
         if is_bf16:
@@ -98,39 +103,56 @@ def write_out(block: int, state: int, row: int, head: int) -> None:
 @inlined
 def state_vectors(block: int) -> int:
     """Return the vectors of a state."""
-    head_bytes = bytes_of_head(block)
-    slices = (head_bytes + SLICE - 1) // SLICE
+    value_bytes = bytes_of_value(block)
+    slices = (value_bytes + SLICE - 1) // SLICE
     count: int = 1 + slices * (1 + simd.read_i64(block + IS_BF16))
     return count
 
 
 @inlined
-def merge_parts(block: int, merge: int, group: int, state: int) -> None:
-    """Join the parts of one row for the query heads of one key/value head."""
+def merge_parts(block: int, phase: int, state: int) -> None:
+    """Join the parts of all rows that have some; `state` is memory for a state."""
+    work = simd.read_i64(block + WORK)
+    num_heads = simd.read_i64(block + REPEAT) * simd.read_i64(block + NUM_KV_HEADS)
+    num_ranges = (num_heads + MERGED_HEADS - 1) // MERGED_HEADS
+    num_tasks = simd.read_i64(work + NUM_MERGES) * num_ranges
+    task = claim_task(block, phase)
+    while task < num_tasks:
+        merge = simd.read_i64(work + MERGES) + task // num_ranges * 24
+        first = task % num_ranges * MERGED_HEADS
+        for head in range(first, min(first + MERGED_HEADS, num_heads)):
+            _merge_head(block, merge, head, state)
+        finish_task(block, phase)
+        task = claim_task(block, phase)
+    wait_for_tasks(block, phase, num_tasks)
+
+
+@inlined
+def _merge_head(block: int, merge: int, head: int, state: int) -> None:
+    """Join the parts of one row for a query head."""
     row, first, count = simd.read_i64(merge), simd.read_i64(merge + 8), simd.read_i64(merge + 16)
-    repeat, num_vectors = simd.read_i64(block + REPEAT), state_vectors(block)
-    num_heads = repeat * simd.read_i64(block + NUM_KV_HEADS)
+    num_heads = simd.read_i64(block + REPEAT) * simd.read_i64(block + NUM_KV_HEADS)
+    num_vectors = state_vectors(block)
     step = num_heads * num_vectors * VECTOR
-    memory = simd.read_i64(simd.read_i64(block + WORK) + PARTS)
-    for head in range(group * repeat, group * repeat + repeat):
-        parts = memory + (first * num_heads + head) * num_vectors * VECTOR
-        peak = np.float32(-np.inf)
-        for idx in range(count):
-            peak = max(peak, simd.read_f32(parts + idx * step))
-        clear(state, num_vectors)
-        simd.write_f32(state, peak)
-        for idx in range(count):
-            part = parts + idx * step
-            factor = vectors.exp(vectors.splat(simd.read_f32(part) - peak))
-            total = simd.read_f32(part + 4) * vectors.max_lanes(factor)
-            simd.write_f32(state + 4, simd.read_f32(state + 4) + total)
-            for vector in range(1, num_vectors):
-                place = vector * VECTOR
-                added = vectors.fma(
-                    vectors.load_f32(part + place), factor, vectors.load_f32(state + place)
-                )
-                vectors.store_f32(state + place, added)
-        write_out(block, state, row, head)
+    parts = simd.read_i64(simd.read_i64(block + WORK) + PARTS)
+    parts += (first * num_heads + head) * num_vectors * VECTOR
+    peak = np.float32(-np.inf)
+    for idx in range(count):
+        peak = max(peak, simd.read_f32(parts + idx * step))
+    clear(state, num_vectors)
+    simd.write_f32(state, peak)
+    for idx in range(count):
+        part = parts + idx * step
+        factor = vectors.exp(vectors.splat(simd.read_f32(part) - peak))
+        total = simd.read_f32(part + 4) * vectors.max_lanes(factor)
+        simd.write_f32(state + 4, simd.read_f32(state + 4) + total)
+        for vector in range(1, num_vectors):
+            place = vector * VECTOR
+            added = vectors.fma(
+                vectors.load_f32(part + place), factor, vectors.load_f32(state + place)
+            )
+            vectors.store_f32(state + place, added)
+    write_out(block, state, row, head)
 
 
 Weigh = Callable[[int, int, int, int, int, int, int], None]

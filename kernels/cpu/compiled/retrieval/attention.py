@@ -14,9 +14,7 @@ from kernels.cpu.compiled.attention.keys import (
     CACHE_IS_FP8,
     IS_BF16,
     K_CACHE,
-    MERGES,
     NUM_KV_HEADS,
-    NUM_MERGES,
     NUM_PIECES,
     PARTS,
     PIECES,
@@ -215,11 +213,4 @@ def attend_lists(block: int) -> None:
         finish_task(block, 0)
         task = claim_task(block, 0)
     wait_for_tasks(block, 0, num_tasks)
-    num_tasks = simd.read_i64(work + NUM_MERGES) * num_groups
-    task = claim_task(block, 1)
-    while task < num_tasks:
-        merge = simd.read_i64(work + MERGES) + task // num_groups * 24
-        merge_parts(block, merge, task % num_groups, states)
-        finish_task(block, 1)
-        task = claim_task(block, 1)
-    wait_for_tasks(block, 1, num_tasks)
+    merge_parts(block, 1, states)
