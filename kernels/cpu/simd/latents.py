@@ -1,12 +1,12 @@
-"""The inner loops of attention to latents, for kernels that numba compiles.
+"""The inner loops of attention to latents with AMX, for kernels that numba compiles.
 
 Sixteen query heads share each key, so that scores and sums of values are products of matrices, of
 bf16 numbers to fp32 sums, made of tiles: 16 rows of 64 bytes. One factor has its rows as they lie;
 the other has pairs of its rows: row i of a tile has of each column the numbers 2 i and 2 i + 1.
 Scores are the products of keys, as they lie, and of the queries' pairs; sums those of weights and
 of pairs of values. The even and the odd numbers of a slice of values are apart, as in
-`kernels.cpu.simd.attention`. Each product has two forms, with AMX and with vectors. A sum depends
-on its own head and keys only. Used by `kernels.cpu.compiled.attention.latents`, inside compiled
+`kernels.cpu.simd.attention`. A sum depends on its own head and keys only. The caller opens the
+tiles (`kernels.cpu.simd.matmul`). Used by `kernels.cpu.compiled.attention.latents`, inside compiled
 functions only.
 """
 
@@ -31,8 +31,6 @@ SLAB: Final = 2 * SLICE
 """The bytes of a value whose sums are made together."""
 SLAB_TILES: Final = 4
 _VECTOR: Final = 4 * simd.LANES
-# Rows of sums that the registers hold with the numbers that they come from, in the form of vectors.
-_ROWS_AT_ONCE: Final = 4
 _SUM_TILES: Final = range(4)
 _LEFT_TILE: Final = 4
 _RIGHT_TILES: Final = (5, 6, 7)
@@ -104,7 +102,7 @@ def pair_values(
 
 
 @operation(types.none, [types.int64] * 5, apart=True)
-def score_by_tiles(
+def score_keys(
     builder: ir.IRBuilder,
     groups: ir.Value,
     stride: ir.Value,
@@ -141,45 +139,7 @@ def score_by_tiles(
 
 
 @operation(types.none, [types.int64] * 5, apart=True)
-def score_by_vectors(
-    builder: ir.IRBuilder,
-    groups: ir.Value,
-    stride: ir.Value,
-    queries: ir.Value,
-    steps: ir.Value,
-    scores: ir.Value,
-) -> None:
-    """Do the same as score_by_tiles."""
-    num_pairs = builder.mul(steps, simd.constant(simd.LANES))
-
-    def score_group(group: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        first = simd.load(builder, _at(builder, groups, group, 8), simd.I64)
-        keys = [
-            builder.add(first, builder.mul(stride, simd.constant(key))) for key in range(simd.LANES)
-        ]
-
-        def add_pair(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            pairs = simd.load(builder, _at(builder, queries, index, _VECTOR), simd.I32_LANES)
-            added = []
-            for key, total in zip(keys, totals, strict=True):
-                pair = simd.load(builder, _at(builder, key, index, 4), simd.I32)
-                added.append(simd.dot_pairs(builder, total, simd.broadcast(builder, pair), pairs))
-            return added
-
-        zeros = [simd.lanes_of(simd.F32_LANES, 0.0)] * simd.LANES
-        totals = simd.count_up(builder, num_pairs, zeros, add_pair)
-        for key, total in enumerate(totals):
-            place = builder.add(
-                _at(builder, scores, group, TILE_BYTES), simd.constant(_VECTOR * key)
-            )
-            simd.store(builder, place, total)
-        return []
-
-    simd.count_up(builder, simd.constant(SCORED_GROUPS), [], score_group)
-
-
-@operation(types.none, [types.int64] * 5, apart=True)
-def add_by_tiles(
+def add_values(
     builder: ir.IRBuilder,
     sums: ir.Value,
     pitch: ir.Value,
@@ -212,58 +172,3 @@ def add_by_tiles(
     simd.count_up(builder, count, [], step)
     for tile in _SUM_TILES:
         amx(builder, "tilestored64", tile, places[tile], pitch)
-
-
-@operation(types.none, [types.int64] * 5, apart=True)
-def add_by_vectors(
-    builder: ir.IRBuilder,
-    sums: ir.Value,
-    pitch: ir.Value,
-    weights: ir.Value,
-    values: ir.Value,
-    count: ir.Value,
-) -> None:
-    """Do the same as add_by_tiles."""
-    num_pairs = builder.mul(count, simd.constant(simd.LANES))
-
-    def add_rows(turn: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        first = builder.mul(turn, simd.constant(_ROWS_AT_ONCE))
-        begin = builder.add(sums, builder.mul(first, pitch))
-        places = [
-            builder.add(
-                builder.add(begin, builder.mul(pitch, simd.constant(row))),
-                simd.constant(_VECTOR * part),
-            )
-            for row in range(_ROWS_AT_ONCE)
-            for part in range(SLAB_TILES)
-        ]
-
-        def add_pair(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            tile = builder.lshr(index, simd.constant(4))
-            lane = builder.and_(index, simd.constant(simd.LANES - 1))
-            row = _at(builder, _at(builder, values, tile, SLAB_TILES * TILE_BYTES), lane, _VECTOR)
-            numbers = [
-                simd.load(
-                    builder, builder.add(row, simd.constant(TILE_BYTES * part)), simd.I32_LANES
-                )
-                for part in range(SLAB_TILES)
-            ]
-            own = _at(builder, _at(builder, weights, tile, TILE_BYTES), first, _VECTOR)
-            own = _at(builder, own, lane, 4)
-            added = []
-            for head in range(_ROWS_AT_ONCE):
-                place = builder.add(own, simd.constant(_VECTOR * head))
-                pair = simd.broadcast(builder, simd.load(builder, place, simd.I32))
-                for part, number in enumerate(numbers):
-                    total = totals[head * SLAB_TILES + part]
-                    added.append(simd.dot_pairs(builder, total, pair, number))
-            return added
-
-        start = [simd.load(builder, place, simd.F32_LANES) for place in places]
-        totals = simd.count_up(builder, num_pairs, start, add_pair)
-        for place, total in zip(places, totals, strict=True):
-            simd.store(builder, place, total)
-        return []
-
-    turns = simd.constant(simd.LANES // _ROWS_AT_ONCE)
-    simd.count_up(builder, turns, [], add_rows)
