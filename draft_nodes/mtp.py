@@ -37,7 +37,7 @@ from topspin.process import release_freed_memory
 
 
 @dataclass(eq=False)
-class _Sequence:
+class _HeadSequence:
     """The rows of a sequence whose first token here is `start` in its text.
 
     `held` [n, H] are the target's, of the tokens before those that are not fed yet; `tail` [H] is
@@ -71,7 +71,7 @@ class MtpModel:
         """`layers` are those of `model`."""
         self._model = model
         self._layers = layers
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _HeadSequence] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -93,7 +93,7 @@ class MtpModel:
         """
         own = self._sequences.get(seq_id)
         if own is None or own.end != first + 1:
-            own = self._sequences[seq_id] = _Sequence(first + 1)
+            own = self._sequences[seq_id] = _HeadSequence(first + 1)
         own.held.append(rows)
         own.num_held += len(rows)
 
