@@ -415,7 +415,7 @@ def grouped_mlp(ops: Ops, make: Maker, case: Any) -> Run:
     window=[None, 1, 7, 32],
     heads=[
         *(Heads(6, 2, 16), Heads(3, 1, 64), Heads(4, 4, 96), Heads(8, 1, 80), Heads(20, 1, 8)),
-        *(Heads(16, 1, 576, rank=512), Heads(5, 1, 40, rank=24)),
+        *(Heads(16, 1, 576, rank=512), Heads(5, 1, 40, rank=24), Heads(18, 1, 96, rank=64)),
     ],
     block_size=[16, 1, 48],
     num_padding=[0, 3],

@@ -23,7 +23,7 @@ TOLERANCE = {
 def compare(case: AttentionCase, *, window: int | None = None) -> None:
     arguments = (case.q, case.k_cache, case.v_cache, case.meta)
     wanted = reference.paged_attention(*arguments, scale=0.2, sliding_window=window)
-    out = torch.full_like(case.q, float("nan"))
+    out = torch.full_like(wanted, float("nan"))
     result = cpu.paged_attention(*arguments, scale=0.2, sliding_window=window, out=out)
     assert result is out
     torch.testing.assert_close(result, wanted, **TOLERANCE[case.q.dtype])
@@ -61,9 +61,10 @@ def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(20, 1, 96, rank=64)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_small_trees_are_computed_row_by_row_and_renewed(
-    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    window: int | None, heads: Heads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan that is renewed is that of the other trees, and of chains, but for the caches."""
 
@@ -80,7 +81,7 @@ def test_small_trees_are_computed_row_by_row_and_renewed(
         attention_case(
             [90 + turn, 9],
             [8, 3],
-            heads=Heads(4, 2, 64),
+            heads=heads,
             block_size=4,
             dtype=dtype,
             parents=parents,
@@ -93,7 +94,11 @@ def test_small_trees_are_computed_row_by_row_and_renewed(
         compare(other, window=window)
         renew(kept.meta, other.meta)
         arguments = (other.q, other.k_cache, other.v_cache)
-        options: dict[str, Any] = {"scale": 0.2, "sliding_window": window, "sinks": torch.ones(4)}
+        options: dict[str, Any] = {
+            "scale": 0.2,
+            "sliding_window": window,
+            "sinks": torch.ones(heads.query),
+        }
         wanted = cpu.paged_attention(*arguments, other.meta, **options)
         renewed = cpu.paged_attention(*arguments, kept.meta, **options)
         assert torch.equal(renewed, wanted)
