@@ -41,6 +41,12 @@ CONTEXTS = (160, 1024, 4096)
 LONG_CONTEXTS = (8192, 32768)
 LONG_ROWS = 4
 SHARING_HEADS = (1, 3, 8)
+# Latents of DeepSeek's size, which all query heads share, and a product of as many rows as heads of
+# a node: as many operations for each number read.
+LATENT_DIM, LATENT_RANK = 576, 512
+LATENT_HEADS = (16, 128)
+MOST_LATENT_ROWS = 16
+PRODUCT_SIZE = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # New rows and context of one sequence: whole prompts, and the last chunk of a longer one.
 PREFILLS = ((128, 128), (512, 512), (128, 1024))
@@ -235,10 +241,31 @@ def long_attention(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCa
             )
 
 
+def latent_attention(shape: KernelShape, rows: Sequence[int]) -> Iterator[KernelCase]:
+    """One new row for each of several sequences that attend to latents; a product beside it."""
+    least = LONG_CONTEXTS[0]
+    for heads in LATENT_HEADS:
+        sharing = shape._replace(num_heads=heads, num_kv_heads=1, head_dim=LATENT_DIM)
+        sizes = [([1] * num_rows, least) for num_rows in rows if num_rows <= MOST_LATENT_ROWS]
+        yield from _attention(
+            f"decode attention, {heads} heads a latent", sharing, sizes, rank=LATENT_RANK
+        )
+    product = _linear("product", shape, LATENT_HEADS[:1], PRODUCT_SIZE, PRODUCT_SIZE)
+    yield next(product)
+
+
 def _attention(
-    op: str, shape: KernelShape, sizes: Sequence[tuple[list[int], int]], precision: str = "bf16"
+    op: str,
+    shape: KernelShape,
+    sizes: Sequence[tuple[list[int], int]],
+    precision: str = "bf16",
+    *,
+    rank: int | None = None,
 ) -> Iterator[KernelCase]:
-    """Cases of (new rows per sequence, context of all of them), on blocks in random order."""
+    """Cases of (new rows per sequence, context of all of them), on blocks in random order.
+
+    `rank`: so many first numbers of a key are its value (latents); None: it has one of its own.
+    """
     dtype = DTYPES[precision]
     ops = select_ops("cpu", dtype)
     token_bytes = 2 * dtype.itemsize * shape.num_kv_heads * shape.head_dim
@@ -255,8 +282,10 @@ def _attention(
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             number_bytes=dtype.itemsize,
+            rank=rank,
         )
-        attend = partial(ops.paged_attention, q, cache.keys, cache.values)
+        values = cache.values if rank is None else cache.keys[..., :rank]
+        attend = partial(ops.paged_attention, q, cache.keys, values)
         scale = shape.head_dim**-0.5
         call = _in_turn([partial(attend, meta, scale=scale) for meta in metas])
         yield KernelCase(op, shape.model, precision, len(q), work, call, context)
@@ -387,6 +416,7 @@ BUILDERS: dict[str, Build] = {
     "experts": experts,
     "decode_attention": decode_attention,
     "long_attention": long_attention,
+    "latent_attention": latent_attention,
     "prefill_attention": prefill_attention,
     "small_ops": small_ops,
     "sampling": sampling,

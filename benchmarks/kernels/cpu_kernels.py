@@ -50,8 +50,8 @@ MATMUL_SIZE = 1536
 TURN_S = 0.003
 SINGLE_CORE_PROBES = 5
 # Sampling depends only on the vocabulary, and both models' are equal; attention to long contexts
-# hardly on the number of key/value heads.
-SAME_FOR_ALL = ("long_attention", "sampling")
+# hardly on the number of key/value heads; latents are of another model.
+SAME_FOR_ALL = ("long_attention", "latent_attention", "sampling")
 
 
 @dataclass
@@ -243,6 +243,19 @@ def layout(result: Result) -> Iterator[TextTable | str]:
             [model, "weights or context", *(f"{rows} rows" for rows in counts)],
             [[*key, *(cells.get(n, "") for n in counts)] for key, cells in found.items()],
         )
+    yield from _beside_the_product(result["rows"])
+
+
+def _beside_the_product(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the rates of attention to latents, which is bound by arithmetic as a product is."""
+    rate = next((row["gflop_per_s"] for row in rows if row["op"] == "product"), None)
+    for row in rows:
+        if rate is not None and row["op"].endswith("a latent"):
+            yield (
+                f"{row['op']}, {row['rows']} rows: {number(row['gflop_per_s'])} GFLOP/s, "
+                f"{number(row['gb_per_s'])} GB/s, {row['gflop_per_s'] / rate:.0%} of the product's "
+                f"{number(rate)} GFLOP/s."
+            )
 
 
 def draw(result: Result, figure: Figure) -> None:

@@ -102,16 +102,20 @@ def paged_attention(
     num_kv_heads: int,
     head_dim: int,
     number_bytes: int = BF16,
+    rank: int | None = None,
 ) -> OpWork:
     """Causal attention: sequence s has contexts[s] keys, and its last new_rows[s] rows are queries.
 
     The j-th of n new rows of a context c sees c - n + j keys (j from 1); each takes D multiply-adds
-    for its score and D for its value, per query head.
+    for its score and D for its value, per query head. With a `rank` a key's first so many numbers
+    are its value too.
     """
-    keys = 2 * sum(contexts) * num_kv_heads * head_dim * number_bytes
-    rows = 2 * sum(new_rows) * num_heads * head_dim * number_bytes
+    pair = head_dim + (head_dim if rank is None else rank)
+    cached = pair if rank is None else head_dim
+    keys = sum(contexts) * num_kv_heads * cached * number_bytes
+    rows = sum(new_rows) * num_heads * pair * number_bytes
     seen = sum(n * (c - n) + n * (n + 1) // 2 for n, c in zip(new_rows, contexts, strict=True))
-    return OpWork(keys + rows, 4 * seen * num_heads * head_dim)
+    return OpWork(keys + rows, 2 * seen * num_heads * pair)
 
 
 def rms_norm(num_rows: int, hidden: int) -> OpWork:

@@ -54,6 +54,7 @@ def test_the_command_measures_every_op_and_writes_what_it_found(
     ops = {(op, precision) for op, precision, _ in found}
     assert ops >= weights | {(op, "bf16") for op in (*others, "permute", "greedy", "top_p draw")}
     assert ("decode attention, 8 heads a key, fp32", "fp32") in ops
+    assert ops >= {("decode attention, 16 heads a latent", "bf16"), ("product", "bf16")}
     for row in result["rows"]:
         assert row["us_p50"] > 0
         assert row["bytes"] > 0
@@ -62,6 +63,7 @@ def test_the_command_measures_every_op_and_writes_what_it_found(
     assert (tiny / "cpu_kernels.png").exists() == can_draw()
     shown = capsys.readouterr().out
     assert "rotate_and_store" in shown
+    assert "16 heads a latent, 3 rows: " in shown
     assert "GFLOP/s in bf16" in shown
 
 

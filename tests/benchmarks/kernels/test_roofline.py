@@ -60,6 +60,10 @@ def test_attention_counts_what_each_row_sees(num_new: int, context: int) -> None
     assert found.num_bytes == 2 * keys.nbytes + 2 * queries.bfloat16().nbytes
     wide = roofline.paged_attention([num_new, 1], [context, 5], **shape, number_bytes=4)
     assert wide == roofline.OpWork(2 * found.num_bytes, found.flops)
+    latent = roofline.paged_attention([num_new, 1], [context, 5], **shape, rank=6)
+    assert latent.flops == found.flops * 14 / 16
+    outputs = torch.zeros(num_new + 1, 6, 6).bfloat16()
+    assert latent.num_bytes == keys.nbytes + queries.bfloat16().nbytes + outputs.nbytes
 
 
 def test_small_ops_count_their_tensors() -> None:
