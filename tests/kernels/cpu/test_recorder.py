@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.cpu import ops
+from kernels.cpu.attention import renew
 from kernels.cpu.compiled.python_calls import call_again, call_python
 from kernels.cpu.recorder import CpuRuntime
 from kernels.recordings import Recordings
+from tests.kernels.cases.attention import Heads, attention_case
 from topspin.trace import Kind, Ring, read_stamps
 
 
@@ -159,3 +162,34 @@ def test_python_is_called_again_at_its_place_of_every_replay() -> None:
     assert turns == [1, 2, 3, 4]
     (program,) = runtime.programs
     assert program.kernels.count(call_python) == 1
+
+
+@torch.inference_mode()
+def test_recorded_attention_to_latents_has_the_bits_of_a_plain_step() -> None:
+    """Each step is another token: a key more, in a plan that is renewed."""
+    runtime = CpuRuntime()
+    recordings: Recordings[str] = Recordings(runtime)
+    heads = Heads(20, 1, 96, rank=64)
+    cases = [
+        attention_case(
+            [300 + turn, 9], [1, 1], heads=heads, block_size=16, dtype=torch.bfloat16, seed=turn
+        )
+        for turn in range(4)
+    ]
+    kept = cases[0]
+    q, cache, latents = kept.q.clone(), kept.k_cache.clone(), kept.v_cache.shape[3]
+
+    def change(turn: int) -> None:
+        q.copy_(cases[turn].q)
+        cache.copy_(cases[turn].k_cache)
+        renew(kept.meta, cases[turn].meta)
+
+    def body() -> Tensor:
+        return ops.paged_attention(q, cache, cache[..., :latents], kept.meta, scale=0.2)
+
+    results = run_often(body, change, recordings)
+    assert len(runtime.programs) == 1
+    for case, result in zip(cases, results, strict=True):
+        meta = replace(case.meta, memo={})
+        plain = ops.paged_attention(case.q, case.k_cache, case.v_cache, meta, scale=0.2)
+        assert torch.equal(result, plain)

@@ -105,7 +105,7 @@ def attend_to_latents(
     """Write the rows of `work`, by divide_heads, of out [T, N, V]; as `attend_rows`."""
     assert can_attend_to_latents(q, k_cache, v_cache)
     arguments = head_arguments(q, k_cache, v_cache, work, out, scale=scale, sinks=sinks)
-    launch(_attend, arguments, num_threads=torch.get_num_threads())
+    launch(_attend_latents, arguments, num_threads=torch.get_num_threads())
 
 
 # A task's memory: states and tiles of queries of its heads, keys that are copied, scores of a block
@@ -321,7 +321,7 @@ def _do_piece(block: int, piece: int, first_head: int, last_head: int, scratch: 
 
 
 @Kernel
-def _attend(block: int) -> None:
+def _attend_latents(block: int) -> None:
     scratch, work = _scratch(), simd.read_i64(block + WORK)
     num_heads, num_tiles = simd.read_i64(block + REPEAT), simd.read_i64(work + NUM_TILES)
     size = (num_heads + num_tiles * BLOCK_HEADS - 1) // (num_tiles * BLOCK_HEADS) * BLOCK_HEADS
