@@ -8,8 +8,8 @@ two numbers of every output. Outputs are padded with zeros to a whole block, inp
 A task is TASK_OUTPUTS outputs: one block of 64, multiplied with vectors, or two of 32,
 multiplied with AMX tiles. Processors without bf16 instructions use `kernels.cpu.simd.widened`.
 A row's sum does not depend on the other rows. Used by
-`kernels.cpu.compiled.matmul.linear` and `kernels.cpu.compiled.matmul.experts`, inside compiled
-functions only.
+`kernels.cpu.compiled.matmul.linear` and `kernels.cpu.compiled.matmul.experts`, and what opens tiles
+by `kernels.cpu.compiled.attention.latents`, inside compiled functions only.
 """
 
 from __future__ import annotations

@@ -75,10 +75,10 @@ def can_attend_to_latents(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Return whether attend_to_latents supports what attend_rows does, too."""
     rank, latent_dim = v_cache.shape[3], k_cache.shape[3]
     return (
-        may_use_tiles()
+        rank < latent_dim <= MAX_FP8_DIM
+        and may_use_tiles()
         and q.dtype == torch.bfloat16
         and k_cache.shape[2] == 1
-        and rank < latent_dim <= MAX_FP8_DIM
         and 2 * rank % SLAB == 0
         and 2 * latent_dim % SLICE == 0
     )
