@@ -61,7 +61,7 @@ def test_every_allowed_pair_is_in_a_row() -> None:
 
 
 def test_other_pairs_are_of_the_table() -> None:
-    """But for what a method of drafts has no use for, and kernels without a format."""
+    """But for what a method of drafts has no use for, or no model of MODELS has, and formats."""
     allowed = set(matrix.allowed_pairs())
     others = {
         (one, other)
@@ -74,6 +74,7 @@ def test_other_pairs_are_of_the_table() -> None:
         ("draft nodes", "drafts by suffix"),
         ("draft nodes", "drafts by n-gram"),
         ("draft nodes", "drafts by the model's own head"),
+        ("spill to a file", "drafts by the model's own head"),
         ("kernels `reference`", "quantised weights"),
         ("kernels `deterministic`", "quantised weights"),
     }

@@ -1,4 +1,4 @@
-"""What rounding to bf16 costs each family, beside what it costs transformers.
+"""The cost of rounding to bf16 for each family, beside what it costs transformers.
 
 The measure is the mean KL divergence of the next token's distribution from transformers' in fp32,
 over the positions of random texts; the model computes whole, as draft models do. Run with `-rA` to
