@@ -270,7 +270,8 @@ def _attention(
     ops = select_ops("cpu", dtype)
     token_bytes = 2 * dtype.itemsize * shape.num_kv_heads * shape.head_dim
     least = CACHE_FILLS * cache_bytes() // token_bytes
-    most = max((len(new) * context for new, context in sizes), default=0)
+    blocks = [len(new) * -(-context // BLOCK_SIZE) for new, context in sizes]
+    most = BLOCK_SIZE * max(blocks, default=0)
     cache = _Cache.of(shape, max(least, most), dtype)
     for new_rows, context in sizes:
         q = _random(sum(new_rows), shape.num_heads, shape.head_dim).to(dtype)
