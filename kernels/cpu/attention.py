@@ -1,11 +1,12 @@
 """Paged attention on the CPU: plan once per micro-batch, then few calls per layer.
 
-The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode
-rows and drafts above all, are computed one by one by `kernels.cpu.compiled.attention.rows` or, of
-latents where there is AMX, `latents` beside it, which read the keys in the cache. The plan joins other short pieces (large draft trees, ends of prompts)
-to padded groups, and keeps for each group the cache slots to gather and the keys that each query
-sees, which `kernels.cpu.padded_groups` computes. Knows no model and no sequence identity; the plan
-lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
+The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode rows
+and drafts above all, are computed one by one by `kernels.cpu.compiled.attention.rows` or, of
+latents where there is AMX, `latents` beside it, which read the keys in the cache. The plan joins
+other short pieces (large draft trees, ends of prompts) to padded groups, and keeps for each group
+the cache slots to gather and the keys that each query sees, which `kernels.cpu.padded_groups`
+computes. Knows no model and no sequence identity; the plan lives in `AttentionMeta.memo`. Used
+through `kernels.cpu.ops`.
 
 Letters beside those of `kernels.contracts`: P pieces of a group, n query rows of a
 piece, L keys of a piece (both padded to the longest of the group).
