@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from attention_nodes.grammars.frames import Ended, Fork, VocabularyRead
+from models.text.tokenizer_files import has_tokenizer
 from topspin.errors import EngineUnavailable, InvalidRequest
 
 UNSTARTED: Final = "there is no process for the request's grammar; try again"
@@ -42,7 +43,7 @@ class ForkServerHandle:
         self._is_loaded = False
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        if not (directory / "tokenizer.json").exists():
+        if not has_tokenizer(directory):
             self._error = "the checkpoint has no tokenizer.json"
         elif not eos_token_ids:
             self._error = "the checkpoint names no token that ends a text"

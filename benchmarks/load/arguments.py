@@ -25,6 +25,7 @@ from benchmarks.load.figures.metrics import LATENCIES, parse_goodput
 from benchmarks.load.flags import add_flags, read_flags
 from models.sources.hub import made_model_path
 from models.text.tokenizer import Tokenizer
+from models.text.tokenizer_files import has_tokenizer
 from topspin.errors import ConfigError
 
 # Datasets that set the output lengths.
@@ -337,7 +338,7 @@ def tokenizer_of(tokenizer: str | None, model: str) -> tuple[str | None, Tokeniz
     """
     for name in filter(None, (tokenizer, model)):
         for directory in (Path(name).expanduser(), made_model_path(name)):
-            if (directory / "tokenizer.json").is_file():
+            if has_tokenizer(directory):
                 return name, Tokenizer.from_directory(directory)
         if name == tokenizer:
             raise ConfigError(f"--tokenizer {name}: no directory with a tokenizer.json")

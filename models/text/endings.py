@@ -14,7 +14,12 @@ import msgspec
 
 from models.description.config_fields import ConfigFields, read_json
 from models.text.chat_template import ChatTemplate
-from models.text.tokenizer_files import TOKENIZER_FILE, effective_tokenizer, read_special_tokens
+from models.text.tokenizer_files import (
+    TOKENIZER_FILE,
+    effective_tokenizer,
+    has_tokenizer,
+    read_special_tokens,
+)
 from topspin.errors import ConfigError, InvalidRequest
 
 _MARK: Final = "0123456789"
@@ -67,10 +72,12 @@ def _end_of_turn(path: Path, known: list[int]) -> int | None:
     """Return the id of the tokenizer's end if it is not `known` and the template writes it."""
     text = read_special_tokens(path).get("eos_token")
     file = path / TOKENIZER_FILE
-    if text is None or not file.exists():
+    if text is None or not has_tokenizer(path):
         return None
     try:
-        added = msgspec.json.decode(file.read_bytes(), type=_Added).added_tokens
+        added: list[_Listed] = []
+        if file.exists():
+            added = msgspec.json.decode(file.read_bytes(), type=_Added).added_tokens
         if any(token.id in known for token in added if token.content == text):
             return None
         template = ChatTemplate.find(path)

@@ -2,8 +2,9 @@
 
 Owns what tokenizer_config.json, special_tokens_map.json and added_tokens.json add to
 tokenizer.json; the result has the tokens that transformers.AutoTokenizer's has, in its order. The
-steps (normaliser, splitting, decoder) are always those of tokenizer.json. Knows no requests and no
-chat template, imports no torch. models.text.tokenizer, models.text.chat_template,
+steps (normaliser, splitting, decoder) are always those of tokenizer.json or, without one, of the
+class that reads a file of ranks (rank_file.py). Knows no requests and no chat template, imports no
+torch. models.text.tokenizer, models.text.chat_template,
 models.description.config and the attention nodes' grammars call it.
 """
 
@@ -20,6 +21,7 @@ from tokenizers import AddedToken
 
 from models.description.config_fields import read_json
 from models.families import FAMILIES
+from models.text.rank_file import RANK_FILE, rank_tokenizer
 from topspin.errors import ConfigError
 
 SPECIAL_TOKEN_NAMES = (
@@ -80,9 +82,16 @@ def effective_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """
     path = Path(path)
     file = path / TOKENIZER_FILE
-    if not file.exists():
-        raise ConfigError(f"{file}: no such file; Topspin needs a checkpoint with a fast tokenizer")
     tokens = _read(path)
+    if not file.exists():
+        if not has_tokenizer(path):
+            raise ConfigError(
+                f"{file}: no such file; Topspin needs a checkpoint with a fast tokenizer"
+            )
+        named = str(_read_if_any(path / _CONFIG_FILE).get("tokenizer_class") or "")
+        backend = rank_tokenizer(path / RANK_FILE, named, tokens.listed or {})
+        backend.encode_special_tokens = tokens.is_split
+        return backend
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
         own = backend.get_added_tokens_decoder()
@@ -93,6 +102,11 @@ def effective_tokenizer(path: Path) -> tokenizers.Tokenizer:
     _add(backend, _to_add(backend, tokens, own), path=path)
     backend.encode_special_tokens = tokens.is_split
     return backend
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether the checkpoint directory `path` has a file that a tokenizer is made of."""
+    return any((path / name).is_file() for name in (TOKENIZER_FILE, RANK_FILE))
 
 
 def read_special_tokens(path: Path) -> dict[str, str]:

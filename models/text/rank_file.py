@@ -1,0 +1,104 @@
+"""A vocabulary as tiktoken writes it: byte strings by rank, made a tokenizer of the library.
+
+Owns the file's format, the patterns of the classes that read one, and the ids behind the ranks,
+which are special tokens. Of two neighbours those are joined first whose joined bytes have the
+lowest rank: so every way to cut a token into two tokens is a merge, in the order of ranks. Knows no
+other file; called by tokenizer_files.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from topspin.errors import ConfigError
+
+RANK_FILE: Final = "tiktoken.model"
+NUM_RESERVED: Final = 256
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_ENDING: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERNS: Final[Mapping[str, str]] = {
+    # Kimi-K2's.
+    "TikTokenTokenizer": "|".join(
+        (
+            r"[\p{Han}]+",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
+    )
+}
+"""By the class in tokenizer_config.json, how text is cut before bytes are joined."""
+
+
+def rank_tokenizer(
+    file: Path, class_name: str, named: Mapping[int, AddedToken]
+) -> tokenizers.Tokenizer:
+    """Return the tokenizer of `file`, whose NUM_RESERVED ids behind the ranks are special.
+
+    `named` are those with a name of their own, by id. Raises ConfigError for another class than
+    those of PATTERNS, and for lines that are no ranks.
+    """
+    if class_name not in PATTERNS:
+        raise ConfigError(
+            f"{file}: tokenizer_config.json names the class {class_name or 'of no tokenizer'}; "
+            f"read are those of {', '.join(PATTERNS)}"
+        )
+    ranks = _read(file)
+    letter_of = _letters()
+    spelt = {token: "".join(map(letter_of.__getitem__, token)) for token in ranks}
+    merges = [
+        (spelt[token[:cut]], spelt[token[cut:]])
+        for token in ranks
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    vocab = {spelt[token]: rank for token, rank in ranks.items()}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERNS[class_name]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    first = len(ranks)
+    names = {idx: f"<|reserved_token_{idx}|>" for idx in range(first, first + NUM_RESERVED)}
+    names |= {idx: token.content for idx, token in named.items() if idx in names}
+    backend.add_special_tokens([AddedToken(name, special=True) for name in names.values()])
+    return backend
+
+
+def _read(file: Path) -> dict[bytes, int]:
+    """Return the rank of each byte string, ascending: 0, 1, ...; every single byte has one."""
+    found: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines()):
+        token, _, rank = line.partition(b" ")
+        try:
+            found[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ConfigError(f"{file}: line {number + 1} is no token and its rank") from error
+    if list(found.values()) != list(range(len(found))):
+        raise ConfigError(f"{file}: the ranks are not 0, 1, ... in order")
+    if any(bytes([byte]) not in found for byte in range(256)):
+        raise ConfigError(f"{file}: not every byte is a token")
+    return found
+
+
+def _letters() -> dict[int, str]:
+    """Return the letter by which the library's byte-level vocabularies write each byte."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    letters = {byte: chr(byte) for byte in printed}
+    return letters | {byte: chr(0x100 + idx) for idx, byte in enumerate(others)}
