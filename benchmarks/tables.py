@@ -99,6 +99,7 @@ MODULES: Final = {
     "paired-step-1": "paired",
     "paired-step-16": "paired",
     "payload": "quality.payload",
+    "peers-deepseek-v2-lite-4": "load.compare",
     "peers-gpt-oss-3": "load.compare",
     "peers-one-user-qwen3-moe-686m": "load.compare",
     "peers-one-user-qwen3-moe-686m-int4": "load.compare",
