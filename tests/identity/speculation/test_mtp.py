@@ -13,7 +13,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, PROMPT_LENS, Case, crowded_config
 from tests.identity.speculation.test_speculation import accepted, generate_until, was_preempted
-from tests.mtp_heads import add_head, make_predictable
+from tests.mtp_heads import add_head, drafted_by, final_rows_of, head_oracle, make_predictable
 from topspin.plan.speculation import Speculation
 
 VARIANTS = ("deepseek_v3", "glm4_moe")
@@ -67,6 +67,33 @@ def test_greedy_output_is_that_of_transformers(
     ):
         most = len(case.prompts) * NUM_TOKENS
         assert num_drafted >= num_accepted > most // 3, (num_drafted, num_accepted)
+
+
+def test_as_many_drafts_are_accepted_as_of_transformers_head(head_case: MadeCase) -> None:
+    """So each of its rows joins a token with the model's own row of the token before it."""
+    case = head_case("glm4_moe")
+    model, head = head_oracle(case.path)
+    num_drafted = num_accepted = 0
+    cases = list(zip(case.prompts, case.tokens, strict=True))[:3]
+    for prompt, answer in cases:
+        rows, known = final_rows_of(model, prompt + answer), 1
+        while (at_most := min(3, NUM_TOKENS - 1 - known)) > 0:
+            text = prompt + answer[:known]
+            drafts = drafted_by(head, rows[: len(text) - 1], text, at_most)
+            matches = [a == b for a, b in zip(drafts, answer[known:], strict=False)]
+            length = (*matches, False).index(False)
+            num_drafted, num_accepted, known = (
+                num_drafted + at_most,
+                num_accepted + length,
+                known + length + 1,
+            )
+    with Engine(engine_config(case.path, transport="local", speculation=CHAINS)) as engine:
+        # One after the other: a step of many rows is trimmed to a shape that is recorded.
+        for prompt, answer in cases:
+            assert engine.generate([prompt], max_tokens=NUM_TOKENS) == [answer]
+        stats = engine.stats()
+    assert (stats.num_draft_tokens, accepted(stats)) == (num_drafted, num_accepted)
+    assert num_accepted < num_drafted
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
