@@ -1,6 +1,6 @@
 """A vocabulary as tiktoken writes it: byte strings by rank, made a tokenizer of the library.
 
-Owns the file's format, the patterns of the classes that read one, and the ids behind the ranks,
+Owns the file's format, the families' patterns, and the ids behind the ranks,
 which are special tokens. Of two neighbours those are joined first whose joined bytes have the
 lowest rank: so every way to cut a token into two tokens is a merge, in the order of ranks. Knows no
 other file; called by tokenizer_files.py.
@@ -25,8 +25,7 @@ _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _ENDING: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PATTERNS: Final[Mapping[str, str]] = {
-    # Kimi-K2's.
-    "TikTokenTokenizer": "|".join(
+    "kimi_k2": "|".join(
         (
             r"[\p{Han}]+",
             rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}",
@@ -39,21 +38,22 @@ PATTERNS: Final[Mapping[str, str]] = {
         )
     )
 }
-"""By the class in tokenizer_config.json, how text is cut before bytes are joined."""
+"""By `model_type`, how text is cut before bytes are joined; classes of the same name in other
+families have other patterns."""
 
 
 def rank_tokenizer(
-    file: Path, class_name: str, named: Mapping[int, AddedToken]
+    file: Path, model_type: str, named: Mapping[int, AddedToken]
 ) -> tokenizers.Tokenizer:
     """Return the tokenizer of `file`, whose NUM_RESERVED ids behind the ranks are special.
 
-    `named` are those with a name of their own, by id. Raises ConfigError for another class than
+    `named` are those with a name of their own, by id. Raises ConfigError for another family than
     those of PATTERNS, and for lines that are no ranks.
     """
-    if class_name not in PATTERNS:
+    if model_type not in PATTERNS:
         raise ConfigError(
-            f"{file}: tokenizer_config.json names the class {class_name or 'of no tokenizer'}; "
-            f"read are those of {', '.join(PATTERNS)}"
+            f"{file}: ranks are read of the model_type {', '.join(PATTERNS)}, not of "
+            f"{model_type}; give the checkpoint a tokenizer.json"
         )
     ranks = _read(file)
     letter_of = _letters()
@@ -68,7 +68,7 @@ def rank_tokenizer(
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PATTERNS[class_name]), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PATTERNS[model_type]), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -3,7 +3,7 @@
 Owns what tokenizer_config.json, special_tokens_map.json and added_tokens.json add to
 tokenizer.json; the result has the tokens that transformers.AutoTokenizer's has, in its order. The
 steps (normaliser, splitting, decoder) are always those of tokenizer.json or, without one, of the
-class that reads a file of ranks (rank_file.py). Knows no requests and no chat template, imports no
+family that has a file of ranks (rank_file.py). Knows no requests and no chat template, imports no
 torch. models.text.tokenizer, models.text.chat_template,
 models.description.config and the attention nodes' grammars call it.
 """
@@ -88,8 +88,8 @@ def effective_tokenizer(path: Path) -> tokenizers.Tokenizer:
             raise ConfigError(
                 f"{file}: no such file; Topspin needs a checkpoint with a fast tokenizer"
             )
-        named = str(_read_if_any(path / _CONFIG_FILE).get("tokenizer_class") or "")
-        backend = rank_tokenizer(path / RANK_FILE, named, tokens.listed or {})
+        model_type = str(_read_if_any(path / "config.json").get("model_type"))
+        backend = rank_tokenizer(path / RANK_FILE, model_type, tokens.listed or {})
         backend.encode_special_tokens = tokens.is_split
         return backend
     try:

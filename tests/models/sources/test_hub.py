@@ -137,6 +137,7 @@ def test_only_safe_files_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path
         "model-00001-of-00002.safetensors",
         "chat_template.jinja",
         "tokenizer.json",
+        "tiktoken.model",
         "pytorch_model.bin",
         "consolidated.safetensors",
         "original/params.json",
@@ -146,4 +147,4 @@ def test_only_safe_files_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path
     chosen = filter_repo_objects(
         names, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
     )
-    assert list(chosen) == names[:4]
+    assert list(chosen) == names[:5]

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiktoken
@@ -19,7 +18,7 @@ from models.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from models.text.tokenizer_files import effective_tokenizer
 from topspin.errors import ConfigError
 
-CLASS = "TikTokenTokenizer"
+FAMILY = "kimi_k2"
 TEXTS = (
     "The quick brown fox doesn't jump; it's the LAZY dog's turn, they've said, and we'll see.",
     "def add(a, b):\n    return a + b  # the sum\n\n\nclass Sum2024:\n\tpass\r\n",
@@ -76,16 +75,17 @@ SPECIAL = {
     for idx in range(NUM_RESERVED)
 }
 ORACLE = tiktoken.Encoding(
-    "test", pat_str=PATTERNS[CLASS], mergeable_ranks=RANKS, special_tokens=SPECIAL
+    "test", pat_str=PATTERNS[FAMILY], mergeable_ranks=RANKS, special_tokens=SPECIAL
 )
 
 
-def write(path: Path, ranks: dict[bytes, int] = RANKS, **config: Any) -> Path:
+def write(path: Path, ranks: dict[bytes, int] = RANKS, *, family: str = FAMILY) -> Path:
     lines = [base64.b64encode(token) + b" %d" % rank for token, rank in ranks.items()]
     (path / RANK_FILE).write_bytes(b"\n".join(lines) + b"\n")
     listed = {str(len(RANKS) + idx): {"content": name} for idx, name in NAMED.items()}
-    fields = {"tokenizer_class": CLASS, "added_tokens_decoder": listed, "eos_token": "[EOS]"}
-    (path / "tokenizer_config.json").write_text(json.dumps(fields | config))
+    fields = {"added_tokens_decoder": listed, "eos_token": "[EOS]"}
+    (path / "tokenizer_config.json").write_text(json.dumps(fields))
+    (path / "config.json").write_text(json.dumps({"model_type": family}))
     return path
 
 
@@ -136,18 +136,18 @@ def test_its_description_is_that_of_a_tokenizer_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "config", "error"),
+    ("ranks", "family", "error"),
     [
-        (RANKS, {"tokenizer_class": "OtherTokenizer"}, "class OtherTokenizer; read are those of"),
-        ({b"a": 0}, {}, "not every byte is a token"),
-        ({**RANKS, b"zzzz": 9999}, {}, "ranks are not 0, 1"),
+        (RANKS, "deepseek_v3", "ranks are read of the model_type kimi_k2, not of deepseek_v3"),
+        ({b"a": 0}, FAMILY, "not every byte is a token"),
+        ({**RANKS, b"zzzz": 9999}, FAMILY, "ranks are not 0, 1"),
     ],
 )
 def test_other_files_are_refused(
-    tmp_path: Path, ranks: dict[bytes, int], config: dict[str, Any], error: str
+    tmp_path: Path, ranks: dict[bytes, int], family: str, error: str
 ) -> None:
     with pytest.raises(ConfigError, match=error):
-        effective_tokenizer(write(tmp_path, ranks, **config))
+        effective_tokenizer(write(tmp_path, ranks, family=family))
     (tmp_path / RANK_FILE).write_bytes(b"no rank\n")
-    with pytest.raises(ConfigError, match=r"line 1 is no token|names the class"):
+    with pytest.raises(ConfigError, match=r"line 1 is no token|not of deepseek_v3"):
         effective_tokenizer(tmp_path)
