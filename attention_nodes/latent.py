@@ -18,9 +18,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from attention_nodes.step.step_inputs import LongRows, RowsByLength
 from kernels.contracts import AttentionMeta, HeadMatrices, HeadRows, LinearWeight, Matrix
 from kernels.dispatch import Ops
+from kernels.long_prompts import LongRows, rows_by_length
 from models.checkpoints.weights import LatentWeights, LayerWeights
 from models.description.parts import LatentConfig
 from topspin.plan.precision import Format
@@ -131,14 +131,14 @@ def attend(
     meta: AttentionMeta,
     *,
     scale: float,
-    by_length: RowsByLength | None = None,
 ) -> Tensor:
     """Return the values [T, N * value_dim] of heads whose queries [T, N, D] attend to the cache.
 
-    The rows' own latents are in the cache [B, block_size, 1, C] already. With `by_length` those of
-    long prompts attend to keys and values made for them.
+    The rows' own latents are in the cache [B, block_size, 1, C] already. Those of long prompts
+    attend to keys and values made for them, if the layer expands latents.
     """
-    if by_length is None or not layer.expand:
+    by_length = rows_by_length(meta) if layer.expand else None
+    if by_length is None:
         return _absorbed(ops, layer, queries, cache, meta, scale)
     out = queries.new_empty(len(queries), layer.num_heads * layer.config.value_dim)
     if len(by_length.others):

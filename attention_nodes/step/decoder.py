@@ -216,7 +216,6 @@ class NodeLayers:
                 keys,
                 meta,
                 scale=self._scale,
-                by_length=inputs.by_length,
             )
         out = ops.linear(rows, layer.o, layer.o_bias)
         return ops.add_rms_norm(out, residual, layer.post_norm, eps=eps)

@@ -23,33 +23,6 @@ from spec_decode.draft import Draft
 from topspin.errors import ProtocolError
 from topspin.messages import SAMPLE, SCORE, MicroBatch
 
-MIN_LONG_ROWS: Final = 512
-"""Of one sequence in a step: with so many it pays to make keys and values of latents."""
-
-
-class LongRows(NamedTuple):
-    """The rows of a prompt [n] in a micro-batch, and the places of all keys that its last one sees.
-
-    The keys' places are in cache blocks i32[blocks]; `num_keys` of them count.
-    """
-
-    rows: slice
-    blocks: Tensor
-    num_keys: int
-
-    def slots(self, block_size: int) -> Tensor:
-        """Return the cache slots i64[num_keys] of the keys, in order."""
-        within = torch.arange(block_size)
-        return (self.blocks.long()[:, None] * block_size + within).flatten()[: self.num_keys]
-
-
-class RowsByLength(NamedTuple):
-    """The long prompts of a micro-batch, and its other rows i64[n], with what these attend to."""
-
-    long: tuple[LongRows, ...]
-    others: Tensor
-    meta: AttentionMeta
-
 
 class GroupInputs(NamedTuple):
     """The places of keys and values in the layers of one group: cache slots i64[T], and tables."""
@@ -64,8 +37,7 @@ class MicroBatchInputs:
 
     `start` is the index of its first row in the step. `num_rows` i64[1]: rows from num_rows[0] on
     are padding; None: no padding. `kv_slots` and `meta` are those of the first group of layers
-    (topspin.plan.kv_cache), `further` those of the others. `by_length` is there if the micro-batch
-    has long prompts, on a CPU.
+    (topspin.plan.kv_cache), `further` those of the others.
     """
 
     start: int
@@ -76,7 +48,6 @@ class MicroBatchInputs:
     meta: AttentionMeta
     num_rows: Tensor | None = None
     further: tuple[GroupInputs, ...] = ()
-    by_length: RowsByLength | None = None
 
     def of_group(self, group: int) -> GroupInputs:
         """Return the places of keys and values in the layers of a group."""
@@ -415,34 +386,7 @@ def host_part(slices: Slices, rotary: RotaryTable, *, start: int = 0) -> MicroBa
             GroupInputs(torch.from_numpy(slots), of_tables(meta, torch.from_numpy(tables)))
             for slots, tables in slices.further
         ),
-        by_length=_by_length(slices),
     )
-
-
-def _by_length(slices: Slices) -> RowsByLength | None:
-    """Return the long prompts of a micro-batch, if it has some, and none of its drafts branches."""
-    is_long = slices.counts >= MIN_LONG_ROWS
-    if not is_long.any() or slices.tree_mask is not None:
-        return None
-    long = tuple(
-        LongRows(
-            slice(int(slices.query_start[idx]), int(slices.query_start[idx + 1])),
-            torch.from_numpy(slices.block_tables[idx]),
-            int(slices.context_lens[idx]),
-        )
-        for idx in np.flatnonzero(is_long).tolist()
-    )
-    short = ~is_long
-    counts = slices.counts[short]
-    others = slices._replace(
-        counts=counts,
-        query_start=np.concatenate(([0], counts.cumsum())).astype(np.int32),
-        context_lens=slices.context_lens[short],
-        block_tables=slices.block_tables[short],
-        retrieval=None,
-    )
-    rows = np.flatnonzero(short.repeat(slices.counts))
-    return RowsByLength(long, torch.from_numpy(rows), host_meta(others))
 
 
 def host_meta(slices: Slices) -> AttentionMeta:

@@ -65,29 +65,6 @@ def test_indices_equal_a_loop_over_tokens(rotary: RotaryTable) -> None:
     assert slices.seq_ids.tolist() == [0]
 
 
-def test_rows_of_long_prompts_are_told_from_the_others(
-    rotary: RotaryTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("attention_nodes.step.step_inputs.MIN_LONG_ROWS", 5)
-    table = table_of({0: [9, 8, 7], 2: list(range(20))}, committed={0: 2, 2: 3})
-    (part,) = host_inputs([slice_up(two_slices(), table)], rotary).parts
-    by_length = part.by_length
-    assert by_length is not None
-    (long,) = by_length.long
-    assert (long.rows, long.num_keys) == (slice(0, 5), 8)
-    places = [7 * BLOCK_SIZE + each for each in range(4)], [40 * BLOCK_SIZE + e for e in range(4)]
-    assert long.slots(BLOCK_SIZE).tolist() == [*places[0], *places[1]]
-    assert by_length.others.tolist() == [5]
-    meta = by_length.meta
-    assert (meta.query_start.tolist(), meta.context_lens.tolist()) == ([0, 1], [3])
-    assert meta.block_tables[0, 0] == 1
-    assert (meta.max_query_len, meta.max_context_len) == (1, 3)
-    monkeypatch.setattr("attention_nodes.step.step_inputs.MIN_LONG_ROWS", 6)
-    table = table_of({0: [9, 8, 7], 2: list(range(20))}, committed={0: 2, 2: 3})
-    (part,) = host_inputs([slice_up(two_slices(), table)], rotary).parts
-    assert part.by_length is None
-
-
 def test_rows_to_sample_count_through_the_micro_batches(rotary: RotaryTable) -> None:
     table = table_of({0: [9, 8, 7], 2: list(range(20))}, committed={0: 2, 2: 3})
     parts = [slice_up(micro_batch({seq_id: 1}), table) for seq_id in (2, 0)]
