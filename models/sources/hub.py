@@ -25,8 +25,10 @@ from topspin.errors import ConfigError
 DEFAULT_MODEL = "smollm2-moe"
 
 # Safetensors and their configuration: never a pickle, nor a second copy of the weights.
-_ALLOWED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
-_ALLOWED += ["tiktoken.model"]
+_ALLOWED = [
+    *("*.safetensors", "*.json", "*.jinja"),
+    *("tokenizer*", "merges.txt", "vocab.txt", "tiktoken.model"),
+]
 _IGNORED = ["*.bin", "*.pt", "*.pth", "consolidated*", "original/*", "onnx/*"]
 
 

@@ -17,6 +17,7 @@ from typing import Final
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+from models.text.byte_level import byte_of_letter
 from topspin.errors import ConfigError
 
 RANK_FILE: Final = "tiktoken.model"
@@ -56,7 +57,7 @@ def rank_tokenizer(
             f"{model_type}; give the checkpoint a tokenizer.json"
         )
     ranks = _read(file)
-    letter_of = _letters()
+    letter_of = {byte: letter for letter, byte in byte_of_letter().items()}
     spelt = {token: "".join(map(letter_of.__getitem__, token)) for token in ranks}
     merges = [
         (spelt[token[:cut]], spelt[token[cut:]])
@@ -94,11 +95,3 @@ def _read(file: Path) -> dict[bytes, int]:
     if any(bytes([byte]) not in found for byte in range(256)):
         raise ConfigError(f"{file}: not every byte is a token")
     return found
-
-
-def _letters() -> dict[int, str]:
-    """Return the letter by which the library's byte-level vocabularies write each byte."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    letters = {byte: chr(byte) for byte in printed}
-    return letters | {byte: chr(0x100 + idx) for idx, byte in enumerate(others)}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import tokenizers
 
+from models.text.byte_level import byte_of_letter
 from models.text.token_bound import Description, token_bound
 from models.text.tokenizer_files import TOKENIZER_FILE, effective_tokenizer, read_special_tokens
 from topspin.errors import ConfigError, InvalidRequest
@@ -328,7 +329,7 @@ def _alphabet(description: Description, *, source: str) -> _Alphabet:
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _Alphabet(byte_of=_byte_of_character(), space=None, has_byte_fallback=False)
+        return _Alphabet(byte_of=byte_of_letter(), space=None, has_byte_fallback=False)
     if not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         raise ConfigError(
             f"{source}: decoder {kinds} is not supported; supported: ByteLevel, and sequences "
@@ -352,15 +353,6 @@ def _space_symbol(step: Mapping[str, Any]) -> str | None:
         symbol = step["pattern"].get("String")
         return None if symbol is None else str(symbol)
     return None
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table: printable Latin-1 for itself, U+0100 on for the other bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(0x100 + idx): byte for idx, byte in enumerate(others)})
-    return table
 
 
 def _to_bytes(token: str, alphabet: _Alphabet) -> bytes:
