@@ -89,18 +89,16 @@ class MtpModel:
     def hold(self, seq_id: int, first: int, rows: Tensor) -> None:
         """Keep the target's final rows [n, H] of a sequence's tokens from `first` on.
 
-        Rows that do not follow those before begin it again.
+        They follow those before, if it has some.
         """
-        own = self._sequences.get(seq_id)
-        if own is None or own.end != first + 1:
-            own = self._sequences[seq_id] = _HeadSequence(first + 1)
+        own = self._sequences.setdefault(seq_id, _HeadSequence(first + 1))
+        assert own.end == first + 1, "rows are missing"
         own.held.append(rows)
         own.num_held += len(rows)
 
-    def known(self, seq_id: int) -> tuple[int, int, int] | None:
-        """Return where a sequence begins here and ends, and how many rows are not used yet."""
-        own = self._sequences.get(seq_id)
-        return None if own is None else (own.start, own.end, own.num_held)
+    def known(self, seq_id: int) -> _HeadSequence | None:
+        """Return what is kept of a sequence; None: nothing."""
+        return self._sequences.get(seq_id)
 
     def open(self, seq_id: int, *, num_prompt: int) -> None:
         self._model.open(seq_id, num_prompt=num_prompt)
@@ -211,27 +209,24 @@ class MtpDrafter:
     def take(self, rows: Sequence[FinalRows]) -> None:
         full: list[DraftText] = []
         for text, first, final in rows:
+            known = self._model.known(text.seq_id)
+            if known is not None and known.end != first + 1:
+                self.end(text)  # what lies between is missing: the head begins again
             self._model.hold(text.seq_id, first, final)
             known = self._model.known(text.seq_id)
             assert known is not None
-            if known[2] >= MAX_CHUNK:
-                full.append(self._here(text, known[0], known[1]))
+            if known.num_held >= MAX_CHUNK:
+                full.append(_part_of(text, known))
         self._serial.feed(full)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         asked = {}
         for each in requests:
             known = self._model.known(each.text.seq_id)
-            if known is not None and known[1] == len(each.text.tokens):
-                asked[each.text.seq_id] = each._replace(text=self._here(each.text, *known[:2]))
+            if known is not None and known.end == len(each.text.tokens):
+                asked[each.text.seq_id] = each._replace(text=_part_of(each.text, known))
         drafts = dict(zip(asked, self._serial.draft(list(asked.values())), strict=True))
         return [drafts.get(each.text.seq_id, NO_DRAFT) for each in requests]
-
-    @staticmethod
-    def _here(text: DraftText, start: int, end: int) -> DraftText:
-        """Return the part of a text that the head computes."""
-        num_prompt = max(0, text.num_prompt - start)
-        return text._replace(tokens=text.tokens[start:end], num_prompt=num_prompt)
 
     def end(self, text: DraftText) -> None:
         self._serial.end(text)
@@ -239,3 +234,9 @@ class MtpDrafter:
 
     def close(self) -> None:
         self._serial.close()
+
+
+def _part_of(text: DraftText, known: _HeadSequence) -> DraftText:
+    """Return the part of a text that the head computes."""
+    num_prompt = max(0, text.num_prompt - known.start)
+    return text._replace(tokens=text.tokens[known.start : known.end], num_prompt=num_prompt)

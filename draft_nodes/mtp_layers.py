@@ -37,7 +37,7 @@ class MtpLayers(NodeLayers):
         max_rows: int,
         precision: Rules = (),
     ) -> None:
-        """Pack `weights`, those of `config`'s last layer; target() must follow."""
+        """Pack `weights`, those of `config`'s last layer; share() must follow."""
         idx = config.num_layers - 1
         self._token_norm, self._row_norm = weights.token_norm, weights.row_norm
         self._final_norm = weights.final_norm

@@ -103,6 +103,10 @@ def test_a_text_of_which_rows_are_missing_has_no_draft(heads: Heads) -> None:
     assert heads.draft({8: tokens}) == [Draft((), ())]
     heads.take(8, tokens, 9, 11)  # token 9's row is there, that of token 8 is not
     assert without_logps(heads.draft({8: tokens})) == [heads.expected(tokens, start=9)]
+    # Behind rows that the head has computed already.
+    tokens += text(random.Random(4), 6)
+    heads.take(8, tokens, 14, 17)
+    assert without_logps(heads.draft({8: tokens})) == [heads.expected(tokens, start=14)]
     heads.drafter.end(text_of(8, tokens))
 
 
