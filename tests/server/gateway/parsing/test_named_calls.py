@@ -13,28 +13,12 @@ from server.gateway.parsing.call_formats import FORMATS
 from server.gateway.parsing.message import AnswerMessage, MessageOptions
 from server.gateway.parsing.parts import CallArguments, CallBegin
 from tests.server.gateway.named import NAMES, bare_calls, written_section
+from tests.server.gateway.parsing.answers import checking, reading
 
-Calls = list[tuple[str, str]]
 EACH = pytest.mark.parametrize("name", NAMES)
 A, B = ("f", '{"a": "}<|tool_call_end|><｜tool▁call▁end｜>"}'), ("g.h-1", "{\n}")
-
-
-def read(name: str, *pieces: str) -> tuple[str, Calls]:
-    """Return the content, and each call's name and arguments."""
-    message = AnswerMessage(MessageOptions(calls=FORMATS[name]))
-    for piece in pieces:
-        assert all(part[-1] for part in message.push(piece)), "no part is empty"
-    assert all(part[-1] for part in message.push("", is_last=True))
-    assert len({call.id for call in message.calls}) == len(message.calls)
-    return message.content, [(call.name, call.arguments) for call in message.calls]
-
-
-def check(name: str, text: str, content: str, calls: Calls) -> None:
-    """Assert that `text` is read so, as a whole and cut at each place."""
-    assert read(name, text) == (content, calls)
-    assert read(name, *text) == (content, calls)
-    for cut in range(len(text)):
-        assert read(name, text[:cut], text[cut:]) == (content, calls)
+read = reading(lambda name: MessageOptions(calls=FORMATS[name]))
+check = checking(read)
 
 
 @EACH

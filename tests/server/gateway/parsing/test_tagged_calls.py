@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from server.gateway.parsing.call_formats import FORMATS
 from server.gateway.parsing.message import AnswerMessage, MessageOptions
+from tests.server.gateway.parsing.answers import Calls, checking, reading
 from tests.server.gateway.tagged import NAMES, written_call
 
-Calls = list[tuple[str, str]]
 SCHEMA: dict[str, Any] = {
     "properties": {
         "text": {"type": "string"},
@@ -30,23 +30,8 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = {"f": SCHEMA, "g": {"additionalProperties": {"type": "string"}}}
 EACH = pytest.mark.parametrize("name", NAMES)
-
-
-def read(name: str, *pieces: str) -> tuple[str, Calls]:
-    """Return the content, and each call's name and arguments."""
-    message = AnswerMessage(MessageOptions(calls=FORMATS[name], tools=TOOLS))
-    for piece in pieces:
-        assert all(part[-1] for part in message.push(piece)), "no part is empty"
-    assert all(part[-1] for part in message.push("", is_last=True))
-    return message.content, [(call.name, call.arguments) for call in message.calls]
-
-
-def check(name: str, text: str, content: str, calls: Calls) -> None:
-    """Assert that `text` is read so, as a whole and cut at each place."""
-    assert read(name, text) == (content, calls)
-    assert read(name, *text) == (content, calls)
-    for cut in range(len(text)):
-        assert read(name, text[:cut], text[cut:]) == (content, calls)
+read = reading(lambda name: MessageOptions(calls=FORMATS[name], tools=TOOLS))
+check = checking(read)
 
 
 @EACH
