@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from attention_nodes.grammars.frames import Ended, Fork, VocabularyRead
-from models.text.tokenizer_files import has_tokenizer
+from models.text.tokenizer_names import has_tokenizer
 from topspin.errors import EngineUnavailable, InvalidRequest
 
 UNSTARTED: Final = "there is no process for the request's grammar; try again"

@@ -25,7 +25,7 @@ from benchmarks.load.figures.metrics import LATENCIES, parse_goodput
 from benchmarks.load.flags import add_flags, read_flags
 from models.sources.hub import made_model_path
 from models.text.tokenizer import Tokenizer
-from models.text.tokenizer_files import has_tokenizer
+from models.text.tokenizer_names import has_tokenizer
 from topspin.errors import ConfigError
 
 # Datasets that set the output lengths.

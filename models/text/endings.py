@@ -14,12 +14,8 @@ import msgspec
 
 from models.description.config_fields import ConfigFields, read_json
 from models.text.chat_template import ChatTemplate
-from models.text.tokenizer_files import (
-    TOKENIZER_FILE,
-    effective_tokenizer,
-    has_tokenizer,
-    read_special_tokens,
-)
+from models.text.tokenizer_files import effective_tokenizer, read_special_tokens
+from models.text.tokenizer_names import TOKENIZER_FILE, has_tokenizer
 from topspin.errors import ConfigError, InvalidRequest
 
 _MARK: Final = "0123456789"

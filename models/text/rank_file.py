@@ -20,7 +20,6 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from models.text.byte_level import byte_of_letter
 from topspin.errors import ConfigError
 
-RANK_FILE: Final = "tiktoken.model"
 NUM_RESERVED: Final = 256
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"

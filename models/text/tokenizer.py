@@ -18,7 +18,8 @@ import tokenizers
 
 from models.text.byte_level import byte_of_letter
 from models.text.token_bound import Description, token_bound
-from models.text.tokenizer_files import TOKENIZER_FILE, effective_tokenizer, read_special_tokens
+from models.text.tokenizer_files import effective_tokenizer, read_special_tokens
+from models.text.tokenizer_names import TOKENIZER_FILE
 from topspin.errors import ConfigError, InvalidRequest
 
 # Decoding so many takes about a millisecond.

@@ -4,8 +4,7 @@ Owns what tokenizer_config.json, special_tokens_map.json and added_tokens.json a
 tokenizer.json; the result has the tokens that transformers.AutoTokenizer's has, in its order. The
 steps (normaliser, splitting, decoder) are always those of tokenizer.json or, without one, of the
 family that has a file of ranks (rank_file.py). Knows no requests and no chat template, imports no
-torch. models.text.tokenizer, models.text.chat_template,
-models.description.config and the attention nodes' grammars call it.
+torch. models.text.tokenizer, models.text.chat_template and the attention nodes' grammars call it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from tokenizers import AddedToken
 
 from models.description.config_fields import read_json
 from models.families import FAMILIES
-from models.text.rank_file import RANK_FILE, rank_tokenizer
+from models.text.rank_file import rank_tokenizer
+from models.text.tokenizer_names import RANK_FILE, TOKENIZER_FILE, has_tokenizer
 from topspin.errors import ConfigError
 
 SPECIAL_TOKEN_NAMES = (
@@ -33,7 +33,6 @@ SPECIAL_TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
-TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
 _MAP_FILE = "special_tokens_map.json"
 _ADDED_FILE = "added_tokens.json"
@@ -102,11 +101,6 @@ def effective_tokenizer(path: Path) -> tokenizers.Tokenizer:
     _add(backend, _to_add(backend, tokens, own), path=path)
     backend.encode_special_tokens = tokens.is_split
     return backend
-
-
-def has_tokenizer(path: Path) -> bool:
-    """Return whether the checkpoint directory `path` has a file that a tokenizer is made of."""
-    return any((path / name).is_file() for name in (TOKENIZER_FILE, RANK_FILE))
 
 
 def read_special_tokens(path: Path) -> dict[str, str]:

@@ -13,9 +13,10 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.text.rank_file import NUM_RESERVED, PATTERNS, RANK_FILE
+from models.text.rank_file import NUM_RESERVED, PATTERNS
 from models.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from models.text.tokenizer_files import effective_tokenizer
+from models.text.tokenizer_names import RANK_FILE
 from topspin.errors import ConfigError
 
 FAMILY = "kimi_k2"

@@ -39,6 +39,7 @@ LOAD = "topspin bench serve --port 8000 --max-concurrency 16"
 TRACE = "topspin trace --seconds 2 -o trace.json"
 PICTURE = f"{TRACE} --png rally.png"
 LOSS = "topspin bench quantization MODEL"
+STEP = "topspin bench step DIR --context 8000"
 PRINT = "topspin serve DIR --max-num-seqs 2 --layout shared --print-plan > plan.yaml"
 INTERPRET = "TRITON_INTERPRET=1 topspin serve --plan plan.yaml"
 ROTATE = "topspin keys keys --rotate add"
@@ -64,6 +65,7 @@ RUN_BY: dict[str, dict[str, str]] = {
     "kubernetes.md": {"topspin probe FILE": CLUSTER},
     "load_testing.md": {LOAD: "test_load_and_traces_of_a_server"},
     "models.md": {
+        STEP: "tests.benchmarks.kernels.test_step.test_every_op_and_the_bytes_of_its_weights",
         LOSS: "test_the_loss_of_quantisation_is_measured",
         "topspin models DIR": "tests.app.cli.test_models.test_the_facts_of_a_checkpoint",
         "topspin pull smollm2-moe": QUICK_START,
