@@ -24,6 +24,7 @@ import yaml
 
 from app.cli.main import _parser
 from server.gateway.http.auth import ApiKeys, read_key_file
+from topspin.messages import Tenant
 
 ROOT = Path(__file__).parents[1]
 KUSTOMIZE = os.environ.get("TOPSPIN_KUSTOMIZE") or shutil.which("kustomize")
@@ -190,8 +191,8 @@ def test_the_steps_before_a_cluster_run(tmp_path: Path) -> None:
             assert (secrets / name).stat().st_size > 0
     (secrets / "api-keys").chmod(0o440)
     key = (secrets / "metrics-key").read_text()
-    assert set(read_key_file(secrets / "api-keys").values()) == {"monitor", "me"}
-    assert ApiKeys(None, secrets / "api-keys").tenant_of(key.encode()) == "monitor"
+    assert {each.name for each in read_key_file(secrets / "api-keys").values()} == {"monitor", "me"}
+    assert ApiKeys(None, secrets / "api-keys").tenant_of(key.encode()) == Tenant(name="monitor")
     if KUSTOMIZE is not None:
         (patches,) = (text for info, text in blocks(ROOT / "docs/kubernetes.md") if info == "yaml")
         own = tmp_path / "own"

@@ -9,6 +9,7 @@
     +-- EngineError                   our fault; carries an HTTP 5xx status, or 429
     |   +-- EngineUnavailable         503: not ready, or draining
     |   +-- Overloaded                429: there is no room for one more request
+    |   +-- RequestTimeout            504: its time is over
     |   +-- NodeLost                  503: a node or the scheduler died
     |   +-- StepUnfinished            503: a step did not finish within its deadline
     +-- ProtocolError                 a peer broke the contract of the protocol
@@ -83,10 +84,25 @@ class EngineUnavailable(EngineError):
 
 
 class Overloaded(EngineError):
-    """The engine serves, and has no room for one more request now: a queue is full."""
+    """The engine serves, and has no room for one more request now.
+
+    It may have some after `retry_after_s`; any request of the same tenant would wait `wait_s` now.
+    """
 
     code = "rate_limit_exceeded"
     status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.wait_s = wait_s
+
+
+class RequestTimeout(EngineError):
+    """The time that the client, or the operator, gives a request is over."""
+
+    code = "request_timeout"
+    status = 504
 
 
 class NodeLost(EngineError):

@@ -71,13 +71,14 @@ def create_app(
     keys: ApiKeys | None = None,
     spans: SpanSender | None = None,
     keep_alive_s: float = 0.0,
+    request_timeout_s: float = 0.0,
 ) -> ASGIApp:
     """Return the application. The caller runs `engine.run()` concurrently.
 
     `keys`: those of which a request must have one (None or empty: it needs none). Pages of
     `allowed_origins` (`*`: all) may call it from a browser (CORS). `access_log`: each request is
     logged at its end. `spans`: where the spans of requests go (None: they have none).
-    `keep_alive_s` is Handler's.
+    `keep_alive_s` is Handler's, `request_timeout_s` Exchanges'.
     """
     metrics = GatewayMetrics(model.names[0])
     handler = Handler(engine=engine, model=model, metrics=metrics, keep_alive_s=keep_alive_s)
@@ -97,7 +98,13 @@ def create_app(
     )
     checked = Authentication(app, keys, preflights=bool(allowed_origins)) if keys else app
     answered = _counted_by(metrics, app.routes)
-    return Exchanges(checked, access_log=access_log, answered=answered, spans=spans)
+    return Exchanges(
+        checked,
+        access_log=access_log,
+        answered=answered,
+        spans=spans,
+        timeout_s=request_timeout_s,
+    )
 
 
 def _handlings(handler: Handler, probes: Probes) -> dict[Endpoint, Handling]:

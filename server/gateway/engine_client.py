@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from topspin.errors import (
     Overloaded,
     PeerLost,
     ProtocolError,
+    RequestTimeout,
     StepUnfinished,
     TopspinError,
     VersionMismatch,
@@ -50,7 +52,10 @@ from topspin.messages import (
     TraceRequest,
     pack_ints,
 )
+from topspin.plan.settings import SchedulingPolicy
 
+# So long is a scheduler's prediction used: work may end earlier than it thought.
+WAIT_KNOWN_S = 1.0
 # A request that loses so many schedulers without an output between may be their end's cause.
 MAX_REPLAYS = 5
 
@@ -175,17 +180,20 @@ class EngineClient:
     """All requests of this gateway; `run` must be running for anything to arrive.
 
     `replay_deadline_s`: how long requests wait for another scheduler when theirs is lost; None:
-    they end with it. Then new ones wait, too, while there are less than `max_waiting`.
+    they end with it. Then new ones wait, too, while there are less than may be queued. `limits` are
+    the scheduler's.
     """
 
     connection: ControlConnection
     replay_deadline_s: float | None = None
-    max_waiting: int = 1024
+    limits: SchedulingPolicy = field(default_factory=SchedulingPolicy)
     state: EngineState = field(default_factory=lambda: EngineState(state="starting"))
     _requests: dict[str, _InFlight] = field(default_factory=dict)
     _queries: dict[int, asyncio.Future[Stats | Trace]] = field(default_factory=dict)
     _query_ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    # By tenant: how long any request of theirs would have waited, and when that was.
+    _waits: dict[str, tuple[float, float]] = field(default_factory=dict)
     _draining: bool = False
     # Runs while requests wait for another scheduler.
     _deadline: asyncio.TimerHandle | None = None
@@ -219,13 +227,31 @@ class EngineClient:
             detail = f": {self.state.detail}" if is_told else ""
             raise EngineUnavailable(f"the engine is not ready ({self.state.state}){detail}")
 
+    def check_wait(self, tenant: str, timeout_s: float | None) -> None:
+        """Raise Overloaded if the scheduler would refuse any request of the tenant now.
+
+        It has said so a moment ago, and for how long that holds. The request has not been read yet.
+        """
+        if tenant not in self._waits:
+            return
+        wait_s, at_s = self._waits[tenant]
+        passed_s = time.monotonic() - at_s
+        late_s = wait_s - passed_s - self.limits.first_token_bound_s(timeout_s)
+        if passed_s > WAIT_KNOWN_S:
+            del self._waits[tenant]
+        elif late_s > 0:
+            raise Overloaded(
+                f"the first token would come in {wait_s - passed_s:.1f} s, which is too late",
+                retry_after_s=late_s,
+            )
+
     def submit(self, requests: Sequence[AddRequest], *, grammar_field: str = "") -> Call:
         """Send `requests`, the choices of one call in order; raises EngineUnavailable.
 
         `grammar_field` is named in errors about their grammar.
         """
         self.check_ready()
-        if self.is_waiting and self.num_in_flight >= self.max_waiting:
+        if self.is_waiting and self.num_in_flight >= self.limits.max_num_queued_reqs:
             raise EngineUnavailable(f"{self.num_in_flight} requests wait for another scheduler")
         call = Call(self._release, self._abort, grammar_field=grammar_field)
         for request in requests:
@@ -326,6 +352,9 @@ class EngineClient:
             if not self.is_waiting:
                 in_flight = self._requests.pop(message.request_id, None)
                 if in_flight is not None:
+                    if message.wait_s:
+                        tenant = in_flight.request.tenant.name
+                        self._waits[tenant] = message.wait_s, time.monotonic()
                     call = in_flight.call
                     call.fail(_typed_error(message, call.grammar_field))
         elif isinstance(message, Stats | Trace):
@@ -433,11 +462,13 @@ class EngineClient:
 
 def _typed_error(failed: RequestFailed, grammar_field: str) -> TopspinError:
     """Return the error that a RequestFailed stands for, in terms of the client's fields."""
+    if failed.code == Overloaded.code:
+        return Overloaded(failed.message, retry_after_s=failed.retry_after_s)
     if failed.status != 400:
         for kind in (
             NotFound,
             EngineUnavailable,
-            Overloaded,
+            RequestTimeout,
             NodeLost,
             StepUnfinished,
             ProtocolError,

@@ -8,6 +8,7 @@ the application's exception handlers and by streams that fail half-way.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,7 @@ from topspin.errors import (
     NotFound,
     Overloaded,
     RequestError,
+    RequestTimeout,
     StepUnfinished,
     TopspinError,
 )
@@ -42,6 +44,7 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
 # Messages for clients; the errors' own texts may name processes, hosts and exceptions.
@@ -154,7 +157,7 @@ def describe(error: Exception) -> Failure:
 
 
 def _public_message(error: TopspinError) -> str:
-    if isinstance(error, RequestError | EngineUnavailable | Overloaded):
+    if isinstance(error, RequestError | EngineUnavailable | Overloaded | RequestTimeout):
         return str(error)
     _log.error("a request failed (%s): %s", error.code, error)
     return PUBLIC_MESSAGES.get(error.code, INTERNAL_ERROR)
@@ -165,7 +168,8 @@ def error_response(error: Exception, path: str) -> Response:
     failure = describe(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if failure.status in PASSING:
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+        wait_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+        headers["Retry-After"] = str(max(RETRY_AFTER_S, math.ceil(wait_s)))
     return Response(
         failure.body(to_anthropic=path.startswith(MESSAGES)),
         status_code=failure.status,

@@ -67,6 +67,7 @@ class Handler:
     async def generate(self, request: Request, *, dialect: Dialect) -> Response:
         """Answer a request that generates."""
         exchange = exchange_of(request.scope)
+        self.engine.check_wait(exchange.tenant.name, exchange.timeout_s)
         prepared = await self._prepared(request, dialect.prepare)
         params = prepared.params
         head = ReplyHead(
@@ -120,7 +121,7 @@ class Handler:
 
     async def _prepared(self, request: Request, prepare: Prepare) -> PreparedRequest:
         """Read, decode, check and tokenise."""
-        tenant = exchange_of(request.scope).tenant
+        tenant = exchange_of(request.scope).tenant.name
         async with self.bodies.read_json(request) as data:
             self.engine.check_ready()
             limit = self.engine.state.max_request_tokens
@@ -155,6 +156,8 @@ class Handler:
                         sampling=params.sampling_of(nth, max_tokens=budget),
                         cache_salt=exchange.salted(params.cache_salt),
                         priority=params.priority,
+                        tenant=exchange.tenant,
+                        timeout_s=exchange.left_s(),
                     )
                 )
                 detokenizer = IncrementalDetokenizer(

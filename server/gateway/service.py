@@ -103,7 +103,7 @@ async def serve(
         engine = EngineClient(
             connect(),
             replay_deadline_s=plan.failover.restart_deadline_s if plan.failover.restart else None,
-            max_waiting=plan.scheduling.max_queued_requests,
+            limits=plan.scheduling,
         )
         try:
             app = build_app(config, engine, spans)
@@ -172,6 +172,7 @@ def build_app(
         access_log=config.gateway.access_log,
         keys=keys_of(config.gateway),
         spans=spans,
+        request_timeout_s=config.gateway.request_timeout_s,
         keep_alive_s=config.gateway.sse_keep_alive_interval_s,
     )
 

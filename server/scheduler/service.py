@@ -207,6 +207,7 @@ class Service:
             while (step := policy.schedule(self._clock())) is not None:
                 self._send(step)
         if policy is not None:
+            self._gateways.deliver(policy.expire(self._clock()))
             self._gateways.deliver(policy.displace_grammars())
             self._nodes.compile(policy.compilations.take_unsent())
         for event in self._receive():

@@ -258,7 +258,7 @@ def test_an_upgrade_is_a_second_engine_and_fails_no_request(tiny: Tiny, tmp_path
     engines = Engines(tiny, tmp_path)
     plan = plan_for(tiny, transport="tcp", counts=(1, 1))
     old_objects = engines.render(plan, gateways=1)
-    new_objects = engines.render(changed(plan, {"scheduling.max_queued_requests": 99}), gateways=1)
+    new_objects = engines.render(changed(plan, {"scheduling.max_num_queued_reqs": 99}), gateways=1)
     with Cluster(tmp_path, engines.volumes) as cluster:
         old = cluster.apply(old_objects)
         for pod in old:

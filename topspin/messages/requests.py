@@ -6,7 +6,7 @@ the attention nodes. See topspin.messages.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -70,12 +70,30 @@ def choice_of(request_id: str) -> str:
     return request_id.rpartition("-")[2]
 
 
+class Tenant(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The owner of a request, and what the operator grants it; a limit of 0 is none.
+
+    While several tenants want more than there is, their shares are in proportion to `weight`.
+    `max_concurrency` counts choices that wait or run. Without keys all requests are of the tenant
+    without a name.
+    """
+
+    name: str = ""
+    weight: Annotated[float, msgspec.Meta(ge=0.01, le=1000)] = 1.0
+    max_concurrency: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = 0
+    requests_per_minute: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    tokens_per_minute: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+
+
 class AddRequest(Message, frozen=True, kw_only=True):
     """One choice of one request. `prompt` is packed ints; `cache_salt` separates tenants.
 
     Requests of lower `priority` are served first; of equal ones, the first to come. One that is
     `replayed` had been taken by a scheduler that is gone: it goes on behind the `output` (packed
     ints) and the log-probabilities of its prompt's tokens, `num_scored`, that were delivered.
+    `timeout_s`: its client waits so long for the whole answer; None: it has not said.
     """
 
     request_id: str
@@ -86,6 +104,8 @@ class AddRequest(Message, frozen=True, kw_only=True):
     replayed: bool = False
     output: bytes = b""
     num_scored: int = 0
+    tenant: Tenant = Tenant()
+    timeout_s: float | None = None
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
@@ -149,7 +169,9 @@ class RequestQueued(Message, frozen=True, kw_only=True):
 class RequestFailed(Message, frozen=True, kw_only=True):
     """The request ended with an error; `code`, `status` and `param` as in topspin.errors.
 
-    `param` "grammar" is the field of the client's request that asks for one.
+    `param` "grammar" is the field of the client's request that asks for one. If the engine is
+    overloaded (status 429), `retry_after_s` says when it may take the request, and `wait_s` how
+    long any request of the same tenant would wait now.
     """
 
     request_id: str
@@ -157,6 +179,8 @@ class RequestFailed(Message, frozen=True, kw_only=True):
     status: int
     message: str
     param: str = ""
+    retry_after_s: float = 0.0
+    wait_s: float = 0.0
 
 
 # Upper bounds of the buckets of StepHistogram, in seconds; the last one is open.
@@ -222,8 +246,9 @@ class Stats(Message, frozen=True, kw_only=True):
     `kv_positions`: for how many positions of running sequences there are keys and values, in the
     layers of each window; 0: without one. `kv_frames_usage` is the share of the blocks in memory
     that running sequences need there; 0 without a spill. `max_queued_requests`: as many may wait; 0
-    while starting. `nodes` has an entry for each role, and each of optional and not, of which the
-    plan has nodes.
+    while starting. `num_refused` counts refusals for want of room by their cause, and
+    `first_token_s` is the predicted wait of one more short request. `nodes` has an entry for each
+    role, and each of optional and not, of which the plan has nodes.
     """
 
     query_id: int
@@ -239,6 +264,8 @@ class Stats(Message, frozen=True, kw_only=True):
     generation_tokens: int
     step_seconds: float
     max_queued_requests: int = 0
+    num_refused: dict[str, int] = msgspec.field(default_factory=dict)
+    first_token_s: float = 0.0
     nodes: tuple[NodeCount, ...] = ()
     num_replays: int = 0
     num_grammars_compiled: int = 0

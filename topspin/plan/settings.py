@@ -6,6 +6,7 @@ flags that write no field). Knows no nodes, no tensors and no sockets. Part of t
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -50,6 +51,8 @@ class BatchLimits(NamedTuple):
 CPU_BATCH = BatchLimits(64, 512)
 # A few hundred rows leave a GPU far below its arithmetic limit; prompts should fill it.
 GPU_BATCH = BatchLimits(256, 8192)
+# People wait so long for a chat to begin; what waits longer says so, or is told to come again.
+DEFAULT_MAX_TTFT_S = 10.0
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
@@ -62,6 +65,7 @@ class SchedulingPolicy(Section, frozen=True, kw_only=True):
 
     `micro_batches` None: measured while serving. A request that lost its cache blocks
     `max_preemptions` times is admitted again only where it cannot lose them once more.
+    `max_ttft_s` None: DEFAULT_MAX_TTFT_S for requests that do not say how long they wait.
     """
 
     micro_batches: Annotated[
@@ -75,11 +79,36 @@ class SchedulingPolicy(Section, frozen=True, kw_only=True):
     prefix_caching: Annotated[
         bool, Setting("reuse cached prompt prefixes", flag="--enable-prefix-caching")
     ] = True
-    max_queued_requests: Annotated[
+    max_num_queued_reqs: Annotated[
         Natural,
-        Setting("waiting requests beyond which new ones get 429", flag="--max-queued-requests N"),
+        Setting(
+            "waiting choices of requests beyond which new ones get 429",
+            flag="--max-num-queued-reqs N",
+        ),
     ] = 1024
+    max_num_queued_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=2**31)],
+        Setting(
+            "prompt tokens of waiting requests beyond which new ones get 429",
+            flag="--max-num-queued-tokens N",
+        ),
+    ] = 2**22
+    max_ttft_s: Annotated[
+        Timeout | None,
+        Setting(
+            "requests whose first token would come later get 429 at once; 0: none do; auto: 10, or "
+            "what the request says in x-request-timeout",
+            flag="--max-ttft SECONDS",
+            unset=AUTO,
+        ),
+    ] = None
     max_preemptions: Natural = 4
+
+    def first_token_bound_s(self, timeout_s: float | None) -> float:
+        """Return how long a request, whose client waits `timeout_s`, may be without a token."""
+        operators_s = math.inf if self.max_ttft_s == 0 else self.max_ttft_s
+        given = [bound for bound in (operators_s, timeout_s) if bound is not None]
+        return min(given, default=DEFAULT_MAX_TTFT_S)
 
 
 class ExecutionPolicy(Section, frozen=True, kw_only=True):
@@ -281,6 +310,13 @@ class GatewaySection(Section, frozen=True, kw_only=True):
             flag="--sse-keep-alive-interval SECONDS",
         ),
     ] = 15.0
+    request_timeout_s: Annotated[
+        Timeout,
+        Setting(
+            "a request ends after so long, unless its x-request-timeout says less; 0: never",
+            flag="--request-timeout SECONDS",
+        ),
+    ] = 0.0
     shutdown_timeout_s: Annotated[
         Timeout,
         Setting(

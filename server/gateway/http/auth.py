@@ -13,8 +13,9 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ from server.gateway.errors import error_response
 from server.gateway.http.exchange import exchange_of
 from server.gateway.http.listener import bind
 from topspin.errors import ConfigError
+from topspin.messages import Tenant
 from topspin.plan.network import is_loopback
 from topspin.plan.settings import API_KEY_VARIABLE, GatewaySection
 
@@ -49,17 +51,18 @@ class ApiKeys:
 
     def __init__(self, key: str | None, file: Path | None) -> None:
         """`key` is the default tenant's. Raises ConfigError for keys that cannot be used."""
-        self._own = {} if not key else {_digest(_checked(key, API_KEY_VARIABLE)): DEFAULT_TENANT}
+        own = Tenant(name=DEFAULT_TENANT)
+        self._own = {} if not key else {_digest(_checked(key, API_KEY_VARIABLE)): own}
         self._file = file
         self._seen: tuple[int, int] | None = None
-        self._read: Mapping[bytes, str] = {}
+        self._read: Mapping[bytes, Tenant] = {}
         if file is not None:
             self._seen, self._read = _stamp(file), read_key_file(file)
 
     def __bool__(self) -> bool:
         return bool(self._own) or self._file is not None
 
-    def tenant_of(self, key: bytes) -> str | None:
+    def tenant_of(self, key: bytes) -> Tenant | None:
         """Return the tenant of `key`, or None; takes as long for any key."""
         self._read_again()
         digest, found = hashlib.sha256(key).digest(), None
@@ -87,11 +90,12 @@ class ApiKeys:
             _log.warning("gateway: API keys not read again: %s", error)
 
 
-def read_key_file(file: Path) -> dict[bytes, str]:
+def read_key_file(file: Path) -> dict[bytes, Tenant]:
     """Return the digests of the keys in `file`, with their tenants.
 
-    A line is "TENANT: KEY", a tenant may have several; lines that are empty or begin with # are
-    skipped. Raises ConfigError naming the line, never its content.
+    A line is "TENANT: KEY", a tenant may have several; behind one of them may stand what the tenant
+    is granted: weight=2 max_concurrency=8, and so on by the names of Tenant's fields. Lines that
+    are empty or begin with # are skipped. Raises ConfigError naming the line, never its content.
     """
     try:
         if stat.S_IMODE(file.stat().st_mode) & stat.S_IRWXO:
@@ -106,13 +110,15 @@ def read_key_file(file: Path) -> dict[bytes, str]:
     except UnicodeDecodeError:
         raise ConfigError(f"--api-key-file {file}: it is not UTF-8") from None
     found: dict[bytes, str] = {}
+    tenants: dict[str, Tenant] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         where = f"--api-key-file {file}, line {number}"
-        tenant, separator, key = (each.strip() for each in line.partition(":"))
+        tenant, separator, rest = (each.strip() for each in line.partition(":"))
         if not (tenant and separator):
             raise ConfigError(f"{where}: it is not TENANT: KEY")
+        key, *grants = rest.split() or [""]
         if len(tenant) > MAX_TENANT_CHARS or not tenant.isprintable():
             raise ConfigError(
                 f"{where}: a tenant's name has at most {MAX_TENANT_CHARS} printable characters"
@@ -122,9 +128,27 @@ def read_key_file(file: Path) -> dict[bytes, str]:
             raise ConfigError(f"{where}: another tenant has the same key")
         if len(found) > MAX_KEYS:
             raise ConfigError(f"{where}: at most {MAX_KEYS} keys are served")
+        granted = _granted(tenant, grants, where)
+        if grants and tenants.setdefault(tenant, granted) != granted:
+            raise ConfigError(f"{where}: another line grants the same tenant something else")
     if not found:
         raise ConfigError(f"--api-key-file {file}: it has no keys")
-    return found
+    return {digest: tenants.get(name, Tenant(name=name)) for digest, name in found.items()}
+
+
+def _granted(tenant: str, grants: Sequence[str], where: str) -> Tenant:
+    """Return the tenant with what stands behind its key."""
+    names = [each.name for each in msgspec.structs.fields(Tenant) if each.name != "name"]
+    matches = [re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)", each, re.ASCII) for each in grants]
+    given = {match[1]: match[2] for match in matches if match is not None}
+    if len(given) < len(grants) or not given.keys() <= set(names):
+        raise ConfigError(
+            f"{where}: a key has no blanks; behind it may stand {'=, '.join(names)}= with numbers"
+        )
+    try:
+        return msgspec.convert({**given, "name": tenant}, Tenant, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _checked(key: str, where: str) -> str:

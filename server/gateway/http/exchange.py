@@ -22,14 +22,18 @@ from server.gateway.operations.otlp import SpanSender
 from server.gateway.operations.spans import GONE_STATUS, OPERATIONS, RequestRecord, request_spans
 from topspin.errors import InvalidRequest
 from topspin.logs import about
+from topspin.messages import Tenant
 
 HEADER = "X-Request-Id"
+TIMEOUT_HEADER = "X-Request-Timeout"
 
 # Asked for every few seconds by machines; their lines would hide the others.
 UNLOGGED_PATHS = frozenset({"/health", "/live", "/metrics"})
 MAX_LOGGED_PATH_CHARS = 256
 
 _HEADER_BYTES = HEADER.lower().encode()
+_TIMEOUT_BYTES = TIMEOUT_HEADER.lower().encode()
+MAX_TIMEOUT_S = 86400.0
 _KEY = "topspin.exchange"
 
 _log = logging.getLogger("access")
@@ -40,14 +44,16 @@ class Exchange:
     """One request and its answer. `is_named`: the id is the header's, so the body's is not used.
 
     `send` is the connection's own, without middleware: what is sent of an answer after its start
-    needs none. `tenant` is whose key it came with; "": keys are not asked for. The counts are None
-    unless it generates, `record` unless it also has spans.
+    needs none. `tenant` is whose key it came with; without a name: keys are not asked for. Its
+    client waits for `timeout_s` (None: it has not said). The counts are None unless it generates,
+    `record` unless it also has spans.
     """
 
     request_id: str
     is_named: bool
     send: Send
-    tenant: str = ""
+    tenant: Tenant = field(default_factory=Tenant)
+    timeout_s: float | None = None
     started_s: float = field(default_factory=time.monotonic)
     status: int | None = None
     num_prompt_tokens: int | None = None
@@ -62,9 +68,15 @@ class Exchange:
 
     def salted(self, salt: str) -> str:
         """Return the salt of what may be cached for this request: no two tenants have the same."""
-        if not self.tenant:
+        if not self.tenant.name:
             return salt
-        return hashlib.sha256(f"{self.tenant}\0{salt}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.tenant.name}\0{salt}".encode()).hexdigest()
+
+    def left_s(self) -> float | None:
+        """Return how long the client will wait from now on; None: it has not said."""
+        if self.timeout_s is None:
+            return None
+        return max(0.0, self.timeout_s - (time.monotonic() - self.started_s))
 
     def name(self, request_id: str | None) -> str:
         """Take the id in a request's body, if it has one and the header had none; return the id."""
@@ -88,7 +100,8 @@ class Exchanges:
     """ASGI middleware, outside of all other: an Exchange for each request, logged at its end.
 
     `answered` is called with the path and the status of each request at its end. `spans`: where the
-    spans of requests that generate go; None: they have none.
+    spans of requests that generate go; None: they have none. `timeout_s`: a request ends after it,
+    unless its header says less; 0: never.
     """
 
     def __init__(
@@ -98,11 +111,13 @@ class Exchanges:
         access_log: bool,
         answered: Callable[[str, int], None] = lambda path, status: None,
         spans: SpanSender | None = None,
+        timeout_s: float = 0.0,
     ) -> None:
         self._app = app
         self._is_logging = access_log
         self._answered = answered
         self._spans = spans
+        self._timeout_s = timeout_s or None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
@@ -125,6 +140,8 @@ class Exchanges:
         try:
             if given := _given_id(scope["headers"]):
                 exchange.request_id, exchange.is_named = given, True
+            asked = (self._timeout_s, _given_timeout_s(scope["headers"]))
+            exchange.timeout_s = min((each for each in asked if each is not None), default=None)
         except InvalidRequest as error:
             app = error_response(error, scope["path"])
         try:
@@ -169,3 +186,20 @@ def _given_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
             param=HEADER,
         )
     return given
+
+
+def _given_timeout_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
+    """Return how long the client waits, in seconds, if the headers say; raises InvalidRequest."""
+    given = next((value for name, value in headers if name == _TIMEOUT_BYTES), None)
+    if given is None:
+        return None
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0.0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(
+            f"`{TIMEOUT_HEADER}` must be a number of seconds above 0, at most {MAX_TIMEOUT_S:g}",
+            param=TIMEOUT_HEADER,
+        )
+    return timeout_s

@@ -68,6 +68,11 @@ _GAUGES = (
     ("num_requests_running", "Requests in running batches", "num_running"),
     ("num_requests_waiting", "Requests waiting to be admitted", "num_waiting"),
     ("max_queued_requests", "As many may wait; 0 while starting", "max_queued_requests"),
+    (
+        "predicted_time_to_first_token_seconds",
+        "Of one more short request, behind all that wait",
+        "first_token_s",
+    ),
     ("kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", "kv_cache_usage"),
     (
         "kv_spill_memory_usage_perc",
@@ -185,6 +190,13 @@ class EngineCollector(Collector):
             "Positions of running sequences that have keys, in layers of each window, 0: none",
             {(str(window),): count for window, count in stats.kv_positions.items()},
             ("window",),
+        )
+        yield self._labelled(
+            CounterMetricFamily,
+            "requests_refused",
+            "Choices that got 429, by cause",
+            {(cause,): count for cause, count in stats.num_refused.items()},
+            ("cause",),
         )
         accepted = stats.num_accepted_tokens
         text = "Tokens of drafts that were accepted"

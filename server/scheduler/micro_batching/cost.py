@@ -216,6 +216,10 @@ class CostFit:
         prior = self._prior
         return prior.attention_fixed_s, prior.attention_token_s, prior.attention_pair_s
 
+    def prompt_s(self, node: int, num_tokens: int, start: int) -> float:
+        """Return the time that positions of a prompt, from `start` on, add to steps."""
+        return self._num_layers * self.of(node).slice_s(num_tokens, start)
+
     def add_step(self, loads: Mapping[int, StepLoad], timings: Mapping[int, StepTimings]) -> None:
         """Learn from a step: each attention node's load, and its timings."""
         for node, load in loads.items():
@@ -273,6 +277,10 @@ class CostFits:
     def of(self, node: int) -> CostModel:
         """Return the model of attention node `node` for the next step."""
         return self.fit(self._formation.table.local).of(node)
+
+    def prompt_s(self, node: int, num_tokens: int, start: int) -> float:
+        """Return the time that positions of a prompt, from `start` on, add to steps."""
+        return self.fit(self._formation.table.local).prompt_s(node, num_tokens, start)
 
     def add_step(
         self,

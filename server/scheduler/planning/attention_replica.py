@@ -11,8 +11,9 @@ can ever need, so they always get them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from server.scheduler.planning.block_pool import BlockPool
@@ -138,10 +139,14 @@ class AttentionReplica:
         return self.pool.num_blocks if self._frames is None else self._frames.num_frames
 
     @property
+    def running(self) -> Iterator[Sequence]:
+        """Return the sequences that hold a seat."""
+        return chain(self.prefilling.values(), self.decoding.values())
+
+    @property
     def num_frames_needed(self) -> int:
         """Return how many blocks running sequences need in memory, where others are in a file."""
-        running = (*self.prefilling.values(), *self.decoding.values())
-        return 0 if self._frames is None else sum(map(self._frames.need, running))
+        return 0 if self._frames is None else sum(map(self._frames.need, self.running))
 
     def _can_grow(self, seq: Sequence) -> bool:
         """Say whether there are blocks for `seq`, and a place in memory if it needs one."""
@@ -163,7 +168,7 @@ class AttentionReplica:
     @property
     def positions_held(self) -> dict[int, int]:
         """Return for how many positions running sequences have blocks, by window; 0: without."""
-        return self.tables.positions_held([*self.prefilling.values(), *self.decoding.values()])
+        return self.tables.positions_held(list(self.running))
 
     @property
     def num_free_seats(self) -> int:
@@ -173,14 +178,16 @@ class AttentionReplica:
     @property
     def num_pending_tokens(self) -> int:
         """Return how many known tokens of running sequences are not planned yet."""
-        return sum(seq.length - seq.num_planned for seq in self.prefilling.values())
+        return sum(seq.num_left for seq in self.prefilling.values())
 
     # Planning.
 
-    def plan_running(self, preempted: list[Sequence], budget: int) -> NodeBatch:
+    def plan_running(
+        self, preempted: list[Sequence], budget: int, *, num_next: int = 0
+    ) -> NodeBatch:
         """Return the next step's slices of running sequences, of `budget` tokens at most.
 
-        Appends victims to `preempted`.
+        Appends victims to `preempted`. The next request in the queue has `num_next` tokens.
         """
         batch = NodeBatch(budget=budget)
         if self._frames is not None:
@@ -197,14 +204,30 @@ class AttentionReplica:
         if self._draft_tokens is not None:
             ready = self._plan_drafts(ready, batch, self._draft_tokens)
         batch.add_decodes(ready)
-        for seq in list(self.prefilling.values()):
+        if self.prefilling and batch.budget:
+            self._plan_prompts(batch, num_next if self.num_free_seats > 0 else 0)
+        return batch
+
+    def _plan_prompts(self, batch: NodeBatch, num_next: int) -> None:
+        """Plan chunks of prompts: the first one's, then those of the shortest.
+
+        While others are shorter, the first one leaves them half of the room: a long prompt holds
+        nobody up, nor do short ones starve it.
+        """
+        first, *others = self.prefilling.values()
+        others.sort(key=lambda seq: seq.num_left)
+        shorter = [seq.num_left for seq in others] + [num_next]
+        num_shorter = sum(count for count in shorter if count < first.num_left)
+        most = max(-(-batch.budget // 2), batch.budget - num_shorter)
+        self._plan_chunk(first, batch, most=most)
+        for seq in others:
             if batch.budget == 0:
                 break
             self._plan_chunk(seq, batch)
-        return batch
 
-    def _plan_chunk(self, seq: Sequence, batch: NodeBatch) -> None:
-        batch.add(seq, min(batch.budget, seq.length - seq.num_planned))
+    def _plan_chunk(self, seq: Sequence, batch: NodeBatch, *, most: int | None = None) -> None:
+        room = batch.budget if most is None else most
+        batch.add(seq, min(room, seq.num_left))
         self.tables.place(seq)
         if seq.num_planned == seq.length:
             del self.prefilling[seq.seq_id]
@@ -274,8 +297,7 @@ class AttentionReplica:
 
     def _victim(self) -> Sequence | None:
         """Return the running sequence that arrived last and is not protected."""
-        running = [*self.prefilling.values(), *self.decoding.values()]
-        unprotected = [seq for seq in running if not seq.protected]
+        unprotected = [seq for seq in self.running if not seq.protected]
         return max(unprotected, key=lambda seq: seq.request.rank, default=None)
 
     # Admission.

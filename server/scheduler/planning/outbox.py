@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from server.scheduler.planning.in_flight import NodePart
 from server.scheduler.planning.sequence import Request, Sequence
 from server.scheduler.planning.telemetry import Counters
-from topspin.errors import RequestError, TopspinError
+from topspin.errors import Overloaded, RequestError, TopspinError
 from topspin.messages import (
     FinishReason,
     Outputs,
@@ -78,13 +80,18 @@ class Arrivals:
 def failure(request_id: str, error: TopspinError) -> RequestFailed:
     """Return the message that ends a request with `error`."""
     param = error.param if isinstance(error, RequestError) else None
-    return RequestFailed(
+    failed = RequestFailed(
         request_id=request_id,
         code=error.code,
         status=error.status,
         message=str(error),
         param=param or "",
     )
+    if isinstance(error, Overloaded):
+        return msgspec.structs.replace(
+            failed, retry_after_s=error.retry_after_s, wait_s=error.wait_s
+        )
+    return failed
 
 
 def new_scores(seq: Sequence, part: NodePart, result: StepResult) -> tuple[TokenLogprobs, ...]:

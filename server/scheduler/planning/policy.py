@@ -50,6 +50,7 @@ from server.scheduler.planning.plans import StepBuilder, StepMessages
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.telemetry import Counters, Journal, JournalNote, no_note
+from server.scheduler.waiting.entrance import Entrance
 from spec_decode.controller import Controller
 from topspin.errors import (
     EngineError,
@@ -164,9 +165,12 @@ class Policy:
         self._arrivals = Arrivals()
         self._journal = Journal(note)
         self._num_arrivals = 0
+        num_seats = sum(replica.node.max_num_seqs for replica in self._replicas)
+        self._entrance = Entrance(plan.scheduling, num_seats=num_seats)
         self._admission = Admission(
             plan,
             self._replicas,
+            self._entrance.tenants,
             needs=self._needs,
             costs=self._fit,
             compilations=self.compilations,
@@ -203,8 +207,12 @@ class Policy:
         try:
             if (peer, message.request_id) in self._requests:
                 raise InvalidRequest(f"request id {message.request_id!r} is in use")
-            self._check_queue(is_replay=message.replayed)
+            self._entrance.check(message, now=now, num_requests=len(self._requests))
             request = self._intake.request(message, peer=peer, arrival=self._num_arrivals)
+            request.account = self._entrance.tenants.account(message.tenant)
+            request.prompt_s = self._prompt_s(request)
+            if not message.replayed:
+                self._entrance.check_wait(request, timeout_s=message.timeout_s)
             if grammar := message.sampling.grammar:
                 nodes = () if self._is_halted else self._present()
                 request.grammar_key = self.compilations.ask(
@@ -217,7 +225,7 @@ class Policy:
         self._counters.num_replays += message.replayed
         self._was_idle |= not self._requests
         self._requests[peer, message.request_id] = request
-        self._admission.waiting.push(request)
+        self._entrance.entered(request, message, now)
         self._arrivals.add(request)
         return None
 
@@ -228,17 +236,24 @@ class Policy:
     def _present(self) -> list[int]:
         return [replica.index for replica in self._replicas if replica.is_present]
 
-    def _check_queue(self, *, is_replay: bool) -> None:
-        """Raise Overloaded if the queue is full; seats on nodes are not part of it.
+    def _prompt_s(self, request: Request) -> float:
+        """Return the predicted time of what is not cached of a prompt; nodes work side by side."""
+        num_cached = self._admission.num_cached(request)
+        present = self._present() or [0]
+        num_new = len(request.tokens) - num_cached
+        return self._fit.prompt_s(present[0], num_new, num_cached) / len(present)
 
-        Replays have as much room again: all of another scheduler's come at once, new ones between.
-        """
-        limits = self._plan.scheduling
-        seats = sum(replica.node.max_num_seqs for replica in self._replicas)
-        if len(self._requests) >= (limits.max_queued_requests + seats) * (1 + is_replay):
-            raise Overloaded(
-                f"the queue is full ({limits.max_queued_requests} requests are waiting)"
-            )
+    def expire(self, now: float) -> Outbox:
+        """Fail the requests whose time is over."""
+        outbox = Outbox()
+        if self._is_halted:
+            self._entrance.pause(now)
+        else:
+            self._entrance.resume(now)
+        expired = self._entrance.expired(now, is_excused=self._admission.waits_apart)
+        for request, error in expired.items():
+            self._fail(request, error, outbox)
+        return outbox
 
     def abort(self, request_id: str, *, peer: bytes) -> bool:
         """End a request silently; False if it has ended already or is unknown."""
@@ -277,6 +292,7 @@ class Policy:
         if self._depths is not None:
             self._depths.forget(request)
         del self._requests[request.peer, request.request_id]
+        self._entrance.left(request)
         seq = request.sequence
         if seq is not None and not seq.closed:
             self._replicas[seq.replica_idx].close(seq)
@@ -329,8 +345,13 @@ class Policy:
         budgets = token_budgets(present, self._fit.of)
         if self._depths is not None:
             self._depths.plan(self._replicas, budgets)
+        if (seq := self._admission.to_give_way()) is not None:
+            self._replicas[seq.replica_idx].close(seq)
+            preempted.append(seq)
+        following = self._entrance.tenants.first()
+        num_next = 0 if following is None else len(following.tokens)
         batches = [
-            replica.plan_running(preempted, budgets.get(replica.index, 0))
+            replica.plan_running(preempted, budgets.get(replica.index, 0), num_next=num_next)
             for replica in self._replicas
         ]
         for seq in preempted:
@@ -339,6 +360,7 @@ class Policy:
             if not seq.num_in_flight:
                 self._requeue(seq.request)
         self._admission.admit(batches, now)
+        self._entrance.note(now, is_waited=self._admission.is_full)
         work = [
             (replica, batch)
             for replica, batch in zip(self._replicas, batches, strict=True)
@@ -353,7 +375,7 @@ class Policy:
 
     def _requeue(self, request: Request) -> None:
         request.sequence = None
-        self._admission.waiting.push(request)
+        self._entrance.tenants.push(request)
 
     # Failover.
 
@@ -419,6 +441,7 @@ class Policy:
         if result.generation < self._formation.generation:
             return Outbox()  # it was on its way when its generation was given up
         self._in_flight.accept(result)
+        self._entrance.note(now, is_waited=self._admission.is_full)
         outbox = Outbox()
         for step in self._in_flight.finished(now):
             self._counters.num_steps += 1
@@ -483,8 +506,11 @@ class Policy:
                     finish = None
                     if tokens:
                         finish = accept(seq, tokens, scores, result, outbox, counters, now)
+                        request.account.charge(num_output_tokens=len(tokens))
                     elif scores or not request.samples:
                         finish = accept_prompt(seq, scores, outbox, counters, now)
+                    if not request.has_begun and (tokens or scores or finish is not None):
+                        self._entrance.begun(request)
                     if seq.num_committed >= seq.publish_at:
                         replica.tables.filled(seq, publishes=caches)
                     if finish is not None:
@@ -519,7 +545,9 @@ class Policy:
             query_id=query_id,
             num_waiting=self.num_waiting,
             num_running=self.num_running,
-            max_queued_requests=self._plan.scheduling.max_queued_requests,
+            max_queued_requests=self._plan.scheduling.max_num_queued_reqs,
+            num_refused=dict(self._entrance.num_refused),
+            first_token_s=self._entrance.first_token_s(),
             kv_cache_usage=1.0 - num_available / num_blocks,
             num_blocks=num_blocks,
             kv_positions=self._positions_held(),
@@ -544,6 +572,6 @@ class Policy:
         for replica in self._replicas:
             replica.check_integrity()
         assert not any(request.ended for request in self._requests.values())
-        assert self._admission.waiting.count() + self.num_running + sum(
+        assert self._entrance.tenants.count() + self.num_running + sum(
             not seq.request.ended for r in self._replicas for seq in r.draining.values()
         ) == len(self._requests)

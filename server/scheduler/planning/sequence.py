@@ -1,20 +1,20 @@
-"""A request, from add() to its end, a sequence (one admission of it to a node), and their queue.
+"""A request, from add() to its end, and a sequence: one admission of it to a node.
 
-Owns their state, the rule by which a sampled token ends a request, and the order of those that
-wait: by priority, then by arrival. A preempted request comes back as a new Sequence of the same
-Request, at its old place in the queue. Knows no limits, no pool and no step. Called by
-attention_replica.py, admission.py and policy.py.
+Owns their state, the rule by which a sampled token ends a request, and a request's rank: by
+priority, then by arrival. A preempted request comes back as a new Sequence of the same Request, at
+its old place in the queue. Knows no limits, no pool and no step. Called by attention_replica.py,
+admission.py and policy.py.
 """
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from server.scheduler.planning.block_pool import HashChain
-from topspin.messages import FinishReason, SamplingParams
+from server.scheduler.waiting.tenants import Account
+from topspin.messages import FinishReason, SamplingParams, Tenant
 from topspin.plan.kv_cache import NO_BLOCK
 
 
@@ -28,7 +28,9 @@ class Request:
     `num_scored` the log-probabilities of prompt tokens that were delivered; `num_replays`
     counts lost generations since its last token; `cache_salt` is its tenant's, `grammar_key` names
     its grammar, if it has one. `priority`: lower ones come first. `queue_s` is its wait from
-    `added_at` to its first admission.
+    `added_at` to its first admission. `account` is its tenant's, `prompt_s` the predicted time of
+    its prompt, and `num_bytes` its size while it waits. `num_passed` others were admitted while
+    there was no room for it. `has_begun`: it has had an output.
     """
 
     request_id: str
@@ -51,6 +53,11 @@ class Request:
     num_cached_tokens: int | None = None
     added_at: float = 0.0
     queue_s: float = 0.0
+    account: Account = field(default_factory=lambda: Account(Tenant()))
+    prompt_s: float = 0.0
+    num_bytes: int = 0
+    num_passed: int = 0
+    has_begun: bool = False
     sequence: Sequence | None = None
     ended: bool = False
 
@@ -143,6 +150,11 @@ class Sequence:
         return [*(block for block in self.blocks if block != NO_BLOCK), *self.spare]
 
     @property
+    def num_left(self) -> int:
+        """Return how many known tokens are not planned yet, while its prompt is computed."""
+        return self.length - self.num_planned
+
+    @property
     def can_advance(self) -> bool:
         """Return whether a token is left to feed if the drafts in flight are all refused."""
         return self.num_planned - self.num_unsure < self.position_limit
@@ -169,39 +181,3 @@ class Sequence:
         self.num_sent = needed
         self.sent_capacity = needed * self.block_size
         return unsent
-
-
-MIN_COMPACTED = 64
-
-
-class WaitingQueue:
-    """Requests without a node, in a heap by rank.
-
-    Ended ones are dropped at the front, and all of them before the heap would double.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
-        self._compact_at = MIN_COMPACTED
-
-    def push(self, request: Request) -> None:
-        """Insert `request` by its rank."""
-        if len(self._heap) >= self._compact_at:
-            self._heap = [entry for entry in self._heap if not entry[1].ended]
-            heapq.heapify(self._heap)
-            self._compact_at = max(MIN_COMPACTED, 2 * len(self._heap))
-        heapq.heappush(self._heap, (request.rank, request))
-
-    def first(self) -> Request | None:
-        """Return the first request that has not ended, and leave it in the queue."""
-        while self._heap and self._heap[0][1].ended:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
-
-    def pop(self) -> Request:
-        """Remove and return the request of first()."""
-        return heapq.heappop(self._heap)[1]
-
-    def count(self) -> int:
-        """Return how many requests wait, in time linear in the queue."""
-        return sum(not request.ended for _, request in self._heap)

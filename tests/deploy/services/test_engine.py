@@ -78,7 +78,7 @@ def test_a_lost_node_is_waited_for() -> None:
 
 def test_a_revision_is_another_for_another_image_or_plan() -> None:
     plan = plan_named("kubernetes")
-    more = changed(plan, {"scheduling.max_queued_requests": 7})
+    more = changed(plan, {"scheduling.max_num_queued_reqs": 7})
     names = {
         services(plan).name,
         services(plan, image=f"{IMAGE}-2").name,

@@ -144,12 +144,12 @@ def saying(text: str, *, finish_reason: FinishReason = "length") -> Script:
     return script
 
 
-def refusing(code: str, status: int, message: str, *, param: str = "") -> Script:
-    """Return a script that fails each request."""
+def refusing(code: str, status: int, message: str, *, param: str = "", **more: Any) -> Script:
+    """Return a script that fails each request; `more` are other members of RequestFailed."""
 
     def script(request: AddRequest) -> Iterator[RequestFailed]:
         why = {"code": code, "status": status, "message": message, "param": param}
-        yield RequestFailed(request_id=request.request_id, **why)
+        yield RequestFailed(request_id=request.request_id, **why, **more)
 
     return script
 

@@ -36,6 +36,7 @@ from topspin.messages import (
     TokenLogprobs,
     unpack_ints,
 )
+from topspin.plan.settings import SchedulingPolicy
 
 
 def request(request_id: str) -> AddRequest:
@@ -360,7 +361,7 @@ async def test_a_gateway_that_ends_waits_too(drains_first: bool) -> None:
 async def test_only_so_many_requests_wait() -> None:
     async with connected(replay_deadline_s=60.0) as connection:
         _, engine, _ = connection
-        engine.max_waiting = 3
+        engine.limits = SchedulingPolicy(max_num_queued_reqs=3)
         engine.submit([request("a-0"), request("a-1")])
         await lose(connection)
         engine.submit([request("b-0")])

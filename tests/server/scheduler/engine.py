@@ -27,6 +27,7 @@ from topspin.messages import (
     RequestOutput,
     SamplingParams,
     StepResult,
+    Tenant,
     TokenLogprobs,
     pack_ints,
     unpack_ints,
@@ -61,7 +62,11 @@ def make_config(
     micro_batches: int | None = 1,
     **scheduling: Any,
 ) -> EnginePlan:
-    """Return the plan of equal nodes with small limits; expert nodes hold 2 experts each."""
+    """Return the plan of equal nodes with small limits; expert nodes hold 2 experts each.
+
+    No request is refused for its time unless `max_ttft_s` says so.
+    """
+    scheduling.setdefault("max_ttft_s", 0.0)
     common: dict[str, Any] = {"device": "cpu", "kernels": "cpu", "wait": "block"}
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     attention = [
@@ -113,6 +118,8 @@ def make_request(
     seed: int = 0,
     salt: str = "",
     priority: int = 0,
+    tenant: Tenant | None = None,
+    timeout_s: float | None = None,
     **sampling: Any,
 ) -> AddRequest:
     """Return a request with the given prompt."""
@@ -122,6 +129,8 @@ def make_request(
         sampling=SamplingParams(max_tokens=max_tokens, seed=seed, **sampling),
         cache_salt=salt,
         priority=priority,
+        tenant=tenant or Tenant(),
+        timeout_s=timeout_s,
     )
 
 

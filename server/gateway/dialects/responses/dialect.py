@@ -96,7 +96,7 @@ class ResponsesDialect:
 
     async def stored(self, request: Request) -> Response:
         """Show a response that is still stored, or forget it."""
-        store = self._store_of(exchange_of(request.scope).tenant)
+        store = self._store_of(exchange_of(request.scope).tenant.name)
         response_id = request.path_params["response_id"]
         if request.method == "DELETE":
             store.remove(response_id)

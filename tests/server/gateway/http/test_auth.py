@@ -30,6 +30,7 @@ from tests.mutations import damaged
 from tests.server.gateway.calls import CHAT, CHAT_BODY, answer_to, post
 from tests.server.gateway.fakes import MODEL_NAME, FakeEngine, gateway, loopback, make_app, saying
 from topspin.errors import ConfigError
+from topspin.messages import Tenant
 from topspin.plan.settings import API_KEY_VARIABLE, GatewaySection
 
 OURS, THEIRS = "sk-ours-0123456789", "sk-theirs-0123456789"
@@ -216,6 +217,12 @@ async def test_a_changed_file_is_read_again_once(
         ("".join(f"t: sk-{idx:020}\n" for idx in range(1025)), "line 1025: at most 1024 keys"),
         ("#" * (2**20 + 1), "more than 1048576 bytes"),
         (f"a: {OURS}\nb: {OURS}\n", "line 2: another tenant has the same key"),
+        (f"a: {OURS} weight=nan\n", "line 1: a key has no blanks; behind it may stand weight="),
+        (f"a: {OURS} weight=2 weight=3\n", "line 1: a key has no blanks"),
+        (f"a: {OURS} speed=2\n", "line 1: a key has no blanks"),
+        (f"a: {OURS} weight=0\n", r"line 1: Expected `float` >= 0.01 - at `\$.weight`"),
+        (f"a: {OURS} max_concurrency=2.5\n", r"line 1: Expected `int`.*max_concurrency"),
+        (f"a: {OURS} weight=2\na: {THEIRS} weight=3\n", "line 2: another line grants the same"),
     ],
 )
 def test_files_that_are_wrong(file: Path, text: str, message: str) -> None:
@@ -254,7 +261,7 @@ def test_a_host_that_others_reach_needs_keys(
     assert keys_of(GatewaySection(host=host, api_key_file=str(file)))
     assert not keys_of(GatewaySection())
     monkeypatch.setenv(API_KEY_VARIABLE, OURS)
-    assert keys_of(GatewaySection(host=host)).tenant_of(OURS.encode()) == "default"
+    assert keys_of(GatewaySection(host=host)).tenant_of(OURS.encode()) == Tenant(name="default")
     monkeypatch.setenv(API_KEY_VARIABLE, "short")
     with pytest.raises(ConfigError, match=f"{API_KEY_VARIABLE}: a key has at least"):
         keys_of(GatewaySection(host=host))
@@ -311,7 +318,23 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
             check_tls(section)
 
 
-GOOD = f"# tenants\nours: {OURS}\ntheirs:{THEIRS}\r\n\n".encode()
+def test_what_a_tenant_is_granted_holds_for_all_its_keys(file: Path) -> None:
+    file.chmod(0o640)
+    granted = "weight=2.5 max_concurrency=3 requests_per_minute=60 tokens_per_minute=1000"
+    file.write_text(f"a: {OURS}\nb: sk-other-0123456789\na: {THEIRS} {granted}\n")
+    keys = ApiKeys(None, file)
+    expected = Tenant(
+        name="a",
+        weight=2.5,
+        max_concurrency=3,
+        requests_per_minute=60.0,
+        tokens_per_minute=1000.0,
+    )
+    assert keys.tenant_of(OURS.encode()) == keys.tenant_of(THEIRS.encode()) == expected
+    assert keys.tenant_of(b"sk-other-0123456789") == Tenant(name="b")
+
+
+GOOD = f"# tenants\nours: {OURS}\ntheirs:{THEIRS} weight=2\r\n\n".encode()
 
 
 @settings(max_examples=150)
@@ -329,7 +352,9 @@ def test_any_key_file_gives_tenants_or_a_config_error_without_keys(
         assert not any(part in shown for part in parts if len(part) >= MIN_KEY_CHARS)
         return
     assert found
-    assert all(1 <= len(tenant) <= MAX_TENANT_CHARS for tenant in found.values())
+    assert all(
+        1 <= len(tenant) <= MAX_TENANT_CHARS for tenant in {each.name for each in found.values()}
+    )
 
 
 @pytest.fixture(scope="module")

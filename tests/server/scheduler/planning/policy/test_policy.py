@@ -194,7 +194,7 @@ def test_a_request_id_is_used_once_at_a_time_and_gateway() -> None:
 
 
 def test_the_queue_has_a_limit() -> None:
-    engine = Engine(make_config(max_num_seqs=2, max_queued_requests=3))
+    engine = Engine(make_config(max_num_seqs=2, max_num_queued_reqs=3))
     for number in range(5):  # two seats and three places in the queue
         assert engine.add(make_request(f"r{number}", [1, number], seed=number)) is None
     code, status, text = refusal(engine, make_request("late", [1]))
@@ -206,7 +206,7 @@ def test_the_queue_has_a_limit() -> None:
 
 
 def test_a_preempted_request_is_not_subject_to_the_queue_limit() -> None:
-    config = make_config(block_size=2, max_num_seqs=2, max_model_len=24, max_queued_requests=0)
+    config = make_config(block_size=2, max_num_seqs=2, max_model_len=24, max_num_queued_reqs=0)
     engine = Engine(config, num_blocks=12)
     for number in range(2):
         engine.add(make_request(f"r{number}", [number] * 5, max_tokens=16, seed=number))

@@ -9,7 +9,7 @@ from tests.server.scheduler.engine import Engine, make_config, make_request
 
 
 def test_replays_find_room_in_a_queue_that_new_requests_have_filled() -> None:
-    engine = Engine(make_config(max_queued_requests=2, max_num_seqs=1))
+    engine = Engine(make_config(max_num_queued_reqs=2, max_num_seqs=1))
     for number in range(3):
         assert engine.add(make_request(f"new{number}", [number], seed=number)) is None
     for number in range(4):
@@ -72,7 +72,7 @@ def test_progress_forgives_earlier_losses() -> None:
 
 
 def test_requests_are_queued_while_nothing_runs_and_end_when_told() -> None:
-    engine = Engine(make_config(max_queued_requests=2, max_num_seqs=1))
+    engine = Engine(make_config(max_num_queued_reqs=2, max_num_seqs=1))
     engine.halt([0])
     for number in range(3):
         assert engine.add(make_request(f"r{number}", [1], seed=number)) is None

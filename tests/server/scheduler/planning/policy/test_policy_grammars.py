@@ -217,7 +217,7 @@ def test_what_a_gateway_must_not_ask(sampling: dict[str, Any]) -> None:
 
 
 def test_only_so_many_are_compiled_at_once_and_the_oldest_makes_room() -> None:
-    engine = GrammarEngine(max_queued_requests=2 * MAX_USED)
+    engine = GrammarEngine(max_num_queued_reqs=2 * MAX_USED)
     for number in range(MAX_UNDER_WAY):
         assert engine.ask(f"r{number}", f"start: /{number}/") is None
     refusal = engine.ask("x")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from server.scheduler.planning.sequence import MIN_COMPACTED, Request, WaitingQueue
+from server.scheduler.planning.sequence import Request
+from server.scheduler.waiting.tenants import MIN_COMPACTED, WaitingQueue
 from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.planning.test_intake import INTAKE
 
