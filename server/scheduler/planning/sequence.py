@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from server.scheduler.planning.block_pool import HashChain
-from server.scheduler.waiting.tenants import Account
+from server.scheduler.waiting.tenants import TenantState
 from topspin.messages import FinishReason, SamplingParams, Tenant
 from topspin.plan.kv_cache import NO_BLOCK
 
@@ -53,7 +53,7 @@ class Request:
     num_cached_tokens: int | None = None
     added_at: float = 0.0
     queue_s: float = 0.0
-    account: Account = field(default_factory=lambda: Account(Tenant()))
+    account: TenantState = field(default_factory=lambda: TenantState(Tenant()))
     prompt_s: float = 0.0
     num_bytes: int = 0
     num_passed: int = 0

@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 
 from server.scheduler.planning.sequence import Request
 from server.scheduler.waiting.first_token import DrainRate
-from server.scheduler.waiting.tenants import Account, Tenants
+from server.scheduler.waiting.tenants import TenantState, Tenants
 from topspin.errors import Overloaded, RequestTimeout, TopspinError
 from topspin.messages import AddRequest
 from topspin.plan.settings import SchedulingPolicy
@@ -73,7 +73,7 @@ class Entrance:
         if not message.replayed:
             self._check_tenant(self.tenants.account(message.tenant), now)
 
-    def _check_tenant(self, account: Account, now: float) -> None:
+    def _check_tenant(self, account: TenantState, now: float) -> None:
         tenant = account.tenant
         if tenant.max_concurrency and account.num_requests >= tenant.max_concurrency:
             reason = f"{account.num_requests} requests of this key's tenant are under way"
@@ -120,7 +120,7 @@ class Entrance:
             )
 
     def _wait_s(
-        self, account: Account, prompt_s: float, before: Collection[Request] | None = None
+        self, account: TenantState, prompt_s: float, before: Collection[Request] | None = None
     ) -> float:
         """Return when one more request of a tenant would have its first token.
 

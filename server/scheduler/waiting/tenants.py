@@ -56,7 +56,7 @@ class WaitingQueue:
         return sum(not request.ended for _, request in self._heap)
 
 
-class Account:
+class TenantState:
     """One tenant's requests in the engine, and what it has been served.
 
     `served` is in prompt tokens over the tenant's weight. `unbegun` are its requests without an
@@ -83,15 +83,15 @@ class Tenants:
     """The accounts of all tenants that have had requests, and the order of those that wait."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
-        self._active: dict[str, Account] = {}
+        self._accounts: dict[str, TenantState] = {}
+        self._active: dict[str, TenantState] = {}
         self._last_served = 0.0
 
-    def account(self, tenant: Tenant) -> Account:
+    def account(self, tenant: Tenant) -> TenantState:
         """Return the tenant's account, with the weight and the limits that it has now."""
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = self._accounts[tenant.name] = Account(tenant)
+            account = self._accounts[tenant.name] = TenantState(tenant)
         account.tenant = tenant
         return account
 
@@ -114,11 +114,11 @@ class Tenants:
             self._last_served = max(self._last_served, account.served)
 
     @property
-    def active(self) -> list[Account]:
+    def active(self) -> list[TenantState]:
         """Return the accounts of tenants that have requests."""
         return list(self._active.values())
 
-    def share(self, account: Account) -> float:
+    def share(self, account: TenantState) -> float:
         """Return the tenant's share while all that have requests want more."""
         weight = account.tenant.weight
         total = sum(each.tenant.weight for each in self._active.values())

@@ -75,6 +75,7 @@ def _stats() -> Stats:
         FakeEngine().stats,
         nodes=(NodeCount(role="attention", optional=False, planned=2, present=1),),
         num_accepted_tokens=(4, 1),
+        num_refused={"ttft": 3},
         expert_tokens=((1, 2), (3, 4)),
         step_phases=counters.step_phases(),
     )

@@ -1,4 +1,4 @@
-"""What clients of an overloaded engine are told, and what they may say about their patience."""
+"""Answers of an overloaded engine, and the time that clients give their requests."""
 
 from __future__ import annotations
 
