@@ -6,6 +6,9 @@ that prefix caches do not help; a file repeats its prompts). A point that fails 
 sweep continues. The rules are in benchmarks.load.knee.
 
     topspin bench sweep --base-url http://127.0.0.1:8000 --concurrencies 1,2,4,8,16
+
+How a server behaves with more load than it can serve: --capacity-factors 1,2,5 measures how many
+requests a second it answers for many clients in a closed loop, and sends as many times that.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ _PERCENTILES = (50.0, 90.0, 99.0)
 _REQUESTS_PER_PLACE = 8
 _SECONDS_OF_RATE = 30.0
 _LEAST_REQUESTS = 16
+CAPACITY_CLIENTS = 64
 _LATENCIES = ("median_tpot_ms", "median_ttft_ms")
 _COLUMNS = {
     "load": "{load:g}",
@@ -40,6 +44,10 @@ _COLUMNS = {
     "TPOT p50 ms": "{median_tpot_ms}",
     "p99 ": "{p99_tpot_ms}",
     "E2EL p50 ms": "{median_e2el_ms}",
+    "good req/s": "{request_goodput}",
+    "refused": "{refused}",
+    "in p50 ms": "{median_refusal_ms}",
+    "p99  ": "{p99_refusal_ms}",
     "failed": "{failed}",
     "": "{mark}",
 }
@@ -49,7 +57,8 @@ _COLUMNS = {
 class SweepFlags:
     """The request of the command line.
 
-    `loads` are rates or concurrencies, by `load_name`; `load` is the LoadPattern of the first.
+    `loads` are rates or concurrencies, by `load_name`, or `factors` of the capacity that is to be
+    measured; `load` is the LoadPattern of the first.
     """
 
     parsed: argparse.Namespace
@@ -58,6 +67,17 @@ class SweepFlags:
     load: LoadPattern
     dataset: datasets.DatasetSettings
     goodput_s: Mapping[str, float]
+    factors: tuple[float, ...] = ()
+
+    def at_capacity(self) -> SweepFlags:
+        """Return the closed loop that tells the capacity."""
+        load = replace(self.load, request_rate=math.inf)
+        many = replace(self, loads=(CAPACITY_CLIENTS,), load_name="concurrency", load=load)
+        return replace(many, factors=(), goodput_s={})
+
+    def of_capacity(self, rate: float) -> SweepFlags:
+        """Return the sweep of the factors of a capacity in requests/s."""
+        return replace(self, loads=tuple(factor * rate for factor in self.factors))
 
     def load_at(self, value: float) -> LoadPattern:
         """Return the load of one point."""
@@ -74,18 +94,22 @@ class SweepFlags:
 def read_flags(flags: Sequence[str] | None) -> SweepFlags:
     """Return the request in `flags`; raises ConfigError naming an invalid flag."""
     parsed = _parser().parse_args(flags)
-    by_rate = parsed.request_rates is not None
+    by_rate = parsed.concurrencies is None
     other = {
         "--request-rate": parsed.request_rate is not None,
         "--max-concurrency": parsed.max_concurrency is not None and not by_rate,
         "--ramp-up-strategy": parsed.ramp_up_strategy is not None,
         "--replay": parsed.replay is not None,
     }
-    for flag, given in other.items():
+    for name, given in other.items():
         if given:
-            raise ConfigError(f"{flag} does not go with a sweep, whose points say the load")
+            raise ConfigError(f"{name} does not go with a sweep, whose points say the load")
+    factors: tuple[float, ...] = ()
     if by_rate:
-        loads = arguments.numbers("--request-rates", parsed.request_rates, whole=False)
+        flag = "--request-rates" if parsed.capacity_factors is None else "--capacity-factors"
+        text = parsed.request_rates or parsed.capacity_factors
+        loads = arguments.numbers(flag, text, whole=False)
+        factors = () if parsed.capacity_factors is None else loads
         parsed.request_rate = loads[0]
     else:
         loads = arguments.numbers("--concurrencies", parsed.concurrencies, whole=True)
@@ -98,6 +122,7 @@ def read_flags(flags: Sequence[str] | None) -> SweepFlags:
         load=arguments.load_of(parsed),
         dataset=datasets.DatasetSettings.of(parsed, chat=parsed.backend == "openai-chat"),
         goodput_s=parse_goodput(parsed.goodput),
+        factors=factors,
     )
 
 
@@ -112,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
     points = parser.add_mutually_exclusive_group(required=True)
     points.add_argument("--request-rates", metavar="R,R,...", help="requests/s of each point")
     points.add_argument("--concurrencies", metavar="N,N,...", help="requests at once, each point")
+    points.add_argument(
+        "--capacity-factors",
+        metavar="F,F,...",
+        help=f"times as many requests/s as {CAPACITY_CLIENTS} clients are answered",
+    )
     group = parser.add_argument_group("report")
     group.add_argument(
         "--goodput",
@@ -132,9 +162,16 @@ def main(flags: Sequence[str] | None = None) -> int:
     asked = read_flags(flags)
     base_url = arguments.base_url_of(asked.parsed)
     opened = arguments.open_target(asked.parsed, base_url, asked.dataset)
+    capacity = None
+    if asked.factors:
+        found, _ = _measure(asked.at_capacity(), opened)
+        if not any(map(is_measured, found)):
+            return 1
+        capacity = found[0]["result"]["request_throughput"]
+        asked = asked.of_capacity(capacity)
     points, runs = _measure(asked, opened)
     if points:
-        EXPERIMENT.finish(asked.parsed, _result(asked, opened, points))
+        EXPERIMENT.finish(asked.parsed, _result(asked, opened, points, capacity))
     if asked.parsed.report is not None and runs:
         write_report(asked.parsed.report, runs, title=f"Sweep of {opened.target.url}")
         print(f"Written to {asked.parsed.report}")
@@ -177,13 +214,16 @@ def _measure(
     return points, runs
 
 
-def _result(asked: SweepFlags, opened: arguments.Opened, points: Sequence[Result]) -> Result:
+def _result(
+    asked: SweepFlags, opened: arguments.Opened, points: Sequence[Result], capacity: float | None
+) -> Result:
     goodput_ms = {name: goal * 1000 for name, goal in asked.goodput_s.items()}
     return {
         "model_id": opened.target.model,
         "url": opened.target.url,
         "dataset": asked.dataset.name,
         "load_name": asked.load_name,
+        "capacity": capacity,
         "goodput_ms": goodput_ms,
         "knee": find_knee(points, goodput_ms)._asdict(),
         "pareto": {key: pareto(points, key) for key in _LATENCIES},
@@ -195,7 +235,9 @@ def layout(result: Result) -> Iterator[TextTable | str]:
     """Yield the points, the knee, and the points or requests that failed."""
     name, knee = result["load_name"], result["knee"]["load"]
     measured = [each for each in result["points"] if each["error"] is None]
-    yield f"Sweep of the {name}"
+    capacity = result["capacity"]
+    of = "" if capacity is None else f"; the capacity is {capacity:.1f} requests/s"
+    yield f"Sweep of the {name}{of}"
     yield table(_COLUMNS, (_row(each, knee) for each in measured))
     chosen = "none" if knee is None else f"{name} {knee:g}"
     yield f"Knee: {chosen} ({result['knee']['rule']})."
@@ -212,7 +254,7 @@ def _row(point: Result, knee: float | None) -> Result:
     marks = ["knee"] if point["load"] == knee else []
     if figures["topspin"]["client"]["saturated"]:
         marks.append("client saturated")
-    return {**figures, "load": point["load"], "mark": " ".join(marks)}
+    return {**figures["topspin"], **figures, "load": point["load"], "mark": " ".join(marks)}
 
 
 EXPERIMENT = Experiment("sweep", __doc__, layout)

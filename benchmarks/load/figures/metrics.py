@@ -18,7 +18,8 @@ per arrival, which is also reported. `vllm bench serve` does the same, except th
 in one read separately; here they are one arrival. `start_times` are intended send times, in seconds
 from the run's start.
 
-Latencies are those of successful requests only; failures are counted by kind.
+Latencies are those of successful requests only; failures are counted by kind. `refusal` is the time
+from sending to a 429.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from topspin.errors import ConfigError
 GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 QUEUE = "client_queue_time"
+REFUSAL = "refusal"
+REFUSED = "http_429"
 
 
 def ttft_s(record: MeasuredRequest) -> float | None:
@@ -98,6 +101,10 @@ def measure_run(
     kept = sum(meets_goals(record, goodput_s) for record in good) if goodput_s else None
     num_arrivals = sum(len(record.arrival_times_s) for record in good)
     latencies = latencies_ms(run)
+    refused = [record for record in failed if record.error_kind == REFUSED]
+    refusals_ms = [
+        1000 * (each.end_s - each.sent_s) for each in refused if each.end_s and each.sent_s
+    ]
     statistics: dict[str, float | None] = {}
     for name in (*LATENCIES, QUEUE):
         statistics |= _statistics(name, latencies[name], percentiles)
@@ -144,6 +151,8 @@ def measure_run(
                 Counter(record.error_kind or "" for record in failed).most_common()
             ),
             "good_completed": kept,
+            "refused": len(refused),
+            **_statistics(REFUSAL, refusals_ms, percentiles),
             # Output tokens per arrival; 1 means token by token.
             "tokens_per_arrival": output_tokens / num_arrivals if num_arrivals else None,
             # The server sent no usage: their tokens are counted by events, a lower bound.

@@ -78,6 +78,29 @@ def test_a_point_that_fails_is_reported_and_the_rest_goes_on(
     assert "request rate 4000: failed requests by kind: {'http_503': 1}" in output
 
 
+def test_factors_of_the_capacity_that_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def respond(received: Received) -> Reply:
+        number = len(server.requests) - 1
+        is_refused = number >= 64 and number % 2 == 1
+        return Reply([b"full"], status=429) if is_refused else stream_reply(received)
+
+    flags = ("--capacity-factors", "0.5,1", "--num-prompts", "64", "--num-warmups", "0")
+    with ScriptedServer(respond) as server:
+        asked = _flags(server, tmp_path, *flags, "--goodput", "ttft:10000")
+        assert main(["bench", "sweep", *asked]) == 0
+    result = _result(tmp_path)
+    first, second = result["points"]
+    assert second["load"] == result["capacity"] == 2 * first["load"]
+    for point in (first, second):
+        figures = point["result"]
+        assert figures["topspin"]["refused"] == figures["failed"] == 32
+        assert figures["topspin"]["p99_refusal_ms"] >= figures["topspin"]["median_refusal_ms"] > 0
+        assert figures["request_goodput"] == figures["request_throughput"]
+    assert "the capacity is" in capsys.readouterr().out
+
+
 def test_a_server_that_answers_nothing_fails_the_sweep(tmp_path: Path) -> None:
     with ScriptedServer(lambda received: Reply(status=500)) as server:
         flags = ("--concurrencies", "1,2", "--num-prompts", "2", "--num-warmups", "0")
