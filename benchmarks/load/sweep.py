@@ -33,7 +33,7 @@ _PERCENTILES = (50.0, 90.0, 99.0)
 _REQUESTS_PER_PLACE = 8
 _SECONDS_OF_RATE = 30.0
 _LEAST_REQUESTS = 16
-CAPACITY_CLIENTS = 64
+CAPACITY_CLIENTS = 32
 _LATENCIES = ("median_tpot_ms", "median_ttft_ms")
 _COLUMNS = {
     "load": "{load:g}",

@@ -225,7 +225,7 @@ class Service:
                     raise
                 self._faults.lose(member, error)
         if policy is not None:
-            self._gateways.deliver(policy.take_arrivals())
+            self._gateways.deliver(policy.take_arrivals(self._clock()))
         self._check_progress()
         self._gateways.send_traces()
 

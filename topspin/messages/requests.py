@@ -158,7 +158,7 @@ class Outputs(Message, frozen=True, kw_only=True):
 
 
 class RequestQueued(Message, frozen=True, kw_only=True):
-    """These requests wait for their turn; no grammar of theirs is still to be compiled.
+    """These requests are on a node, or have waited for long; their grammars are compiled.
 
     Sent once for each that an AddRequest brought, before its first output. It may still fail.
     """

@@ -30,7 +30,7 @@ class AdaptiveDepths:
 
     def of(self, request: Request) -> int:
         """Return the number for the step that is being planned."""
-        return self._depths.get(request.arrival, 0)
+        return self._depths.get(request.number, 0)
 
     def plan(self, replicas: Iterable[AttentionReplica], budgets: Mapping[int, int]) -> None:
         """Choose the numbers for a step of the replicas' running sequences."""
@@ -38,7 +38,7 @@ class AdaptiveDepths:
         num_rows = room = 0
         for replica in replicas:
             budget, num_decoding = budgets.get(replica.index, 0), len(replica.decoding)
-            decoding += [seq.request.arrival for seq in replica.decoding.values()]
+            decoding += [seq.request.number for seq in replica.decoding.values()]
             num_rows += min(num_decoding + replica.num_pending_tokens, budget)
             room += replica.draft_room(budget, num_decoding)
         self._depths = self._controller.plan(decoding, max(num_rows, len(decoding)), room=room)
@@ -61,12 +61,12 @@ class AdaptiveDepths:
         ):
             if planned and tokens:
                 self._controller.drafted(
-                    seq.request.arrival, planned=planned, length=length, accepted=len(tokens) - 1
+                    seq.request.number, planned=planned, length=length, accepted=len(tokens) - 1
                 )
 
     def forget(self, request: Request) -> None:
         """Drop what is known of a request that has ended."""
-        self._controller.forget([request.arrival])
+        self._controller.forget([request.number])
 
     def take_warning(self) -> str | None:
         """Return, once, that drafts do not pay, if that is so."""

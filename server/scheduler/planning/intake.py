@@ -25,7 +25,7 @@ from server.scheduler.planning.block_pool import HashChain
 from server.scheduler.planning.sequence import Request
 from topspin.errors import InvalidRequest, ProtocolError
 from topspin.grammars import MAX_GRAMMAR_BYTES
-from topspin.messages import AddRequest, SamplingParams, unpack_ints
+from topspin.messages import AddRequest, SamplingParams, choice_of, unpack_ints
 from topspin.plan.kv_cache import BlockNeeds
 from topspin.plan.retrieval import MAX_TOKENS, MIN_TOKENS, RetrievalPolicy
 
@@ -49,8 +49,13 @@ class Intake:
         self._max_model_len = max_model_len
         self._max_request_tokens = max_request_tokens
 
-    def request(self, message: AddRequest, *, peer: bytes, arrival: int) -> Request:
-        """Return the request; raises InvalidRequest naming the invalid parameter."""
+    def request(
+        self, message: AddRequest, *, peer: bytes, arrival: int, number: int | None = None
+    ) -> Request:
+        """Return the request; raises InvalidRequest naming the invalid parameter.
+
+        `number` is among all choices; None: `arrival`.
+        """
         prompt = self._prompt(message, has_output=message.sampling.max_tokens > 0)
         output = self._tokens("output", message.output)
         sampling = message.sampling
@@ -68,10 +73,13 @@ class Intake:
                 f"which holds {self._max_request_tokens}",
                 param="max_tokens",
             )
+        choice = choice_of(message.request_id)
         return Request(
             request_id=message.request_id,
             peer=peer,
             arrival=arrival,
+            place=int(choice) if choice.isdecimal() else 0,
+            number=arrival if number is None else number,
             sampling=sampling,
             tokens=prompt + output,
             num_prompt_tokens=len(prompt),

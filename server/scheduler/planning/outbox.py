@@ -26,6 +26,9 @@ from topspin.messages import (
     TokenLogprobs,
 )
 
+# Proxies wait this long for the head of an answer, and many times that.
+UNTOLD_S = 10.0
+
 
 class Outbox:
     """Outputs, failures and queued requests; iterates over (gateway, message), in that order."""
@@ -56,7 +59,11 @@ class Outbox:
 
 
 class Arrivals:
-    """The requests that have been queued, and whose gateways have not been told so."""
+    """The requests that have been taken, and whose gateways have not been told so.
+
+    They are told at the first admission, or after UNTOLD_S: until then a request may still be
+    refused with a proper status, for it may wait in vain.
+    """
 
     def __init__(self) -> None:
         self._untold: list[Request] = []
@@ -65,15 +72,20 @@ class Arrivals:
         """Note a request that has just been queued."""
         self._untold.append(request)
 
-    def take(self, is_compiling: Callable[[str], bool]) -> Outbox:
+    def take(self, is_compiling: Callable[[str], bool], now: float) -> Outbox:
         """Return what gateways are to be told; requests whose grammar `is_compiling` have time."""
         outbox = Outbox()
         untold, self._untold = self._untold, []
         for request in untold:
-            if is_compiling(request.grammar_key):
-                self._untold.append(request)
-            elif not request.ended:
+            if request.ended:
+                continue
+            has_room = request.sequence is not None or request.has_begun
+            if has_room or (
+                now - request.added_at >= UNTOLD_S and not is_compiling(request.grammar_key)
+            ):
                 outbox.queued(request)
+            else:
+                self._untold.append(request)
         return outbox
 
 

@@ -165,6 +165,7 @@ class Policy:
         self._arrivals = Arrivals()
         self._journal = Journal(note)
         self._num_arrivals = 0
+        self._num_choices = 0
         num_seats = sum(replica.node.max_num_seqs for replica in self._replicas)
         self._entrance = Entrance(plan.scheduling, num_seats=num_seats)
         self._admission = Admission(
@@ -208,7 +209,9 @@ class Policy:
             if (peer, message.request_id) in self._requests:
                 raise InvalidRequest(f"request id {message.request_id!r} is in use")
             self._entrance.check(message, now=now, num_requests=len(self._requests))
-            request = self._intake.request(message, peer=peer, arrival=self._num_arrivals)
+            request = self._intake.request(
+                message, peer=peer, arrival=self._num_arrivals, number=self._num_choices
+            )
             request.account = self._entrance.tenants.account(message.tenant)
             request.prompt_s = self._prompt_s(request)
             if not message.replayed:
@@ -221,7 +224,8 @@ class Policy:
             request.added_at = now
         except TopspinError as error:
             return failure(message.request_id, error)
-        self._num_arrivals += 1
+        self._num_choices += 1
+        self._num_arrivals += not request.place
         self._counters.num_replays += message.replayed
         self._was_idle |= not self._requests
         self._requests[peer, message.request_id] = request
@@ -229,9 +233,9 @@ class Policy:
         self._arrivals.add(request)
         return None
 
-    def take_arrivals(self) -> Outbox:
+    def take_arrivals(self, now: float) -> Outbox:
         """Return what gateways are to be told of the requests that add() has queued, once."""
-        return self._arrivals.take(self.compilations.is_under_way)
+        return self._arrivals.take(self.compilations.is_under_way, now)
 
     def _present(self) -> list[int]:
         return [replica.index for replica in self._replicas if replica.is_present]

@@ -22,6 +22,7 @@ from topspin.plan.kv_cache import NO_BLOCK
 class Request:
     """One choice of one client request.
 
+    `arrival` counts the clients' requests, `place` the choices of its own, `number` all choices.
     `tokens` is the prompt and the accepted output; `max_length` the total length at which
     it ends by "length"; `position_limit` the positions that are fed at most (the last token
     is returned, not fed), for which it can hold `max_blocks` blocks of a node's cache;
@@ -36,6 +37,8 @@ class Request:
     request_id: str
     peer: bytes
     arrival: int
+    place: int
+    number: int
     sampling: SamplingParams
     tokens: array[int]
     num_prompt_tokens: int
@@ -62,9 +65,13 @@ class Request:
     ended: bool = False
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Return its place among requests: by priority, then by arrival."""
-        return self.priority, self.arrival
+    def rank(self) -> tuple[int, int, int]:
+        """Return its place among requests: by priority, then by arrival.
+
+        Each choice of a client's request lets one request pass that came after it, so that many
+        choices hold up nobody.
+        """
+        return self.priority, self.arrival + self.place, self.number
 
     @property
     def num_output_tokens(self) -> int:

@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 
 from server.scheduler.planning.sequence import Request
 from server.scheduler.waiting.first_token import DrainRate
-from server.scheduler.waiting.tenants import TenantState, Tenants
+from server.scheduler.waiting.tenants import Tenants, TenantState
 from topspin.errors import Overloaded, RequestTimeout, TopspinError
 from topspin.messages import AddRequest
 from topspin.plan.settings import SchedulingPolicy

@@ -30,7 +30,7 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._heap: list[tuple[tuple[int, int, int], Request]] = []
         self._compact_at = MIN_COMPACTED
 
     def push(self, request: Request) -> None:
@@ -130,7 +130,7 @@ class Tenants:
         waiting = [request for request in firsts if request is not None]
         if len(waiting) < 2:
             return waiting[0] if waiting else None
-        return min(waiting, key=lambda request: (request.account.served, request.arrival))
+        return min(waiting, key=lambda request: (request.account.served, request.number))
 
     def pop(self, request: Request) -> None:
         """Remove the request of first() from its queue."""

@@ -13,6 +13,7 @@ from server.scheduler.planning.compilations import (
     REFUSED_S,
     Compilations,
 )
+from server.scheduler.planning.outbox import UNTOLD_S
 from tests.server.scheduler.engine import Engine, make_config, make_request
 from topspin.errors import InvalidRequest, Overloaded
 from topspin.grammars import MAX_GRAMMAR_BYTES, grammar_key
@@ -59,7 +60,7 @@ class GrammarEngine(Engine):
 
     def told(self) -> list[str]:
         """Return the requests that a gateway is told are queued, in one message at most."""
-        queued = [message for _, message in self.policy.take_arrivals()]
+        queued = [message for _, message in self.policy.take_arrivals(self.now)]
         assert len(queued) <= 1
         return [each for message in queued for each in message.request_ids]
 
@@ -85,20 +86,25 @@ def test_others_pass_a_request_whose_grammar_is_compiled() -> None:
     assert (stats.num_grammars_compiled, stats.num_grammars_found) == (1, 1)
 
 
-def test_a_request_counts_as_queued_when_its_grammar_is_compiled() -> None:
-    engine = GrammarEngine(num_nodes=2)
+def test_a_request_counts_as_queued_when_it_has_a_place_or_has_waited_for_long() -> None:
+    engine = GrammarEngine(num_nodes=2, max_num_seqs=2)
     for request_id in ("a", "b", "gone"):
         engine.ask(request_id)
-    engine.add(make_request("r", [3]))
-    engine.add(make_request("s", [4]))
-    assert engine.told() == ["r", "s"]
+    for number, request_id in enumerate("rstuv"):
+        engine.add(make_request(request_id, [3], max_tokens=9, seed=number))
+    assert engine.told() == []
+    engine.schedule()
+    assert (engine.told(), engine.told()) == (["r", "s", "t", "u"], [])
     engine.ready(0)
     engine.abort("gone")
-    assert engine.told() == []
+    engine.now += UNTOLD_S
+    assert engine.told() == ["v"], "the others' grammar is still compiled"
     engine.ready(1)
     assert (engine.told(), engine.told()) == (["a", "b"], [])
     engine.ask("known")
-    assert engine.told() == ["known"]
+    assert engine.told() == []
+    engine.finish()
+    assert engine.told() == []
 
 
 def test_a_refused_grammar_fails_all_who_wait_for_it() -> None:

@@ -330,6 +330,18 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
     engine.finish()
 
 
+def test_many_choices_hold_up_no_request() -> None:
+    engine = Engine(make_config(max_num_seqs=1))
+    for choice in range(20):
+        engine.add(make_request(f"many#1-{choice}", [1], max_tokens=2, seed=choice))
+    singles = [f"single#{number}-0" for number in (2, 3)]
+    for seed, name in enumerate(singles, start=20):
+        engine.add(make_request(name, [2], max_tokens=2, seed=seed))
+    engine.finish()
+    admitted = [new.request_id for step in engine.steps for new in step.plans[0].new]
+    assert admitted[:5] == ["many", "single", "many", "single", "many"]
+
+
 def test_a_request_without_room_lets_some_others_pass_and_then_none() -> None:
     config = make_config(block_size=1, max_model_len=40, prefix_caching=False)
     engine = Engine(config, num_blocks=40)
