@@ -135,6 +135,7 @@ def test_a_halt_ends_the_wait_and_the_next_nodes_are_asked() -> None:
     engine.ready(1)  # it was on its way
     assert not engine.turn()
     engine.ready(0)
+    engine.schedule()
     assert engine.told() == ["g"]
     engine.ready(0, OTHER)
     engine.finish()
