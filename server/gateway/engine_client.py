@@ -54,6 +54,9 @@ from topspin.messages import (
 )
 from topspin.plan.settings import SchedulingPolicy
 
+# Tokens and log-probabilities that a client has not read, of all choices of a request: 16 MB. A
+# client that reads a little from time to time passes every deadline.
+MAX_UNREAD = 65536
 # So long is a scheduler's prediction used: work may end earlier than it thought.
 WAIT_KNOWN_S = 1.0
 # A request that loses so many schedulers without an output between may be their end's cause.
@@ -99,6 +102,7 @@ class Call:
         self._close = close
         self._abort = abort
         self._arrived: list[RequestOutput] = []
+        self._num_unread = 0
         self._wake = asyncio.Event()
         self._error: Exception | None = None
         self._queued: set[str] = set()
@@ -121,14 +125,20 @@ class Call:
                 raise self._error
             self._wake.clear()
             await self._wake.wait()
-        arrived, self._arrived = self._arrived, []
+        arrived, self._arrived, self._num_unread = self._arrived, [], 0
         return arrived
 
     def deliver(self, output: RequestOutput) -> None:
-        """Hand over an output (called by the reader)."""
+        """Hand over an output (called by the reader); ends the call if too many wait."""
         self._queued.add(output.request_id)
         self._arrived.append(output)
         self._wake.set()
+        scores = (*output.logprobs, *output.prompt_logprobs)
+        self._num_unread += len(output.token_ids) + sum(len(each.top_ids) for each in scores)
+        if self._num_unread > MAX_UNREAD:
+            _log.warning("gateway: a client reads too slowly; its request ends")
+            self._arrived = []
+            self.cancel()
 
     def note_queued(self, request_id: str) -> None:
         """Note that a choice is in the scheduler's queue, or was in that of one that is gone."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from server.gateway.engine_client import MAX_REPLAYS, Call, ClientGone, EngineClient
+from server.gateway.engine_client import MAX_REPLAYS, MAX_UNREAD, Call, ClientGone, EngineClient
 from tests.server.gateway.fakes import FakeEngine, output, reading
 from topspin.errors import (
     EngineError,
@@ -83,6 +83,23 @@ async def test_outputs_reach_their_choice_in_order() -> None:
         ]
         assert [item.token_ids for item in await other.next()] == [(6,)]
         assert engine.num_in_flight == 2, "a-1 has finished"
+
+
+async def test_a_client_that_reads_too_slowly_loses_its_request() -> None:
+    async with connected() as (fake, engine, _):
+        slow, other = engine.submit([request("a-0")]), engine.submit([request("b-0")])
+        half = [1] * (MAX_UNREAD // 2)
+        fake.emit(output("a-0", half))
+        await fake.settle()
+        assert len(await slow.next()) == 1
+        for index in (1, 2, 3):
+            fake.emit(output("a-0", half, index=index * len(half)))
+        await fake.settle()
+        with pytest.raises(ClientGone):
+            await slow.next()
+        assert fake.aborted == ["a-0"]
+        fake.emit(output("b-0", [1]))
+        assert len(await other.next()) == 1
 
 
 async def test_a_call_is_queued_when_all_its_choices_are() -> None:
