@@ -7,6 +7,7 @@ socket.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from server.gateway.dialects.dialect import Dialect, PreparedRequest, Replies, R
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
+from server.gateway.generation.resumption import Resumption
 from server.gateway.generation.run import Run
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.generation.streaming import EventStream
@@ -68,14 +70,25 @@ class Handler:
         """Answer a request that generates."""
         exchange = exchange_of(request.scope)
         self.engine.check_wait(exchange.tenant.name, exchange.timeout_s)
+        now_s = int(time.time())
+        resumption = Resumption.of(request.headers, tenant=exchange.tenant.name, now_s=now_s)
         prepared = await self._prepared(request, dialect.prepare)
         params = prepared.params
+        if resumption is not None:
+            resumption.check(
+                num_choices=len(prepared.prompts) * params.num_choices, stream=params.stream
+            )
+            exchange.name(resumption.request_id)
+            if not params.has_seed:
+                sampling = msgspec.structs.replace(params.sampling, seed=resumption.seed)
+                params = dataclasses.replace(params, sampling=sampling)
+                prepared = prepared._replace(params=params)
         head = ReplyHead(
             id=dialect.answer_id(exchange.name(params.request_id)),
-            created_at_s=int(time.time()),
+            created_at_s=now_s if resumption is None else resumption.created_at_s,
             params=params,
         )
-        run = self._submitted(prepared, exchange)
+        run = self._submitted(prepared, exchange, resumption)
         if exchange.record is not None:
             exchange.record.submitted(params, response_id=head.id, choices=run.choices)
         run.watch(request.receive)
@@ -84,7 +97,7 @@ class Handler:
             # Waiting here gives a request that is refused a proper status. It does not wait for
             # the first token: clients and proxies give up on a server that says nothing.
             await run.queued()
-            blocks = self._event_blocks(run, replies, params, exchange)
+            blocks = self._event_blocks(run, replies, params, exchange, resumption)
             response: Response = EventStream(
                 blocks,
                 close=run.close,
@@ -129,7 +142,9 @@ class Handler:
             is_slow = len(data) > INLINE_BODY_BYTES or any(each in data for each in SLOW_FIELDS)
             return await self.threads.run(prepared) if is_slow else prepared()
 
-    def _submitted(self, prepared: PreparedRequest, exchange: Exchange) -> Run:
+    def _submitted(
+        self, prepared: PreparedRequest, exchange: Exchange, resumption: Resumption | None
+    ) -> Run:
         """Check sizes, then make and send one engine request per choice."""
         params = prepared.params
         params.check_prompt_scores(sum(len(prompt.ids) for prompt in prepared.prompts))
@@ -178,7 +193,13 @@ class Handler:
                     )
                 )
         call = self.engine.submit(requests, grammar_field=params.grammar_field)
-        return Run(call, choices=choices, metrics=self.metrics, exchange=exchange)
+        return Run(
+            call,
+            choices=choices,
+            metrics=self.metrics,
+            exchange=exchange,
+            resumption=resumption if len(choices) == 1 else None,
+        )
 
     async def _whole_answer(self, run: Run, replies: Replies, params: RequestParams) -> bytes:
         """Return the answer once all choices have finished."""
@@ -193,7 +214,12 @@ class Handler:
         return encode()
 
     async def _event_blocks(
-        self, run: Run, replies: Replies, params: RequestParams, exchange: Exchange
+        self,
+        run: Run,
+        replies: Replies,
+        params: RequestParams,
+        exchange: Exchange,
+        resumption: Resumption | None,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the stream's events, in blocks of all that can be sent at once.
 
@@ -205,9 +231,12 @@ class Handler:
                 for choice in await run.next():
                     num_scored = 0 if choice.has_begun else choice.prompt.num_scores
                     if num_scored * params.num_candidates > INLINE_LOGPROBS:
-                        events.append(await self.threads.run(partial(replies.events, choice)))
+                        block = await self.threads.run(partial(replies.events, choice))
                     else:
-                        events.append(replies.events(choice))
+                        block = replies.events(choice)
+                    if resumption is not None and len(run.choices) == 1:
+                        block = resumption.events(block)
+                    events.append(block)
                     choice.clear()
                 if not run.done and (block := b"".join(events)):
                     events = []

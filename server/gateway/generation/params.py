@@ -38,7 +38,7 @@ class RequestParams:
     If `max_tokens` is None, `default_max_tokens` applies; if both are None, all tokens that fit.
     `sampling` lacks only max_tokens and choice, which `sampling_of` sets for each choice; its
     `prompt_logprobs` may be for `echo`, `num_prompt_logprobs` are the client's. `grammar_field` is
-    the one that asks for the grammar.
+    the one that asks for the grammar. `has_seed`: the client's seed, else one was drawn.
     """
 
     model: str
@@ -57,6 +57,7 @@ class RequestParams:
     cache_salt: str
     priority: int
     request_id: str | None
+    has_seed: bool
 
     @property
     def num_candidates(self) -> int:
@@ -189,6 +190,7 @@ def request_params(
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         request_id=body.request_id,
+        has_seed=body.seed is not None,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from msgspec import UNSET, UnsetType
@@ -17,6 +17,7 @@ from starlette.types import Receive
 
 from server.gateway.engine_client import Call, ClientGone
 from server.gateway.generation.choice import Choice
+from server.gateway.generation.resumption import Resumption
 from server.gateway.generation.streaming import watch_client
 from server.gateway.generation.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from server.gateway.http.exchange import Exchange
@@ -33,9 +34,17 @@ class Run:
     """
 
     def __init__(
-        self, call: Call, *, choices: Sequence[Choice], metrics: GatewayMetrics, exchange: Exchange
+        self,
+        call: Call,
+        *,
+        choices: Sequence[Choice],
+        metrics: GatewayMetrics,
+        exchange: Exchange,
+        resumption: Resumption | None = None,
     ) -> None:
+        """`resumption` is told what the one choice of a stream gets."""
         self._call = call
+        self._resumption = resumption
         self._choice_of = dict(zip(call.request_ids, choices, strict=True))
         self._metrics = metrics
         self._exchange = exchange
@@ -84,13 +93,17 @@ class Run:
             for output in outputs:
                 for ready in self._scored(output):
                     choice = self._choice_of[ready.request_id]
-                    # Tokens behind a stop string are not wanted.
-                    if choice.finish_reason is None:
-                        self._add(choice, ready, time.monotonic())
-                        yield choice
+                    for part in self._pieces(ready):
+                        # Tokens behind a stop string are not wanted.
+                        if choice.finish_reason is None:
+                            self._add(choice, part, time.monotonic())
+                            yield choice
         except Exception as error:
             self._close_after(error)
             raise
+
+    def _pieces(self, output: RequestOutput) -> Iterable[RequestOutput]:
+        return (output,) if self._resumption is None else self._resumption.pieces(output)
 
     def _scored(self, output: RequestOutput) -> list[RequestOutput]:
         """Return the outputs that can be shown now that `output` is there.
@@ -112,6 +125,8 @@ class Run:
     def _add(self, choice: Choice, output: RequestOutput, at_s: float) -> None:
         num_before = choice.num_tokens
         choice.push(output)
+        if self._resumption is not None:
+            self._resumption.added(output)
         if not choice.prompt.is_scored:
             raise ProtocolError("tokens came before all log-probabilities of their prompt")
         if not self._started:
