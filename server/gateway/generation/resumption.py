@@ -29,7 +29,8 @@ _END: Final = b"\n\n"
 class Position(NamedTuple):
     """The place behind the `num_events`-th event of an output.
 
-    The output has the tokens `start` to `num_tokens` of the answer. `digest` is of all tokens up to there, `created_at_s` the time that all events show.
+    The output has the tokens `start` to `num_tokens` of the answer. `digest` is of all tokens up to
+    there, `created_at_s` the time that all events show.
     """
 
     start: int
