@@ -2,7 +2,8 @@
 
 `python -m tests.system.rig.chaos_node MODULE [ARGUMENT...]` runs `python -m MODULE ARGUMENT...`
 with faults attached to its net: SIGUSR1 drops the next frame, SIGUSR2 sends it twice, SIGRTMIN
-sends it after the one that follows, SIGRTMIN+1 delays it by half a second.
+sends it after the one that follows, SIGRTMIN+1 delays it by half a second. On SIGRTMIN+2 it hangs
+in Python for ever, while its other threads go on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+import threading
 from types import FrameType
 
 from tests.faults import OnDemand, faulty_nets
@@ -21,6 +23,7 @@ FAULT_OF_SIGNAL: dict[int, Fault] = {
     signal.SIGRTMIN: Reorder(),
     signal.SIGRTMIN + 1: Delay(0.5),
 }
+HANG = signal.SIGRTMIN + 2
 
 
 def main() -> int:
@@ -32,6 +35,7 @@ def main() -> int:
 
     for number in FAULT_OF_SIGNAL:
         signal.signal(number, on_signal)
+    signal.signal(HANG, lambda number, frame: threading.Event().wait())
     module = sys.argv[1]
     sys.argv = sys.argv[1:]
     status: int

@@ -12,7 +12,7 @@ from app.launch import supervisor
 from app.launch.engine import LaunchContext, launch, role_commands
 from app.launch.supervisor import RoleCommand
 
-NODES = ("attention_nodes", "expert_nodes")
+NODES = ("attention_nodes", "expert_nodes", "attention_nodes.stages", "draft_nodes")
 
 
 def chaos_commands(context: LaunchContext) -> list[RoleCommand]:
