@@ -22,6 +22,7 @@ import msgspec
 from attention_nodes.grammars.frames import Ended, Fork, VocabularyRead
 from models.text.tokenizer_names import has_tokenizer
 from topspin.errors import EngineUnavailable, InvalidRequest
+from topspin.process import PARENT_PID_VARIABLE
 
 UNSTARTED: Final = "there is no process for the request's grammar; try again"
 # Of a fork server; it may have to read a large vocabulary on a busy machine.
@@ -124,7 +125,12 @@ class ForkServerHandle:
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 # One heap for each process: it is copied by a fork, and counted.
-                env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
+                env={
+                    **os.environ,
+                    "MALLOC_ARENA_MAX": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                    PARENT_PID_VARIABLE: str(os.getpid()),
+                },
             )
 
     def _load(self, wait_s: float) -> bool:
