@@ -65,7 +65,11 @@ class DraftWorker:
     def serve(self) -> None:
         """Join, serve until told to stop; raises Stopped, or an error."""
         self._life.introduce(None)
-        self._life.serve(self)
+        try:
+            self._life.serve(self)
+        finally:
+            if self._server is not None:
+                self._server.close()
 
     def load(self, welcome: Welcome) -> CacheSize:
         config = welcome.config
@@ -95,9 +99,7 @@ class DraftWorker:
         pass
 
     def disband(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
+        pass  # attention nodes say which sequences end
 
     def wait_s(self) -> float | None:
         """Make one turn: what has come, answers, a pass."""

@@ -76,6 +76,7 @@ class LocalNode:
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._hub: LocalHub | None = None
+        self._generation = 0
         self._sides: dict[int, ExpertSide] = {}
         self._experts: dict[int, Experts] = {}
         # The expert nodes whose experts are on a device.
@@ -172,10 +173,14 @@ class LocalNode:
         return lambda runner: self._open_net(index, runner.net_shape(config), welcome)
 
     def _get_hub(self, shape: NetShape, welcome: Welcome) -> LocalHub:
-        """Return the hub, with all experts attached; the first attention node makes it."""
+        """Return the generation's hub, with all experts attached.
+
+        The first attention node makes it; no thread uses the last one any more.
+        """
         link = welcome.config.link
         with self._lock:
-            if self._hub is None:
+            if self._hub is None or self._generation != welcome.topology.generation:
+                self._generation = welcome.topology.generation
                 hub = LocalHub(
                     shape,
                     num_attention=self._num_attention,

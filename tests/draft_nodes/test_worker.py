@@ -36,6 +36,7 @@ from topspin.messages import (
     Welcome,
     pack_ints,
 )
+from topspin.plan.settings import FailoverPolicy
 from topspin.processes.channel import ControlClient, ControlServer, Received
 from topspin.processes.keys import KeyDirectory
 from topspin.processes.node_life import run_node
@@ -73,9 +74,11 @@ class World:
     def __init__(self, *, keys: Path | None = None) -> None:
         """With `keys` it listens on loopback tcp, for attention nodes."""
         address = f"ipc://@topspin-test-{secrets.token_hex(8)}"
+        self._address = address
         self.scheduler = ControlServer(address)
         self.status: list[int] = []
-        plan = with_draft_addresses(make_config(draft_nodes=1), address)
+        config = make_config(draft_nodes=1, failover=FailoverPolicy(restart=True))
+        plan = with_draft_addresses(config, address)
         network, own = ON_ONE_HOST, None
         if keys is not None:
             [draft] = plan.drafts
@@ -104,16 +107,25 @@ class World:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
-        hello = self.hear(Hello)
-        assert (hello.role, hello.fingerprint) == ("draft", "")
         table = uniform_table(num_layers=1, num_experts=2, num_nodes=1)
         topology = Topology(table=table, experts=(), attention_incarnations=())
-        self.tell(Welcome(config=plan.for_node("draft"), topology=topology))
-        assert self.hear(Ready).role == "draft"
+        self._welcome = Welcome(config=plan.for_node("draft"), topology=topology)
+        self._welcome_node()
         node = plan.drafts[0].address
         assert node is not None
         self.address = node
         self.target = ControlClient(node, keys=own, server="draft")
+
+    def _welcome_node(self) -> None:
+        hello = self.hear(Hello)
+        assert (hello.role, hello.fingerprint) == ("draft", "")
+        self.tell(self._welcome)
+        assert self.hear(Ready).role == "draft"
+
+    def replace_scheduler(self) -> None:
+        self.scheduler.close()
+        self.scheduler = ControlServer(self._address)
+        self._welcome_node()
 
     def hear(self, kind: type[Any]) -> Any:
         """Return the next message of a kind to the scheduler."""
@@ -180,6 +192,13 @@ def test_a_target_that_leaves_is_forgotten(world: World) -> None:
     assert world.ask(verdicts(2, 9, 3)).unknown == pack_ints([7]), "it has two tokens, not nine"
     node.send(Verdicts(epoch=3, ended=pack_ints([7])))
     assert world.ask(verdicts(4, 2, 3)).epoch in (3, 4)
+
+
+def test_trees_outlive_the_scheduler(world: World) -> None:
+    world.ask(verdicts(1, 0, 1, 2))
+    world.replace_scheduler()
+    answer = world.ask(verdicts(2, 2, 3))
+    assert (answer.epoch, answer.unknown) == (2, b"")
 
 
 def test_only_attention_nodes_are_let_in_and_only_draft_nodes_are_asked(tmp_path: Path) -> None:

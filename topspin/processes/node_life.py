@@ -115,7 +115,7 @@ class Worker(Protocol):
 class NodeLife:
     """One node's life on one control connection.
 
-    If `can_reform` is False, this node ends with its generation.
+    If `can_reform` is False, this node ends with its generation, unless the scheduler does first.
     """
 
     def __init__(
@@ -190,7 +190,8 @@ class NodeLife:
     def _leaving_on_sigterm(self, limit_s: float | None) -> Iterator[None]:
         """Leave on SIGTERM, and end by SIGALRM if that takes `limit_s`; None: end at once."""
         is_process = threading.current_thread() is threading.main_thread()
-        if limit_s is None or not is_process or self._role not in ("attention", "expert"):
+        can_leave = is_process and self._can_reform and self._role in ("attention", "expert")
+        if limit_s is None or not can_leave:
             yield
             return
 
@@ -230,7 +231,7 @@ class NodeLife:
                 except SchedulerLost as error:
                     if self._is_asked_to_leave:
                         raise Stopped("it was asked to leave, and the scheduler is gone") from None
-                    if not (self._restarts and self._can_reform):
+                    if not self._restarts:
                         raise
                     self._logger.warning("%s %d: %s", self._role, self._index, error)
                 finally:
@@ -359,14 +360,21 @@ class NodeLife:
         self._logger.warning("%s %d: step %d: %s", self._role, self._index, ticket.step, error)
 
     def _await_stop(self) -> None:
-        """Raise Stopped if the engine is told to stop; returns if it is not, or has failed.
+        """Raise Stopped if the engine is told to stop, SchedulerLost if another scheduler may come.
+
+        Returns if it is not, or has failed.
 
         Nodes do not stop at the same moment, and one that stops drops the steps it has not begun:
         its peers, which have begun them, see a closed connection before their own Stop.
         """
-        with contextlib.suppress(PeerLost, ProtocolError):
+        try:
             while self.inbox.next(STOP_NOTICE_S) is not None:
                 pass
+        except SchedulerLost:
+            if self._restarts:
+                raise
+        except (PeerLost, ProtocolError):
+            return
 
     def _failure(self, step: int, generation: int, error: Exception) -> StepFailed:
         return StepFailed(

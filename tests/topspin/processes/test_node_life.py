@@ -357,10 +357,18 @@ def test_another_plan_needs_other_weights() -> None:
     node.run(ProtocolError, match="another plan")
 
 
-@pytest.mark.parametrize(("restart", "can_reform"), [(False, True), (True, False)])
-def test_other_nodes_end_with_their_scheduler(restart: bool, can_reform: bool) -> None:
-    node = Node(welcome(restart=restart), GONE, can_reform=can_reform)
+def test_nodes_of_other_engines_end_with_their_scheduler() -> None:
+    node = Node(welcome(restart=False), GONE)
     node.run(SchedulerLost)
+
+
+def test_a_net_that_fails_because_the_scheduler_is_gone_ends_no_node() -> None:
+    """In one process the other nodes, which share the net, may notice it first."""
+    node = Node(welcome(), TICKET, GONE, welcome(generation=2), Stop(reason=""), can_reform=False)
+    node.step_fault = PeerLost("attention 1 closed its net")
+    node.run()
+    assert node.done.count("load") == 1
+    assert "form 2" in node.done
 
 
 def test_a_node_without_a_scheduler_ends_when_asked() -> None:
