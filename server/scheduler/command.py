@@ -98,7 +98,10 @@ def serve(
     )
 
     def stop(number: int, frame: FrameType | None) -> None:
-        service.request_stop(f"the scheduler got {signal.Signals(number).name}")
+        # Nodes of an engine that goes on without lost processes wait for another scheduler; their
+        # own supervisor asks them to end.
+        reason = f"the scheduler got {signal.Signals(number).name}"
+        service.request_stop(reason, ends_nodes=not plan.failover.restart)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)

@@ -170,9 +170,11 @@ class Service:
         # Optional nodes that came before the engine was ready.
         self._early: dict[bytes, Hello] = {}
         self._stop_reason: str | None = None
+        self._ends_nodes = True
 
-    def request_stop(self, reason: str) -> None:
-        """Ask the loop to end the engine in order; safe in a signal handler."""
+    def request_stop(self, reason: str, *, ends_nodes: bool = True) -> None:
+        """Ask the loop to end in order, with its nodes or alone; safe in a signal handler."""
+        self._ends_nodes = ends_nodes
         self._stop_reason = reason
 
     @property
@@ -490,11 +492,7 @@ class Service:
         self._refuse_rest()
 
     def _stop(self, reason: str) -> None:
-        """End every request, stop the nodes, and refuse requests that arrive meanwhile.
-
-        Nodes of several hosts, whose engine goes on without lost processes, wait for another
-        scheduler: each is asked by its own supervisor to end.
-        """
+        """End every request, stop the nodes if asked, and refuse requests that arrive meanwhile."""
         self._gateways.set_state("stopping", reason)
         if self._policy is not None:
             self._gateways.deliver(
@@ -503,7 +501,7 @@ class Service:
         stop = Stop(reason=reason)
         peers = {peer: str(member) for member, peer in self._nodes.peers.items()}
         peers |= {peer: f"{hello.role} {hello.index}" for peer, hello in self._early.items()}
-        if self._plan.network is not None and self._plan.failover.restart:
+        if not self._ends_nodes:
             peers = {}
         leaving = {peer: name for peer, name in peers.items() if self._channel.send(peer, stop)}
         deadline_s = self._clock() + STOP_WAIT_S

@@ -9,7 +9,6 @@ import pytest
 from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.fake_nodes import TIMINGS
 from tests.server.scheduler.scripted_world import GATEWAY, World
-from tests.structs import changed
 from topspin.messages import (
     EngineState,
     ExpertCounts,
@@ -24,9 +23,6 @@ from topspin.messages import (
     TablePrepared,
     Welcome,
 )
-from topspin.plan.network import NetworkSpec
-from topspin.plan.settings import FailoverPolicy
-from topspin.plan.spec import EnginePlan
 from topspin.processes.channel import Event, Malformed, PeerGone, Received
 
 
@@ -221,13 +217,10 @@ def test_an_error_after_the_request_to_stop_is_no_failure() -> None:
     assert world.failure("r0").code == "engine_unavailable"
 
 
-def test_nodes_of_several_hosts_wait_for_another_scheduler() -> None:
-    def on_hosts(plan: EnginePlan) -> EnginePlan:
-        network = NetworkSpec(control="tcp://10.0.0.1:7000")
-        return changed(plan, {"network": network, "failover": FailoverPolicy(restart=True)})
-
-    world = World(change=on_hosts)
+def test_nodes_that_are_not_to_end_wait_for_another_scheduler() -> None:
+    world = World()
     world.start()
+    world.channel.at_end = lambda: world.service.request_stop("SIGTERM", ends_nodes=False)
     assert world.service.run() == 0
     assert world.states() == ["starting", "ready", "stopping"]
     assert not any(isinstance(message, Stop) for _, message in world.channel.sent)
