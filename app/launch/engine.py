@@ -1,8 +1,9 @@
 """The composition root: starts an engine's roles as processes and serves until the end.
 
 Owns the table of role commands (nodes' are app.launch.commands'), the state that each role
-inherits (the engine plan in a memfd, the control address) and the condition for ready (the gateway
-answers 200 on /health). app.launch.supervisor keeps their processes. Called by `topspin serve`.
+inherits (the engine plan in a memfd, the control address, the gateway's socket) and the condition
+for ready (the gateway answers 200 on /health). app.launch.supervisor keeps their processes. Called
+by `topspin serve`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from typing import Any
 
@@ -30,11 +31,10 @@ from app.launch.commands import (
 )
 from app.launch.display import CompiledKernels, Display, open_display
 from app.launch.supervisor import RoleCommand, StopGraces, Supervisor
-from topspin.errors import EngineError
 from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import EnginePlan, ServeConfig
 from topspin.process import CONFIG_ERROR_STATUS
-from topspin.processes.listening import ALL_ADDRESSES, has_ipv6, in_url
+from topspin.processes.listening import ALL_ADDRESSES, bind, has_ipv6, in_url
 
 HEALTH_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
@@ -49,14 +49,14 @@ STOP_MARGIN_S = 1.0
 class LaunchContext:
     """The state shared by one engine's roles: settings, control plane and inherited files.
 
-    `config_fd` holds `config` as JSON; the gateway writes its port to `port_fd`, the scheduler to
+    `config_fd` holds `config` as JSON; the gateway listens at `listen_fd`; the scheduler writes to
     `dead_fd` the process ids of nodes that it considers dead, and 0 as a sign of its own life.
     """
 
     config: ServeConfig
     control: str
     config_fd: int
-    port_fd: int
+    listen_fd: int
     dead_fd: int
 
 
@@ -87,11 +87,11 @@ def role_commands(context: LaunchContext) -> list[RoleCommand]:
             *config_path,
             "--control",
             context.control,
-            "--port-fd",
-            str(context.port_fd),
+            "--listen-fd",
+            str(context.listen_fd),
         ),
         environment=import_path(os.environ),
-        pass_fds=(context.config_fd, context.port_fd),
+        pass_fds=(context.config_fd, context.listen_fd),
         part="front",
     )
     return [scheduler, *node_commands(context.config.plan, context.control), gateway]
@@ -116,24 +116,29 @@ def launch(
 ) -> int:
     """Run the engine of `config`, until a signal or a failure.
 
+    With `failover.restart` each process is started again that ends once the engine has served;
+    connections to the gateway's port wait meanwhile.
     Must run in the main thread. Returns the exit status: 0 after an orderly stop, 1 after
     a role has ended by itself, 2 if one did because its configuration cannot be served,
     128 + signal after a second signal cut the stop short.
-    Raises EngineError if the system cannot start a process. No process is left behind.
+    Raises EngineError if the system cannot start a process, ConfigError if the port cannot be used.
+    No process is left behind.
     """
     started = time.monotonic()
     control = f"ipc://@topspin-{secrets.token_hex(16)}"
     config = msgspec.structs.replace(config, plan=with_draft_addresses(config.plan, control))
     display = open_display() if display is None else display
-    reader_fd, writer_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(reader_fd, "rb", buffering=0) as port_reader, ExitStack() as stack:
-        port_writer = stack.enter_context(os.fdopen(writer_fd, "wb", buffering=0))
+    restarts = config.plan.failover.restart
+    with ExitStack() as stack:
+        listener = stack.enter_context(bind(config.gateway))
         dead_reader_fd, dead_writer_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         dead_reader = stack.enter_context(os.fdopen(dead_reader_fd, "rb", buffering=0))
         stack.callback(os.close, dead_writer_fd)  # a scheduler that is restarted inherits it
         stack.callback(display.finish)
         kernels = CompiledKernels(display.line)
         graces = StopGraces(front_s=STOP_MARGIN_S + config.gateway.shutdown_timeout_s)
+        if restarts:
+            graces = replace(graces, coordinated_s=0.0)  # nodes do not end with their scheduler
         supervisor = stack.enter_context(Supervisor(emit=kernels.line, graces=graces))
         config_fd = inherited_config(config)
         stack.callback(os.close, config_fd)  # and this, too
@@ -141,23 +146,23 @@ def launch(
             config=config,
             control=control,
             config_fd=config_fd,
-            port_fd=writer_fd,
+            listen_fd=listener.fileno(),
             dead_fd=dead_writer_fd,
         )
         supervisor.restart("optional")
         for command in roles(context):
             supervisor.start(command)
-        port_writer.close()
-        start = EngineStart(config=config, port_reader=port_reader, started=started)
+        start = EngineStart(config=config, port=listener.getsockname()[1], started=started)
         if start.follow(supervisor, display, kernels):
             kernels.finish()
             display.announce(start.announcement())
             supervisor.restart("helper")
-            if config.plan.failover.restart:
-                supervisor.restart("worker")
-                supervisor.restart("coordinator")
+            if restarts:
+                for part in ("worker", "coordinator", "front"):
+                    supervisor.restart(part)
             dead = _Dead(supervisor, dead_reader)
-            dead.watch(restarts=config.plan.failover.restart)
+            dead.watch(restarts=restarts)
+        listener.close()  # no other gateway will come for those who connect now
         return _finish(supervisor, display)
 
 
@@ -216,18 +221,15 @@ def _finish(supervisor: Supervisor, display: Display) -> int:
 
 
 class EngineStart:
-    """Finds out when the engine is ready: first the gateway's port, then its /health.
+    """Finds out when the engine is ready, by its gateway's /health.
 
-    `port_reader` is the non-blocking end of the pipe to which the gateway writes its port.
-    `started`: when the start began, by time.monotonic().
+    `port` is where the gateway will listen. `started`: when the start began, by time.monotonic().
     """
 
-    def __init__(self, *, config: ServeConfig, port_reader: FileIO, started: float) -> None:
+    def __init__(self, *, config: ServeConfig, port: int, started: float) -> None:
         self._config = config
-        self._port_reader = port_reader
+        self._port = port
         self._started = started
-        self._port_text = b""
-        self._port: int | None = None
 
     def follow(self, supervisor: Supervisor, display: Display, kernels: CompiledKernels) -> bool:
         """Return True once the engine serves, False if a role or the user ended it."""
@@ -244,7 +246,6 @@ class EngineStart:
     def announcement(self) -> str:
         """Return the text that tells a person how to reach the engine."""
         plan, model = self._config.plan, self._config.gateway.served_names[0]
-        assert self._port is not None, "follow() first"
         gateway = self._config.gateway
         scheme = "http" if gateway.ssl_certfile is None else "https"
         url = gateway_url(gateway.host, self._port, scheme=scheme)
@@ -273,17 +274,6 @@ class EngineStart:
 
     def _look(self) -> str | None:
         """Return the state that the engine still waits for, or None if it serves."""
-        if self._port is None:
-            # None: nothing has come yet. b"": closed, so the gateway's exit comes next.
-            self._port_text += self._port_reader.read() or b""
-            if not self._port_text.endswith(b"\n"):
-                return "starting"
-            try:
-                self._port = int(self._port_text)
-            except ValueError as error:
-                raise EngineError(
-                    f"the gateway reported {self._port_text!r} instead of its port"
-                ) from error
         host = _reachable_host(self._config.gateway.host)
         connection = _connection(self._config.gateway, host, self._port)
         try:

@@ -318,7 +318,7 @@ class Supervisor:
         # If several exits are found at once, one killed by a signal is the likelier cause.
         exits = {child: self._collect(child) for child in ended}
         for child, gone in sorted(exits.items(), key=lambda item: item[1].returncode >= 0):
-            if child.command.part in self._restarting:
+            if child.command.part in self._restarting and not self.was_forced:
                 self._plan_restart(child, gone)
             else:
                 self._exits.append(gone)
@@ -358,17 +358,19 @@ class Supervisor:
     def _restart_due(self) -> None:
         now = time.monotonic()
         for restart in self._restarts.values():
-            if restart.due and restart.due <= now:
+            if restart.due and restart.due <= now and not self.was_forced:
                 restart.due = 0.0
                 self.start(restart.command)
 
     def stop(self) -> None:
         """End all roles: SIGTERM in order, SIGKILL for those that stay. Idempotent."""
+        front = self._of("front")
+        self._restarting.discard("front")
+        self._terminate(front)
+        # Its requests may outlive others' ends as before.
+        self._step_until_ended(front, self._graces.front_s)
         self._restarting.clear()
         self._restarts.clear()
-        front = self._of("front")
-        self._terminate(front)
-        self._step_until_ended(front, self._graces.front_s)
         # A front that is still busy gets as long as the others: it may be answering clients.
         if self._terminate(self._of("coordinator")):
             self._step_until_ended(self._children, self._graces.coordinated_s)

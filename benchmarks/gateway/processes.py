@@ -20,6 +20,7 @@ import msgspec
 
 from app.cli.serve import plan_of
 from benchmarks.load.client.targets import wait_until_ready
+from benchmarks.load.started_server import free_port
 
 READY_TIMEOUT_S = 30.0
 
@@ -68,27 +69,22 @@ def running_gateway(
 def _start_gateway(
     model: Path, control: str, environment: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen[bytes], str]:
+    port = free_port()
     # Settings that it leaves at their defaults are not written: an older gateway may not know them.
     config = {
         "plan": msgspec.to_builtins(plan_of(model)),
-        "gateway": {"port": 0, "served_names": ["stub"], "access_log": False},
+        "gateway": {"port": port, "served_names": ["stub"], "access_log": False},
     }
     config_reader, config_writer = os.pipe()
     os.write(config_writer, msgspec.json.encode(config))
     os.close(config_writer)
-    port_reader, port_writer = os.pipe()
     command = [sys.executable, "-P", "-m", "server.gateway", "--control", control]
-    command += ["--config", f"/dev/fd/{config_reader}", "--port-fd", str(port_writer)]
+    command += ["--config", f"/dev/fd/{config_reader}"]
     process = subprocess.Popen(
         command,
-        pass_fds=(config_reader, port_writer),
+        pass_fds=(config_reader,),
         env=environment,
         stderr=None if environment is None else subprocess.DEVNULL,
     )
     os.close(config_reader)
-    os.close(port_writer)
-    with os.fdopen(port_reader) as announcement:
-        port = announcement.read().strip()
-    if not port:
-        raise SystemExit(f"the gateway exited with {process.wait()}")
     return process, f"http://127.0.0.1:{port}"

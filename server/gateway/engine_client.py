@@ -227,11 +227,16 @@ class EngineClient:
         """The engine's state, or `stopping` while this gateway drains."""
         return "stopping" if self._draining else self.state.state
 
+    @property
+    def accepts(self) -> bool:
+        """Say whether the engine takes requests, be it that they wait until it is whole."""
+        return self.state.state in ("ready", "recovering")
+
     def check_ready(self) -> None:
         """Raise EngineUnavailable unless a new request can be accepted."""
         if self._draining:
             raise EngineUnavailable("the server is shutting down")
-        if self.state.state not in ("ready", "recovering"):
+        if not self.accepts:
             # A failure's detail may name processes and exceptions: it is only logged.
             is_told = self.state.detail and self.state.state != "failed"
             detail = f": {self.state.detail}" if is_told else ""
@@ -420,8 +425,7 @@ class EngineClient:
 
     @property
     def _can_wait(self) -> bool:
-        serves = self.state.state in ("ready", "recovering")
-        return self.replay_deadline_s is not None and serves
+        return self.replay_deadline_s is not None and self.accepts
 
     def _scheduler_lost(self) -> None:
         """Have calls wait for another scheduler, or end them."""

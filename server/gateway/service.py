@@ -1,9 +1,10 @@
 """The gateway process: command line, control connection, HTTP server, shutdown.
 
 Owns the life of the process and its shutdown after a signal: new requests are refused, those
-in flight get a short grace period and then end with EngineUnavailable. A lost control connection
-is replaced for as long as the process lives. Knows no route. Started by
-app.launch.engine as `python -m server.gateway`, or by hand.
+in flight get a short grace period and then end with EngineUnavailable, at once after a second
+signal. A lost control connection is replaced for as long as the process lives. Knows no route.
+Started by app.launch.engine as `python -m server.gateway`, with a listening socket that outlives
+it, or by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from server.gateway.bodies.sampling_defaults import load_sampling_defaults
 from server.gateway.engine_client import EngineClient
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.http.auth import keys_of
-from server.gateway.http.listener import BACKLOG, HttpServer, bind, check_tls, http_config
+from server.gateway.http.listener import BACKLOG, HttpServer, check_tls, http_config
 from server.gateway.operations.otlp import SpanSender, span_sender
 from server.gateway.parsing.formats import message_formats
 from topspin import __version__
@@ -42,6 +43,7 @@ from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import ServeConfig, load_serve_config
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation
 from topspin.processes.channel import AsyncControlClient
+from topspin.processes.listening import bind
 from topspin.processes.node_network import add_key_arguments, read_keys_of
 
 # The pause before Hello is sent on a new control connection, after the last one was lost.
@@ -51,6 +53,8 @@ RECONNECT_DELAY_S = 0.1
 SWITCH_INTERVAL_S = 0.001
 # The scheduler's own deadline passes first; /health reports a stall only if that one failed.
 PROGRESS_MARGIN_S = 10.0
+# How long clients that connected while no gateway lived wait for the engine's state, too.
+FIRST_STATE_S = 5.0
 
 Connect = Callable[[], AsyncControlClient]
 
@@ -65,40 +69,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", required=True, help="address of the scheduler")
     add_key_arguments(parser)
     parser.add_argument("--index", type=int, default=0, help="which gateway of the engine")
-    parser.add_argument("--port-fd", type=int, help="descriptor to write the bound port to")
+    parser.add_argument("--listen-fd", type=int, help="inherited socket, bound to the address")
     args = parser.parse_args(argv)
     start_logging("gateway")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(
-                serve(
-                    load_serve_config(args.config),
-                    connect=partial(AsyncControlClient, args.control, keys=read_keys_of(args)),
-                    index=args.index,
-                    port_fd=args.port_fd,
-                )
-            )
+        config = load_serve_config(args.config)
+        check_tls(config.gateway)
+        with (
+            contextlib.closing(_listener(config.gateway, args.listen_fd)) as listener,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            connect = partial(AsyncControlClient, args.control, keys=read_keys_of(args))
+            runner.run(serve(config, listener, connect=connect, index=args.index))
     except TopspinError as error:
         _log.error("gateway: %s", error)
         return CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else 1
     return 0
 
 
-async def serve(
-    config: ServeConfig, *, connect: Connect, index: int = 0, port_fd: int | None = None
-) -> None:
-    """Serve until a signal comes; `connect` opens a control connection.
+def _listener(section: GatewaySection, fd: int | None) -> socket.socket:
+    return bind(section) if fd is None else socket.socket(fileno=fd)
 
-    Raises ConfigError if the model's files or the port cannot be used, VersionMismatch if
-    the scheduler refuses this gateway. A scheduler that is lost does not end the gateway: it
-    answers 503 until it is connected again or its supervisor stops it.
+
+async def serve(
+    config: ServeConfig, listener: socket.socket, *, connect: Connect, index: int = 0
+) -> None:
+    """Serve at a bound socket until a signal comes; `connect` opens a control connection.
+
+    Raises ConfigError if the model's files cannot be used, VersionMismatch if the scheduler
+    refuses this gateway. A scheduler that is lost does not end the gateway: it answers 503 until
+    it is connected again or its supervisor stops it.
     """
-    check_tls(config.gateway)
-    with (
-        span_sender(config.gateway.otlp_traces_endpoint) as spans,
-        contextlib.closing(bind(config.gateway)) as listener,
-    ):
+    with span_sender(config.gateway.otlp_traces_endpoint) as spans:
         plan = config.plan
         engine = EngineClient(
             connect(),
@@ -108,14 +111,19 @@ async def serve(
         try:
             app = build_app(config, engine, spans)
             engine.connection.send(_hello(index))
+            is_replacement = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             listener.listen(BACKLOG)
             port = listener.getsockname()[1]
             _log.info("gateway: listens on %s port %d", config.gateway.host, port)
-            if port_fd is not None:
-                with os.fdopen(port_fd, "w") as announcement:
-                    announcement.write(f"{port}\n")
             reading = _stay_connected(engine, connect=connect, index=index)
-            await _serve_http(app, engine, listener, reading=reading, section=config.gateway)
+            await _serve_http(
+                app,
+                engine,
+                listener,
+                reading=reading,
+                section=config.gateway,
+                first_state_s=FIRST_STATE_S if is_replacement else 0.0,
+            )
         finally:
             engine.connection.close()
 
@@ -184,19 +192,24 @@ async def _serve_http(
     *,
     reading: Coroutine[None, None, None],
     section: GatewaySection,
+    first_state_s: float,
 ) -> None:
+    """Serve HTTP while `reading` goes on, from when the engine serves or `first_state_s` passed."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     server = HttpServer(http_config(app, section), lambda: loop.call_soon_threadsafe(stop.set))
-    http = asyncio.create_task(server.serve(sockets=[listener]))
     reader = asyncio.create_task(reading)
+    await _until(lambda: engine.accepts or reader.done(), first_state_s)
+    http = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((http, reader, stopping), return_when=asyncio.FIRST_COMPLETED)
         if reader.done():
             reader.result()  # always raises: it ends only by an error
         engine.drain()
-        await _until_idle(engine, section.shutdown_timeout_s)
+        await _until(
+            lambda: not engine.num_in_flight or server.force_exit, section.shutdown_timeout_s
+        )
         engine.fail_all(EngineUnavailable("the server is shutting down"))
         server.should_exit = True
         await http
@@ -207,9 +220,9 @@ async def _serve_http(
         await asyncio.gather(http, reader, stopping, return_exceptions=True)
 
 
-async def _until_idle(engine: EngineClient, timeout_s: float) -> None:
-    """Wait until nothing is in flight, at most `timeout_s`."""
+async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until something is so, at most `timeout_s`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while engine.num_in_flight:
+            while not condition():
                 await asyncio.sleep(0.02)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import socket
 
+from topspin.errors import ConfigError
+from topspin.plan.settings import GatewaySection
+
 ALL_ADDRESSES = "::"
 
 
@@ -42,6 +45,20 @@ def bound_socket(host: str, port: int, *, shares_port: bool = False) -> socket.s
         sock.close()
         raise
     return sock
+
+
+def bind(section: GatewaySection) -> socket.socket:
+    """Return a socket bound to the gateway's address, not yet listening.
+
+    Raises ConfigError if the name does not resolve or the port is taken.
+    """
+    where = f"--host {section.host}" + (f" --port {section.port}" if section.port else "")
+    try:
+        return bound_socket(section.host, section.port)
+    except socket.gaierror as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}") from error
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -25,11 +25,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.gateway.errors import error_response
 from server.gateway.http.exchange import exchange_of
-from server.gateway.http.listener import bind
 from topspin.errors import ConfigError
 from topspin.messages import Tenant
 from topspin.plan.network import is_loopback
 from topspin.plan.settings import API_KEY_VARIABLE, GatewaySection
+from topspin.processes.listening import bind
 
 DEFAULT_TENANT: Final = "default"
 # Probes have no key; the answer tells the engine's state only.

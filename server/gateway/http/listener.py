@@ -1,4 +1,4 @@
-"""The listening socket and uvicorn's settings.
+"""The certificates and uvicorn's settings.
 
 Owns the limits that hold for every connection. Knows no route and no engine; called by
 server.gateway.service.
@@ -7,7 +7,6 @@ server.gateway.service.
 from __future__ import annotations
 
 import logging
-import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,6 @@ from server.gateway.http.fairness import Room, Turns, allowed_connections
 from server.gateway.http.protocol import HttpProtocol
 from topspin.errors import ConfigError
 from topspin.plan.settings import GatewaySection
-from topspin.processes.listening import bound_socket
 
 KEEP_ALIVE_S = 65
 BACKLOG = 2048
@@ -43,20 +41,6 @@ class HttpServer(uvicorn.Server):
             self.should_exit = True
         self._stopping = True
         self._on_stop()
-
-
-def bind(section: GatewaySection) -> socket.socket:
-    """Return a socket bound to the configured address, not yet listening.
-
-    Raises ConfigError if the name does not resolve or the port is taken.
-    """
-    where = f"--host {section.host}" + (f" --port {section.port}" if section.port else "")
-    try:
-        return bound_socket(section.host, section.port)
-    except socket.gaierror as error:
-        raise ConfigError(f"{where}: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}") from error
 
 
 def check_tls(section: GatewaySection) -> None:

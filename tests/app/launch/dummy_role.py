@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.server
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import NoReturn
@@ -64,11 +65,18 @@ def die_by_signal(number: str = "9") -> None:
     os.kill(os.getpid(), int(number))
 
 
-def speak_and_freeze(fd: str, marker: str) -> None:
-    """Give a sign of life and freeze; in a second life ask the supervisor to end."""
+def is_first_life(marker: str) -> bool:
+    """Say whether this role has not left the file `marker` before, and leave it."""
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
+        return False
+    return True
+
+
+def speak_and_freeze(fd: str, marker: str) -> None:
+    """Give a sign of life and freeze; in a second life ask the supervisor to end."""
+    if not is_first_life(marker):
         hold_back_sigterm()
         os.kill(os.getppid(), signal.SIGINT)
         wait()
@@ -124,6 +132,21 @@ def hold(fifo: str) -> None:
     wait()
 
 
+def hold_in_a_second_life(fifo: str) -> None:
+    """Die by a signal; in a second life hold `fifo` open for writing until SIGTERM."""
+    if is_first_life(f"{fifo}.marker"):
+        die_by_signal()
+    hold(fifo)
+
+
+def end_with(fifo: str) -> None:
+    """After SIGTERM, end once a process holds `fifo` open for writing."""
+    hold_back_sigterm()
+    say("up")
+    wait_for_sigterm()
+    os.open(fifo, os.O_RDONLY)
+
+
 def die_on_request(fifo: str) -> None:
     """Die by a signal once a process has opened `fifo` for writing and closed it again."""
     with open(fifo, "rb") as request:
@@ -138,8 +161,8 @@ def inherited() -> None:
     say(f"flavour {os.environ['FLAVOUR']}")
 
 
-def gateway(config_path: str, control: str, port_fd: str, num_refusals: str = "1") -> None:
-    """Serve /health on a free port: 503 `num_refusals` times, then 200."""
+def gateway(config_path: str, control: str, listen_fd: str, num_refusals: str = "1") -> None:
+    """Serve /health, which says our pid: with 503 `num_refusals` times, then 200."""
     config = load_serve_config(config_path)
     refusals = int(num_refusals)
 
@@ -150,23 +173,19 @@ def gateway(config_path: str, control: str, port_fd: str, num_refusals: str = "1
             body = b'{"state": "starting", "detail": "waiting for expert 0"}'
             self.send_response(200 if refusals < 0 else 503)
             self.send_header("Content-Length", str(len(body)))
+            self.send_header("Pid", str(os.getpid()))
             self.end_headers()
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             say(f"{self.path}")
 
-    server = http.server.HTTPServer((config.gateway.host, config.gateway.port), Health)
+    server = http.server.HTTPServer(("", 0), Health, bind_and_activate=False)
+    server.socket = socket.socket(fileno=int(listen_fd))
     say(f"model {config.plan.model.path} control {control}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    os.write(int(port_fd), f"{server.server_port}\n".encode())
-    os.close(int(port_fd))
+    server.server_activate()
     server.serve_forever()
-
-
-def rubbish_port(port_fd: str) -> None:
-    os.write(int(port_fd), b"eighty\n")
-    wait()
 
 
 if __name__ == "__main__":

@@ -19,4 +19,4 @@ def engine(**settings: Any) -> ServeConfig:
 
 def context_of(config: ServeConfig) -> LaunchContext:
     """Return what the roles of `config` are given, with descriptors that nobody opened."""
-    return LaunchContext(config=config, control="ipc://@c", config_fd=7, port_fd=8, dead_fd=9)
+    return LaunchContext(config=config, control="ipc://@c", config_fd=7, listen_fd=8, dead_fd=9)

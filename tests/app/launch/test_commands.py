@@ -46,7 +46,7 @@ def test_separate_nodes(transport: str) -> None:
         "attention 1": ("attention_nodes", *NODE, "--index", "1"),
         "gateway": (
             *("server.gateway", "--config", "/dev/fd/7", "--control", "ipc://@c"),
-            *("--port-fd", "8"),
+            *("--listen-fd", "8"),
         ),
     }
 

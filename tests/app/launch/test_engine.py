@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from app.launch.supervisor import RoleCommand
 from tests.app.launch.engines import engine
 from tests.app.launch.roles import ROOT, dummy, wait_until_gone
 from tests.structs import changed
-from topspin.errors import EngineError
+from topspin.errors import ConfigError
 
 
 class RecordingDisplay(Display):
@@ -62,9 +64,9 @@ def gateway(context: LaunchContext, *, num_refusals: int = 1) -> RoleCommand:
         "gateway",
         f"/dev/fd/{context.config_fd}",
         context.control,
-        str(context.port_fd),
+        str(context.listen_fd),
         str(num_refusals),
-        pass_fds=(context.config_fd, context.port_fd),
+        pass_fds=(context.config_fd, context.listen_fd),
         part="front",
     )
 
@@ -182,15 +184,49 @@ def test_a_signal_stops_a_start_and_a_second_one_gives_the_shells_status(
     assert not display.announcements
 
 
-def test_a_gateway_that_reports_rubbish_is_an_error_and_all_are_stopped() -> None:
+def test_a_port_that_is_taken_ends_the_start_before_any_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        config = changed(engine(), {"gateway.port": port})
+        with (
+            nothing_left_open(),
+            pytest.raises(ConfigError, match=rf"--port {port}: Address already in use"),
+        ):
+            launch(config, roles=lambda context: pytest.fail("started"))
+
+
+def test_who_connects_while_no_gateway_lives_is_served_by_the_next() -> None:
     display = RecordingDisplay()
+    served: list[int] = []
 
-    def roles(context: LaunchContext) -> list[RoleCommand]:
-        port_fd = context.port_fd
-        return [dummy("gateway", "rubbish_port", str(port_fd), pass_fds=(port_fd,))]
+    def lose_a_gateway(text: str) -> None:
+        """Have the supervisor find a dead gateway, and a client that has connected after it."""
+        url = text.split()[4]
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
+            first = int(response.headers["Pid"])
+        os.kill(first, signal.SIGKILL)
+        assert wait_until_gone(first)
 
-    with nothing_left_open(), pytest.raises(EngineError, match="'eighty"):
-        launch(engine(), roles=roles, display=display)
+        def ask() -> None:
+            with urllib.request.urlopen(f"{url}/health", timeout=20) as response:
+                served.extend((first, int(response.headers["Pid"])))
+            os.kill(os.getpid(), signal.SIGINT)
+
+        client = threading.Thread(target=ask)
+        clients.append(client)
+        client.start()
+
+    clients: list[threading.Thread] = []
+    display = RecordingDisplay(announced=lose_a_gateway)
+    config = changed(engine(), {"plan.failover.restart": True})
+    with nothing_left_open():
+        roles = with_gateway(dummy("scheduler", "wait"), num_refusals=0)
+        assert launch(config, roles=roles, display=display) == 0, display.lines
+        clients[0].join()
+    first, second = served
+    assert first != second
+    told = "topspin: gateway was killed by SIGKILL; it is started again in 0.2 s"
+    assert display.lines.count(told) == 1
 
 
 DRIVER = """

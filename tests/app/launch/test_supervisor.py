@@ -132,6 +132,18 @@ def test_a_busy_gateway_may_end_its_requests_while_the_others_stop(fifo: str) ->
     assert watched.lines[-1] == "gateway | saw the others end"
 
 
+def test_while_the_gateway_ends_its_requests_a_node_is_started_again(fifo: str) -> None:
+    with Watched(front_s=20.0) as watched:
+        watched.restart("worker")
+        watched.restart("front")
+        gateway = dummy("gateway", "end_with", fifo, part="front")
+        watched.run_until_said(gateway, words="gateway | up")
+        watched.start(dummy("expert 0", "hold_in_a_second_life", fifo))
+        watched.stop()
+        assert watched.ended == [("gateway", 0), ("expert 0", 0)]
+    assert watched.count("expert 0 was killed by SIGKILL; it is started again") == 1
+
+
 def test_who_ignores_sigterm_is_killed() -> None:
     with Watched(stop_s=0.2) as watched:
         watched.run_until_said(dummy("expert 0", "stubborn"), words="expert 0 | up")
@@ -224,7 +236,7 @@ def test_a_worker_that_ends_is_started_again_later_each_time() -> None:
     assert watched.count("expert 1 | line 24") == 3
 
 
-@pytest.mark.parametrize("part", ["worker", "coordinator", "helper"])
+@pytest.mark.parametrize("part", ["worker", "coordinator", "front", "helper"])
 def test_a_role_that_ends_too_often_is_given_up(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -21,7 +21,6 @@ import msgspec
 import pytest
 
 from server.gateway.engine_client import EngineClient
-from server.gateway.http.listener import bind
 from server.gateway.service import build_app
 from tests.server.gateway.fakes import FakeEngine, backend, ids, output
 from tests.server.gateway.operations.collector import collector
@@ -33,6 +32,7 @@ from topspin.messages import AddRequest, EngineState, Hello, Message, Outputs, R
 from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import ServeConfig
 from topspin.processes.channel import ControlServer, Heartbeat, PeerGone, Received
+from topspin.processes.listening import bind, bound_socket
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 20.0
@@ -135,14 +135,14 @@ def config_of(checkpoint: Path, changes: dict[str, object], **section: Any) -> S
 
 
 def start(
-    checkpoint: Path, control: str, *, port_fd: int | None = None, **section: Any
+    checkpoint: Path, control: str, *, listener: socket.socket | None = None, **section: Any
 ) -> subprocess.Popen[str]:
-    """Start a gateway process with these settings of its HTTP side."""
+    """Start a gateway process with these settings of its HTTP side, perhaps at `listener`."""
     file = checkpoint / "engine.json"
     file.write_bytes(msgspec.json.encode(config_of(checkpoint, {}, **section)))
     argv = [sys.executable, "-m", "server.gateway", "--config", str(file), "--control", control]
-    fds = () if port_fd is None else (port_fd,)
-    argv += [f"--port-fd={fd}" for fd in fds]
+    fds = () if listener is None else (listener.fileno(),)
+    argv += [f"--listen-fd={fd}" for fd in fds]
     return subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, pass_fds=fds)
 
 
@@ -156,17 +156,25 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @contextmanager
-def running(checkpoint: Path, scheduler: Scheduler, **options: Any) -> Iterator[Gateway]:
-    """Run a gateway process; `options` are those of start()."""
-    read_fd, write_fd = os.pipe()
-    process = start(checkpoint, scheduler.address, port_fd=write_fd, **options)
-    os.close(write_fd)
-    try:
-        with os.fdopen(read_fd) as announced, ThreadPoolExecutor(4) as pool:
-            yield Gateway(process, int(announced.readline()), pool)
-    finally:
-        process.kill()
-        process.communicate()
+def running(
+    checkpoint: Path, scheduler: Scheduler, *, is_replacement: bool = False, **options: Any
+) -> Iterator[Gateway]:
+    """Run a gateway process; `options` are those of start().
+
+    A replacement's clients may have connected before it lives.
+    """
+    with bound_socket("127.0.0.1", 0) as listener, ThreadPoolExecutor(4) as pool:
+        if is_replacement:
+            listener.listen()
+        process = start(checkpoint, scheduler.address, listener=listener, **options)
+        try:
+            while not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    raise AssertionError(f"the gateway exited with {process.wait(0.01)}")
+            yield Gateway(process, listener.getsockname()[1], pool)
+        finally:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture
@@ -266,6 +274,32 @@ def test_requests_in_flight_may_end_within_the_shutdown_timeout(
         assert '"text":"hello"' in text
         assert '"error"' not in text
         assert ended(gateway.process)[0] == 0
+
+
+def test_a_second_signal_cuts_the_requests_in_flight(
+    checkpoint: Path, scheduler: Scheduler
+) -> None:
+    with running(checkpoint, scheduler, shutdown_timeout_s=1000.0) as gateway:
+        gateway.become_ready(scheduler)
+        pending = gateway.complete(stream=False)
+        scheduler.expect(AddRequest)
+        gateway.process.send_signal(signal.SIGTERM)
+        while gateway.get("/health").result().json()["state"] != "stopping":
+            pass
+        status, _ = gateway.end()
+        assert status == 0
+        assert pending.exception() or pending.result().status_code == 503
+
+
+def test_clients_of_a_gateway_that_is_gone_wait_for_the_state_of_the_engine(
+    checkpoint: Path, scheduler: Scheduler
+) -> None:
+    with running(checkpoint, scheduler, is_replacement=True) as gateway:
+        early = gateway.complete(stream=False)
+        scheduler.expect(Hello)
+        scheduler.say(EngineState(state="ready", max_request_tokens=64))
+        scheduler.finish(scheduler.expect(AddRequest))
+        assert early.result().json()["choices"][0]["text"] == "hello"
 
 
 def check_lost(gateway: Gateway, scheduler: Scheduler, lose: Callable[[], None]) -> None:

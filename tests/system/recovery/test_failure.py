@@ -72,7 +72,7 @@ def test_a_killed_role_ends_every_request_with_one_typed_error(
 
 @slow
 def test_a_killed_gateway_stops_the_engine(tiny: Tiny, tmp_path: Path) -> None:
-    with Server(tiny.path, tmp_path) as server:
+    with Server(tiny.path, tmp_path, "--restart", "off") as server:
         server.kill("gateway")
         assert server.wait() == 1
         assert "gateway" in server.output

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from app.launch.engine import gateway_url
-from server.gateway.http.listener import bind
 from topspin.plan.settings import GatewaySection
 from topspin.processes import listening
-from topspin.processes.listening import address_of, bound_socket, family_of, has_ipv6, in_url
+from topspin.processes.listening import (
+    address_of,
+    bind,
+    bound_socket,
+    family_of,
+    has_ipv6,
+    in_url,
+)
 
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 
