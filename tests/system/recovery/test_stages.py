@@ -44,12 +44,13 @@ def test_streams_survive_the_end_of_each_process(
     )
     plan = msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, path=str(path)))
     with Server(path, tmp_path, plan=staged(plan, 1, 3, 4)) as server:
-        for role in ("stage 0", "attention 0", "stage 1"):
+        for role in ("stage 0", "attention 0", "scheduler", "stage 1"):
+            told = "scheduler was killed" if role == "scheduler" else f"lost {role}"
             seen = len(server.output)
             streams = Streams(server.url, prompts, NUM_TOKENS)
             streams.wait_for_events(12)
             chaos.kill(server, role)
-            wait_until(lambda: f"lost {role}" in server.output[seen:], "not noticed")  # noqa: B023
+            wait_until(lambda: told in server.output[seen:], "not noticed")  # noqa: B023
             check_identical(streams.join(), result.tokens)
             wait_until_whole(server)
         streams = Streams(server.url, prompts, NUM_TOKENS)
