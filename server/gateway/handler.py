@@ -69,7 +69,9 @@ class Handler:
     async def generate(self, request: Request, *, dialect: Dialect) -> Response:
         """Answer a request that generates."""
         exchange = exchange_of(request.scope)
-        self.engine.check_wait(exchange.tenant.name, exchange.timeout_s)
+        if _num_announced(request) <= INLINE_BODY_BYTES:
+            # A long prompt may wait for longer.
+            self.engine.check_wait(exchange.tenant.name, exchange.timeout_s)
         now_s = int(time.time())
         resumption = Resumption.of(request.headers, tenant=exchange.tenant.name, now_s=now_s)
         prepared = await self._prepared(request, dialect.prepare)
@@ -249,6 +251,12 @@ class Handler:
         else:
             events.append(replies.end(run.choices, run.usage()))
         yield b"".join(events)
+
+
+def _num_announced(request: Request) -> int:
+    """Return how long the body will be, as far as the head says; 0: it does not."""
+    announced = request.headers.get("content-length", "")
+    return int(announced) if announced.isascii() and announced.isdigit() else 0
 
 
 def _with_ignored(response: Response, ignored: Sequence[str]) -> Response:

@@ -53,6 +53,8 @@ CPU_BATCH = BatchLimits(64, 512)
 GPU_BATCH = BatchLimits(256, 8192)
 # People wait so long for a chat to begin; what waits longer says so, or is told to come again.
 DEFAULT_MAX_TTFT_S = 10.0
+# Or so many times as long as their prompt alone takes.
+DEFAULT_MAX_SLOWDOWN = 3.0
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
@@ -104,11 +106,14 @@ class SchedulingPolicy(Section, frozen=True, kw_only=True):
     ] = None
     max_preemptions: Natural = 4
 
-    def first_token_bound_s(self, timeout_s: float | None) -> float:
-        """Return how long a request, whose client waits `timeout_s`, may be without a token."""
+    def first_token_bound_s(self, timeout_s: float | None, prompt_s: float = 0.0) -> float:
+        """Return how long a request, whose client waits `timeout_s`, may be without a token.
+
+        Its prompt alone takes `prompt_s`: who asks much expects to wait.
+        """
         operators_s = math.inf if self.max_ttft_s == 0 else self.max_ttft_s
         given = [bound for bound in (operators_s, timeout_s) if bound is not None]
-        return min(given, default=DEFAULT_MAX_TTFT_S)
+        return min(given, default=max(DEFAULT_MAX_TTFT_S, DEFAULT_MAX_SLOWDOWN * prompt_s))
 
 
 class ExecutionPolicy(Section, frozen=True, kw_only=True):

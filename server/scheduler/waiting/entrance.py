@@ -104,7 +104,7 @@ class Entrance:
         num_unbegun = sum(len(each.unbegun) for each in self.tenants.active)
         if not self._is_waited and num_unbegun < self._num_seats:
             return
-        bound_s = self._limits.first_token_bound_s(timeout_s)
+        bound_s = self._limits.first_token_bound_s(timeout_s, request.prompt_s)
         wait_s = self._wait_s(request.account, request.prompt_s)
         if wait_s > MARGIN * bound_s:
             # Those of a worse rank come later.
@@ -162,7 +162,7 @@ class Entrance:
         if message.replayed:
             return
         account.allowance.take(num_requests=1, num_tokens=request.num_prompt_tokens)
-        bound_s = self._limits.first_token_bound_s(message.timeout_s)
+        bound_s = self._limits.first_token_bound_s(message.timeout_s, request.prompt_s)
         if bound_s < math.inf:
             # Later its own prompt would take too long, but it may wait for half of the time.
             latest_s = max(bound_s - request.prompt_s, 0.5 * bound_s)

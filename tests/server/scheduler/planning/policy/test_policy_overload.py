@@ -12,6 +12,7 @@ from server.scheduler.planning.admission import MAX_PASSED
 from tests.server.scheduler.engine import Engine, make_config, make_request
 from topspin.errors import Overloaded, RequestTimeout
 from topspin.messages import Tenant
+from topspin.plan.settings import DEFAULT_MAX_TTFT_S, SchedulingPolicy
 
 SEATS = 4
 OUTPUT = 8
@@ -131,6 +132,17 @@ def test_who_is_refused_is_told_when_to_come_again(capacity: float) -> None:
         load.turn()
     name = load.send()
     assert load.engine.clients[name].failure is None
+
+
+def test_a_long_prompt_may_wait_longer_unless_somebody_says_how_long() -> None:
+    limits = SchedulingPolicy()
+    assert limits.first_token_bound_s(None, 0.1) == DEFAULT_MAX_TTFT_S
+    assert limits.first_token_bound_s(None, 20.0) == 60.0
+    assert limits.first_token_bound_s(5.0, 20.0) == 5.0
+    assert limits.first_token_bound_s(500.0, 20.0) == 500.0
+    asked = SchedulingPolicy(max_ttft_s=7.0)
+    assert [asked.first_token_bound_s(each, 20.0) for each in (None, 5.0, 500.0)] == [7.0, 5.0, 7.0]
+    assert SchedulingPolicy(max_ttft_s=0.0).first_token_bound_s(None, 1.0) == float("inf")
 
 
 # Deadlines.
