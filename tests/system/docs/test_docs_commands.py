@@ -36,6 +36,7 @@ FLAGS_OF_MAKE = (
     'make serve ARGS="--attention-nodes 2 --expert-nodes 2 --micro-batches 2 --transport tcp"'
 )
 LOAD = "topspin bench serve --port 8000 --max-concurrency 16"
+SWEEP = "topspin bench sweep --capacity-factors 1,2,5 --goodput ttft:2000 tpot:200"
 TRACE = "topspin trace --seconds 2 -o trace.json"
 PICTURE = f"{TRACE} --png rally.png"
 LOSS = "topspin bench quantization MODEL"
@@ -63,7 +64,10 @@ RUN_BY: dict[str, dict[str, str]] = {
         ),
     },
     "kubernetes.md": {"topspin probe FILE": CLUSTER},
-    "load_testing.md": {LOAD: "test_load_and_traces_of_a_server"},
+    "load_testing.md": {
+        LOAD: "test_load_and_traces_of_a_server",
+        SWEEP: ("tests.benchmarks.load.test_sweep.test_factors_of_the_capacity_that_was_measured"),
+    },
     "models.md": {
         STEP: "tests.benchmarks.kernels.test_step.test_every_op_and_the_bytes_of_its_weights",
         LOSS: "test_the_loss_of_quantisation_is_measured",
