@@ -43,17 +43,13 @@ def follow_parent() -> None:
     *thread* that started this process, so a supervisor starts roles from its main thread.
     """
     parent = os.environ.get(PARENT_PID_VARIABLE)
-    if parent is not None:
-        end_with(int(parent))
-
-
-def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, process `parent`, dies."""
+    if parent is None:
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        # It died before prctl took effect.
+    if os.getppid() != int(parent):
+        # The supervisor died before prctl took effect.
         sys.exit(1)
 
 

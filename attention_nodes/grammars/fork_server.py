@@ -3,7 +3,8 @@
 Owns these processes' lives: it gives one to each Fork of the node, says how each has ended, and
 ends the largest one when all together hold too much memory. One is always forked ahead. It has one
 thread, so that a fork copies nothing that another thread holds, and parses nothing that a stranger
-wrote. Ends with the node, and the processes with it, whatever they do then.
+wrote. Ends with the node at once; the processes when they see that the node's socket is closed,
+for they outlive this one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from attention_nodes.grammars import grammar_process
 from attention_nodes.grammars.frames import OUT_OF_MEMORY_STATUS, Ended, Fork, VocabularyRead
 from models.text.tokenizer_files import effective_tokenizer
 from topspin.grammars import MAX_ALL_COMPILED_BYTES
-from topspin.process import end_with, follow_parent
+from topspin.process import follow_parent
 
 _MAX_MESSAGE_BYTES: Final = 4096
 _NUM_FILES: Final = 2
@@ -113,22 +114,20 @@ class ForkServer:
     def _forked(self) -> _ForkedProcess:
         """Return a new spare process."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             mine.close()
-            self._become_spare(its, server_pid)
+            self._become_spare(its)
         its.close()
         process = _ForkedProcess(SPARE, pid, os.pidfd_open(pid), 0, mine)
         self._processes[process.handle] = process
         self._poll.register(process.handle, select.POLLIN)
         return process
 
-    def _become_spare(self, server: socket.socket, server_pid: int) -> NoReturn:
+    def _become_spare(self, server: socket.socket) -> NoReturn:
         """Make all that can be made before a grammar comes, then be that grammar's process."""
         status = 1
         try:
-            end_with(server_pid)
             self._node.close()
             for each in self._processes.values():
                 os.close(each.handle)

@@ -381,8 +381,8 @@ class ControlClient:
         self._socket.send(encode(message))
 
     def close(self) -> None:
-        """Send queued messages (for at most a second) and release the sockets."""
-        self._release()
+        """Send queued messages, unless the connection was lost, and release the sockets."""
+        self._release(0 if self._loss else None)
         self._context.term()
         os.close(self._wake_fd)
 

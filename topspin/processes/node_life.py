@@ -6,7 +6,7 @@ Knows no tensors and no step: a Worker loads, connects and serves. Nodes that sh
 server.scheduler.nodes.roster and failover.
 
 A node of an engine that goes on without lost processes keeps its weights when the scheduler is
-gone, and says Hello to the next one.
+gone, and says Hello to the next one. So do nodes that share a process, and draft nodes.
 
 On SIGTERM an attention or expert node that has loaded asks the scheduler to do without it, and goes
 on until it is told to stop, if the engine goes on without lost nodes; others end at once.
