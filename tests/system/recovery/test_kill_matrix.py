@@ -184,7 +184,7 @@ def test_pairs_of_faults(
     if case.role != "gateway":
         assert streams.num_retries == 0
         if case.phase == "decode":
-            record_property("stall_s", f"{streams.longest_gap_s:.2f}")
+            record_property("figure", f"{case}: {streams.longest_gap_s:.1f} s")
     if case.fault == "killed":
         wait_until(lambda: server.pids_by_role().get(case.role, before) != before, "not back")
     wait_until_whole(server)

@@ -1,8 +1,8 @@
 """The promises of reliability and security, with the tests that would fail if one were broken.
 
 Owns the table, and docs/promises.md, which is written from it and from the results of the tests:
-`python -m tests.promises` runs them all (real processes, some minutes) and writes the page. A test
-tells a figure by pytest's `record_property("figure", "...")`. Knows no engine.
+`python -m tests.system.docs.promises` runs them all (real processes, some minutes) and writes the
+page. A test tells a figure by pytest's `record_property("figure", "...")`. Knows no engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "promises.md"
 RECOVERY = "system/recovery/"
 HTTP = "server/gateway/http/"
@@ -187,7 +187,7 @@ PROMISES: dict[str, tuple[Promise, ...]] = {
         ),
         Promise(
             "Errors tell clients nothing of processes, hosts or bugs.",
-            ("server/gateway/test_app.py::test_a_bug_is_a_500_that_tells_nothing",),
+            ("server/gateway/test_errors.py::test_a_bug_is_a_500_that_tells_nothing",),
         ),
         Promise(
             "A client that reads nothing, or too slowly, loses its stream; one that leaves frees "
@@ -282,7 +282,7 @@ def page(outcomes: dict[str, Outcome]) -> str:
         "",
         f"{num_promises} promises of reliability and security, the tests that would fail if one",
         "were broken, and what these showed when the page was written, on two cores",
-        "(`python -m tests.promises` writes it).",
+        "(`python -m tests.system.docs.promises` writes it).",
     ]
     for title, promises in PROMISES.items():
         lines += ["", f"## {title}", "", "| promise | tests | result |", "|---|---|---|"]

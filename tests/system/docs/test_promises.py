@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.promises import PAGE, PROMISES, ROOT, Outcome, all_tests, page, read_report
+from tests.system.docs.promises import PAGE, PROMISES, ROOT, Outcome, all_tests, page, read_report
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.system.test_hosts" name="test_a[x]">
