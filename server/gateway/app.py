@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from server.gateway.call import ClientGone
 from server.gateway.dialects.anthropic.dialect import COUNT_TOKENS, CREATE_MESSAGE, AnthropicDialect
 from server.gateway.dialects.chat.dialect import CHAT, ChatDialect
 from server.gateway.dialects.completions.dialect import COMPLETIONS, CompletionDialect
@@ -36,7 +37,7 @@ from server.gateway.dialects.tokenization import (
     detokenize,
     tokenize,
 )
-from server.gateway.engine_client import ClientGone, EngineClient
+from server.gateway.engine_client import EngineClient
 from server.gateway.errors import error_response, truncated
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.handler import Handler

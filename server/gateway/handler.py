@@ -18,9 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from models.text.tokenizer import IncrementalDetokenizer
+from server.gateway.call import ClientGone
 from server.gateway.dialects.anthropic.reply import TokenCount
 from server.gateway.dialects.dialect import Dialect, PreparedRequest, Replies, ReplyHead
-from server.gateway.engine_client import ClientGone, EngineClient
+from server.gateway.engine_client import EngineClient
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
 from server.gateway.generation.resumption import Resumption

@@ -15,7 +15,7 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive
 
-from server.gateway.engine_client import Call, ClientGone
+from server.gateway.call import Call, ClientGone
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.resumption import Resumption
 from server.gateway.generation.streaming import watch_client

@@ -12,7 +12,7 @@ from email.message import Message
 
 from starlette.requests import ClientDisconnect, Request
 
-from server.gateway.engine_client import ClientGone
+from server.gateway.call import ClientGone
 from server.gateway.errors import truncated
 from topspin.errors import Overloaded, RequestError
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from server.gateway.engine_client import ClientGone
+from server.gateway.call import ClientGone
 from server.gateway.generation.streaming import EventStream
 from server.gateway.http.body import Bodies, read_body
 from server.gateway.http.exchange import Exchanges

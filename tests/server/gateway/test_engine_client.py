@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from server.gateway.engine_client import MAX_REPLAYS, MAX_UNREAD, Call, ClientGone, EngineClient
+from server.gateway.call import MAX_UNREAD, Call, ClientGone
+from server.gateway.engine_client import MAX_REPLAYS, EngineClient
 from tests.server.gateway.fakes import FakeEngine, output, reading
 from topspin.errors import (
     EngineError,
