@@ -7,8 +7,6 @@ socket, no node. Called by server.scheduler.planning.policy.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -16,6 +14,7 @@ from typing import Final, NoReturn
 
 from server.scheduler.planning.sequence import Request
 from server.scheduler.waiting.first_token import DrainRate
+from server.scheduler.waiting.request_heap import RequestHeap
 from server.scheduler.waiting.tenants import Tenants, TenantState
 from topspin.errors import Overloaded, RequestTimeout, TopspinError
 from topspin.messages import AddRequest
@@ -44,9 +43,8 @@ class Entrance:
         self._num_tokens = 0
         self._num_bytes = 0
         self._is_waited = False
-        self._late: list[tuple[float, int, Request]] = []
-        self._timeouts: list[tuple[float, int, Request]] = []
-        self._numbers = itertools.count()
+        self._late = RequestHeap()
+        self._timeouts = RequestHeap()
         self._paused_at: float | None = None
         self._paused_s = 0.0
         self.tenants = Tenants()
@@ -157,8 +155,7 @@ class Entrance:
         account.unbegun.add(request)
         account.unbegun_s += request.prompt_s
         if message.timeout_s is not None:
-            entry = (now + message.timeout_s, next(self._numbers), request)
-            heapq.heappush(self._timeouts, entry)
+            self._timeouts.push((now + message.timeout_s, request.number), request)
         if message.replayed:
             return
         account.allowance.take(num_requests=1, num_tokens=request.num_prompt_tokens)
@@ -166,10 +163,7 @@ class Entrance:
         if bound_s < math.inf:
             # Later its own prompt would take too long, but it may wait for half of the time.
             latest_s = max(bound_s - request.prompt_s, 0.5 * bound_s)
-            self._push_late(request, now - self._paused_s + latest_s)
-
-    def _push_late(self, request: Request, at_s: float) -> None:
-        heapq.heappush(self._late, (at_s, next(self._numbers), request))
+            self._late.push((now - self._paused_s + latest_s, request.number), request)
 
     def begun(self, request: Request) -> None:
         """Note the first output of a request."""
@@ -217,17 +211,14 @@ class Entrance:
         Those that `is_excused` wait for something else than their turn.
         """
         found: dict[Request, TopspinError] = {}
-        while self._timeouts and self._timeouts[0][0] <= now:
-            _, _, request = heapq.heappop(self._timeouts)
-            if not request.ended:
-                found[request] = RequestTimeout("the request's time is over")
+        while (request := self._timeouts.pop_until(now)) is not None:
+            found[request] = RequestTimeout("the request's time is over")
         queue_s = now - self._paused_s
-        while self._paused_at is None and self._late and self._late[0][0] <= queue_s:
-            _, _, request = heapq.heappop(self._late)
-            if request.ended or request.has_begun or request.sequence is not None:
+        while self._paused_at is None and (request := self._late.pop_until(queue_s)) is not None:
+            if request.has_begun or request.sequence is not None:
                 continue
             if is_excused(request):
-                self._push_late(request, queue_s + EXCUSED_S)
+                self._late.push((queue_s + EXCUSED_S, request.number), request)
                 continue
             self.num_refused["late"] += 1
             reason = f"its turn has not come in {now - request.added_at:.1f} s"

@@ -8,52 +8,18 @@ node and no limit. Called by entrance.py and by server.scheduler.planning.
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING, Final
 
 from server.scheduler.waiting.allowance import Allowance
+from server.scheduler.waiting.request_heap import RequestHeap
 from topspin.messages import Tenant
 
 if TYPE_CHECKING:
     from server.scheduler.planning.sequence import Request
 
-MIN_COMPACTED = 64
 # An output token counts as much as so many prompt tokens, which are computed together (section 5.1
 # of the paper).
 OUTPUT_COST: Final = 2.0
-
-
-class WaitingQueue:
-    """Requests without a node, in a heap by rank.
-
-    Ended ones are dropped at the front, and all of them before the heap would double.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Request]] = []
-        self._compact_at = MIN_COMPACTED
-
-    def push(self, request: Request) -> None:
-        """Insert `request` by its rank."""
-        if len(self._heap) >= self._compact_at:
-            self._heap = [entry for entry in self._heap if not entry[1].ended]
-            heapq.heapify(self._heap)
-            self._compact_at = max(MIN_COMPACTED, 2 * len(self._heap))
-        heapq.heappush(self._heap, (request.rank, request))
-
-    def first(self) -> Request | None:
-        """Return the first request that has not ended, and leave it in the queue."""
-        while self._heap and self._heap[0][1].ended:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
-
-    def pop(self) -> Request:
-        """Remove and return the request of first()."""
-        return heapq.heappop(self._heap)[1]
-
-    def count(self) -> int:
-        """Return how many requests wait, in time linear in the queue."""
-        return sum(not request.ended for _, request in self._heap)
 
 
 class TenantState:
@@ -67,7 +33,7 @@ class TenantState:
         self.tenant = tenant
         self.served = 0.0
         self.allowance = Allowance()
-        self.waiting = WaitingQueue()
+        self.waiting = RequestHeap()
         self.num_requests = 0
         self.unbegun: set[Request] = set()
         self.unbegun_s = 0.0
@@ -103,7 +69,7 @@ class Tenants:
             account.served = max(account.served, min(others, default=self._last_served))
             self._active[account.tenant.name] = account
         account.num_requests += 1
-        account.waiting.push(request)
+        account.waiting.push(request.rank, request)
 
     def left(self, request: Request) -> None:
         """Count a request no longer, which has ended."""
@@ -139,7 +105,7 @@ class Tenants:
 
     def push(self, request: Request) -> None:
         """Let a request wait again, at its old place."""
-        request.account.waiting.push(request)
+        request.account.waiting.push(request.rank, request)
 
     def count(self) -> int:
         """Return how many requests wait, in time linear in the queues."""

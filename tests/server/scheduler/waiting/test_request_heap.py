@@ -1,9 +1,9 @@
-"""The order of the waiting queue."""
+"""The order of waiting requests, by rank and by deadline."""
 
 from __future__ import annotations
 
 from server.scheduler.planning.sequence import Request
-from server.scheduler.waiting.tenants import MIN_COMPACTED, WaitingQueue
+from server.scheduler.waiting.request_heap import MIN_COMPACTED, RequestHeap
 from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.planning.test_intake import INTAKE
 
@@ -14,46 +14,58 @@ def request(arrival: int) -> Request:
 
 
 def test_a_request_that_comes_back_has_its_old_place() -> None:
-    queue = WaitingQueue()
+    queue = RequestHeap()
     first, second, third = request(0), request(1), request(2)
-    queue.push(first)
-    queue.push(second)
+    queue.push(first.rank, first)
+    queue.push(second.rank, second)
     assert queue.first() is first
     assert queue.pop() is first
-    queue.push(third)
-    queue.push(first)
+    queue.push(third.rank, third)
+    queue.push(first.rank, first)
     assert [queue.pop() for _ in range(3)] == [first, second, third]
 
 
 def test_a_lower_priority_comes_first_whenever_it_arrived() -> None:
-    queue = WaitingQueue()
+    queue = RequestHeap()
     requests = [request(arrival) for arrival in range(4)]
     for each, priority in zip(requests, (0, 5, -1, 0), strict=True):
         each.priority = priority
-        queue.push(each)
+        queue.push(each.rank, each)
     assert [queue.pop().arrival for _ in requests] == [2, 0, 3, 1]
 
 
 def test_ended_requests_behind_others_are_not_kept() -> None:
-    queue = WaitingQueue()
-    queue.push(request(0))
+    queue = RequestHeap()
+    only = request(0)
+    queue.push(only.rank, only)
     for arrival in range(1, 10 * MIN_COMPACTED):
         late = request(arrival)
         late.priority = 9
-        queue.push(late)
+        queue.push(late.rank, late)
         late.ended = True
     assert len(queue._heap) <= MIN_COMPACTED + 1
     assert queue.count() == 1
 
 
 def test_ended_requests_are_passed_over() -> None:
-    queue = WaitingQueue()
+    queue = RequestHeap()
     first, second = request(0), request(1)
-    queue.push(first)
-    queue.push(second)
+    queue.push(first.rank, first)
+    queue.push(second.rank, second)
     first.ended = True
     assert queue.count() == 1
     assert queue.first() is second
     second.ended = True
     assert queue.first() is None
     assert queue.count() == 0
+
+
+def test_only_what_is_due_is_taken() -> None:
+    queue = RequestHeap()
+    requests = [request(arrival) for arrival in range(4)]
+    for each, at in zip(requests, (3.0, 1.0, 2.0, 1.0), strict=True):
+        queue.push((at, each.number), each)
+    requests[1].ended = True
+    assert queue.pop_until(0.9) is None
+    assert [queue.pop_until(2.0) for _ in range(3)] == [requests[3], requests[2], None]
+    assert queue.first() is requests[0]
