@@ -220,6 +220,11 @@ class CostFit:
         """Return the time that positions of a prompt, from `start` on, add to steps."""
         return self._num_layers * self.of(node).slice_s(num_tokens, start)
 
+    def fixed_s(self, node: int) -> float:
+        """Return the time of a step with one micro-batch that does not grow with its rows."""
+        model = self.of(node)
+        return self._num_layers * (model.attention_fixed_s + model.expert_fixed_s)
+
     def add_step(self, loads: Mapping[int, StepLoad], timings: Mapping[int, StepTimings]) -> None:
         """Learn from a step: each attention node's load, and its timings."""
         for node, load in loads.items():
@@ -281,6 +286,10 @@ class CostFits:
     def prompt_s(self, node: int, num_tokens: int, start: int) -> float:
         """Return the time that positions of a prompt, from `start` on, add to steps."""
         return self.fit(self._formation.table.local).prompt_s(node, num_tokens, start)
+
+    def fixed_s(self, node: int) -> float:
+        """Return the time of a step with one micro-batch that does not grow with its rows."""
+        return self.fit(self._formation.table.local).fixed_s(node)
 
     def add_step(
         self,

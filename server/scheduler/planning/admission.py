@@ -19,6 +19,7 @@ from server.scheduler.planning.load_balancing import ReplicaCandidate, choose_re
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.telemetry import Counters, Journal
+from server.scheduler.waiting.seat_limit import SeatLimit
 from server.scheduler.waiting.tenants import Tenants
 from topspin.plan.kv_cache import BlockNeeds
 from topspin.plan.spec import EnginePlan
@@ -41,6 +42,7 @@ class Admission:
         plan: EnginePlan,
         replicas: Sequence[AttentionReplica],
         waiting: Tenants,
+        seat_limit: SeatLimit,
         *,
         needs: BlockNeeds,
         costs: CostFits,
@@ -58,6 +60,7 @@ class Admission:
         self._has_prefix_cache = plan.scheduling.prefix_caching
         self._max_preemptions = plan.scheduling.max_preemptions
         self._waiting = waiting
+        self._seat_limit = seat_limit
         self._num_admissions = 0
         self._blocked: Request | None = None
 
@@ -78,6 +81,7 @@ class Admission:
         self._blocked = None
         aside: list[Request] = []
         passed: list[Request] = []
+        num_running = sum(replica.num_running for replica in self._replicas)
         while (request := self._waiting.first()) is not None:
             if request.max_blocks > largest or self.waits_apart(request):
                 self._set_aside(request, aside)
@@ -85,9 +89,12 @@ class Admission:
             open_replicas = [
                 replica
                 for replica in self._replicas
-                if replica.num_free_seats > 0 and batches[replica.index].budget > 0
+                if replica.num_free_seats > 0
+                and batches[replica.index].budget > 0
+                and num_running < self._seat_limit.limit
             ]
             if open_replicas and self._admit_one(request, open_replicas, batches, now):
+                num_running += 1
                 for other in passed:
                     other.num_passed += 1
             else:

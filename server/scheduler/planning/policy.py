@@ -51,6 +51,7 @@ from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.telemetry import Counters, Journal, JournalNote, no_note
 from server.scheduler.waiting.entrance import Entrance
+from server.scheduler.waiting.seat_limit import SeatLimit
 from spec_decode.controller import Controller
 from topspin.errors import (
     EngineError,
@@ -168,10 +169,12 @@ class Policy:
         self._num_choices = 0
         num_seats = sum(replica.node.max_num_seqs for replica in self._replicas)
         self._entrance = Entrance(plan.scheduling, num_seats=num_seats)
+        self._seat_limit = SeatLimit(num_seats)
         self._admission = Admission(
             plan,
             self._replicas,
             self._entrance.tenants,
+            self._seat_limit,
             needs=self._needs,
             costs=self._fit,
             compilations=self.compilations,
@@ -450,6 +453,7 @@ class Policy:
         for step in self._in_flight.finished(now):
             self._counters.num_steps += 1
             self._counters.step_seconds += step.took_s
+            self._seat_limit.stepped(step.took_s)
             results = {node: part.result for node, part in step.parts.items() if part.result}
             timings = {node: each.timings for node, each in results.items()}
             for each in timings.values():
@@ -463,6 +467,17 @@ class Policy:
             for node, result in sorted(results.items()):
                 self._apply(self._replicas[node], step.parts[node], result, outbox, now)
         return outbox
+
+    def _note_pace(self, request: Request, now: float) -> None:
+        if request.num_preemptions == 0:
+            num_micro_batches = self._builder.num_micro_batches
+            present = self._present() or [0]
+            self._seat_limit.finished(
+                decoding_s=now - request.begun_at,
+                num_tokens=request.num_output_tokens,
+                num_running=self.num_running,
+                fixed_s=num_micro_batches * self._fit.fixed_s(present[0]),
+            )
 
     def _learn(self, step: RunningStep, timings: Mapping[int, StepTimings]) -> None:
         table = self._formation.recent_table(step.ticket.table_version)
@@ -514,10 +529,11 @@ class Policy:
                     elif scores or not request.samples:
                         finish = accept_prompt(seq, scores, outbox, counters, now)
                     if not request.has_begun and (tokens or scores or finish is not None):
-                        self._entrance.begun(request)
+                        self._entrance.begun(request, now)
                     if seq.num_committed >= seq.publish_at:
                         replica.tables.filled(seq, publishes=caches)
                     if finish is not None:
+                        self._note_pace(request, now)
                         self._end(request)
                         self._journal.finished(request, finish)
             if was_closed and not seq.num_in_flight:

@@ -31,7 +31,8 @@ class Request:
     its grammar, if it has one. `priority`: lower ones come first. `queue_s` is its wait from
     `added_at` to its first admission. `account` is its tenant's, `prompt_s` the predicted time of
     its prompt, and `num_bytes` its size while it waits. `num_passed` others were admitted while
-    there was no room for it. `has_begun`: it has had an output.
+    there was no room for it. `has_begun`: it has had an output,
+    first at `begun_at`.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class Request:
     num_bytes: int = 0
     num_passed: int = 0
     has_begun: bool = False
+    begun_at: float = 0.0
     sequence: Sequence | None = None
     ended: bool = False
 

@@ -23,7 +23,8 @@ from topspin.plan.settings import SchedulingPolicy
 # Prompts, grammars and biases of the requests that wait, in bytes.
 MAX_QUEUED_BYTES: Final = 256 * 2**20
 # A request that would have its first token this near to its bound is refused: predictions err.
-MARGIN: Final = 0.85
+MARGIN: Final = 0.75
+_RATE: Final = 0.1
 # A request that waits for its grammar, or for an absent node, is looked at again after this.
 EXCUSED_S: Final = 1.0
 _TOKEN_BYTES: Final = 4
@@ -43,6 +44,8 @@ class Entrance:
         self._num_tokens = 0
         self._num_bytes = 0
         self._is_waited = False
+        # From the admission to the first output, lately.
+        self._start_s = 0.0
         self._late = RequestHeap()
         self._timeouts = RequestHeap()
         self._paused_at: float | None = None
@@ -162,12 +165,15 @@ class Entrance:
         bound_s = self._limits.first_token_bound_s(message.timeout_s, request.prompt_s)
         if bound_s < math.inf:
             # Later its own prompt would take too long, but it may wait for half of the time.
-            latest_s = max(bound_s - request.prompt_s, 0.5 * bound_s)
+            start_s = max(request.prompt_s, self._start_s)
+            latest_s = max(bound_s - start_s, 0.5 * bound_s)
             self._late.push((now - self._paused_s + latest_s, request.number), request)
 
-    def begun(self, request: Request) -> None:
+    def begun(self, request: Request, now: float) -> None:
         """Note the first output of a request."""
-        request.has_begun = True
+        request.has_begun, request.begun_at = True, now
+        took_s = now - request.added_at - request.queue_s
+        self._start_s += _RATE * (took_s - self._start_s)
         self._rate.begun(request.prompt_s)
         self._forget(request)
 
