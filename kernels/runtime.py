@@ -87,7 +87,8 @@ class Runtime(Protocol):
         """Record the work that `body` enqueues; return a function that replays it.
 
         The replay uses the same tensors. Call `body` once before, so that kernels are compiled. It
-        must not read a tensor's values on the host; tensors it makes belong to the recording.
+        must not read a tensor's values on the host; tensors it makes keep their content until
+        another recording runs.
         """
 
     def prepare_capture(self) -> None:

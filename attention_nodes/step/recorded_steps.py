@@ -24,7 +24,7 @@ from kernels.runtime import Runtime
 
 # Rows of one sequence: what paged_attention computes one by one.
 MAX_SEQUENCE_ROWS: Final = 8
-# Recordings that are kept: about 100 KB each for 30 layers, besides their rows.
+# Recordings that are kept: about 100 KB each for 30 layers. They share the memory of their rows.
 MAX_RECORDINGS: Final = 64
 
 _log = logging.getLogger("recordings")
@@ -99,11 +99,14 @@ class RecordedSteps:
         self, runtime: Runtime, rotary: RotaryTable, renew: Renew | None, *, vocab_size: int
     ) -> None:
         """`renew` None: no step is recorded."""
+        self._runtime = runtime
         self._rotary = rotary
         self._renew = renew
         self._vocab_size = vocab_size
         self._recordings: Recordings[Key] = Recordings(runtime)
         self._recorded: dict[Key, _Recorded] = {}
+        # Of all recordings, whose logits each step's end uses up.
+        self._logits = torch.empty(0 if renew is None else MAX_RECORDED_ROWS, vocab_size)
 
     def place(
         self,
@@ -120,13 +123,14 @@ class RecordedSteps:
         recorded = None if key is None else self._recorded.get(key)
         if recorded is None or self._renew is None:
             return KeyedInputs(make(), key)
+        self._runtime.synchronize()  # a thread may still look at what there was to do
         recorded.take(micro_batches, self._rotary, self._renew)
         return KeyedInputs(recorded.inputs, key)
 
     def run(
         self, placed: KeyedInputs, body: Callable[[StepInputs, Tensor], None], state: object = None
     ) -> Tensor:
-        """Return the logits f32[R, V] of a step, recorded or not, valid until its next run.
+        """Return the logits f32[R, V] of a step, recorded or not, valid until the next run.
 
         `body` computes a step and writes its logits. Recordings depend on `state`.
         """
@@ -138,7 +142,7 @@ class RecordedSteps:
             return logits
         recorded = self._recorded.pop(key, None)
         if recorded is None:
-            recorded = _Recorded(inputs, torch.empty(key.num_sampled, self._vocab_size))
+            recorded = _Recorded(inputs, self._logits[: key.num_sampled])
         logits = recorded.logits
         self._recorded[key] = recorded
         if len(self._recorded) > MAX_RECORDINGS:

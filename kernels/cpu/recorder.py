@@ -3,8 +3,10 @@
 Owns what a recording holds: every launch of a compiled kernel, and the few torch operations that
 have a kernel here; allocations and views need none. Any other torch operation ends the
 recording, and such steps run as before (kernels.recordings then calls the body again each time).
-Everything that is made while recording belongs to the recording; so do the places at which its
-thread stamps the flight recorder (`topspin.trace.Ring`). Knows no layer and no kind of stamp.
+Tensors that are made while recording lie in memory that the runtime's recordings share
+(`kernels.cpu.step_memory`), all else that is made belongs to the recording; so do the places at
+which its thread stamps the flight recorder (`topspin.trace.Ring`). Knows no layer and no kind of
+stamp.
 `CpuRuntime` is the host's runtime of `kernels.runtime` with such recordings.
 """
 
@@ -35,6 +37,7 @@ from kernels.cpu.compiled.runtime import (
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd.system import now_ns
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
+from kernels.cpu.step_memory import StepMemory
 from kernels.runtime import HostRuntime, Replay
 from topspin.trace import RECORD_BYTES, Ring, Stamps
 
@@ -91,7 +94,8 @@ _log = logging.getLogger("recordings")
 class Recorder:
     """The ops of one step, in order, and the tensors that they use."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: StepMemory) -> None:
+        self.memory = memory
         self.ops: list[Op] = []
         self.kept: list[object] = []
         self.obstacle: str | None = None
@@ -118,10 +122,16 @@ class CpuRuntime(HostRuntime):
         self._team: Team | None = None
         self.programs: weakref.WeakSet[Program] = weakref.WeakSet()
         """Those in use, for who measures them."""
+        self.step_memory = StepMemory()
 
     def capture(self, body: Callable[[], None]) -> Replay:
-        """Run `body` and record it; the first call of the result does nothing: the work is done."""
-        recorder = Recorder()
+        """Run `body` and record it; the first call of the result does nothing: the work is done.
+
+        What `body` makes keeps its content until another recording is made or replayed.
+        """
+        self.synchronize()
+        self.step_memory.begin()
+        recorder = Recorder(self.step_memory)
         with recording(recorder), _Watch(recorder):
             body()
         if recorder.obstacle is not None:
@@ -135,6 +145,11 @@ class CpuRuntime(HostRuntime):
         self._threads()
         for kernel in (*_KERNELS, stamp, call_python):
             kernel.address  # noqa: B018, compiles it
+
+    def synchronize(self) -> None:
+        """Wait until no thread is in a program any more: what programs read may change then."""
+        if self._team is not None:
+            self._team.wait_until_left()
 
     def _threads(self) -> Team:
         """Return the team of as many threads as torch has now."""
@@ -172,6 +187,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_recording():
             return result
         recorder = self._recorder
+        if recorder.obstacle is None and (func in _ALLOCATIONS or func in _GATHERS):
+            result = recorder.memory.moved(result)
         recorder.kept.append((args, kwargs, result))
         if func in _ALLOCATIONS or _is_view(func):
             return result
@@ -207,6 +224,10 @@ _ALLOCATIONS: Final = frozenset(
         _aten.new_empty_strided.default,
     }
 )
+
+
+_GATHERS: Final = frozenset({_aten.index.Tensor, _aten.index_select.default})
+"""Operations with a kernel here whose result is a new tensor."""
 
 
 def _take_rows(recorder: Recorder, out: Tensor, table: Tensor, indices: Tensor) -> bool:

@@ -86,13 +86,18 @@ class Team:
         self.num_threads = num_threads
         words[_NUM_MEMBERS // 8] = words[_LEFT // 8] = num_threads - 1
         serve = make_callable(_serve.address)
-        _run.address  # noqa: B018, compiled before threads wait for it
+        for kernel in (_run, _leave):
+            kernel.address  # noqa: B018, compiled before threads wait for it
         for core in _cores_of_others(num_threads):
             member = threading.Thread(
                 target=_member, args=(serve, words, core), name="team", daemon=True
             )
             member.start()
         self._stop = weakref.finalize(self, _dismiss, words)
+
+    def wait_until_left(self) -> None:
+        """Wait until no thread is in the program run last; one that lost its core may be."""
+        make_callable(_leave.address)(self.address)
 
     def close(self) -> None:
         """Let the threads end; safe to call twice. No program of the team may run afterwards."""
@@ -209,6 +214,11 @@ def _wait_until_left(team: int) -> None:
         looks += 1
         if looks > SPINS:
             yield_core()
+
+
+@Kernel
+def _leave(team: int) -> None:
+    _wait_until_left(team)
 
 
 @Kernel

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.cpu import ops
 from kernels.cpu.attention import renew
 from kernels.cpu.compiled.python_calls import call_again, call_python
+from kernels.cpu.huge_pages import ALIGNMENT, CHUNK_BYTES
 from kernels.cpu.recorder import CpuRuntime
 from kernels.recordings import Recordings
 from tests.kernels.cases.attention import Heads, attention_case
@@ -162,6 +163,38 @@ def test_python_is_called_again_at_its_place_of_every_replay() -> None:
     assert turns == [1, 2, 3, 4]
     (program,) = runtime.programs
     assert program.kernels.count(call_python) == 1
+
+
+@torch.inference_mode()
+def test_recordings_share_the_memory_of_what_they_make() -> None:
+    """Replayed in turn, each has the bits of its own plain step; more of them take no more."""
+    torch.manual_seed(0)
+    runtime = CpuRuntime()
+    recordings: Recordings[int] = Recordings(runtime)
+    weight, table = torch.randn(70).bfloat16(), torch.randn(9, 70).bfloat16()
+    places: dict[int, int] = {}
+    results: dict[int, Tensor] = {size: torch.zeros(size, 70).bfloat16() for size in range(1, 30)}
+    indices = {size: torch.zeros(size, dtype=torch.int64) for size in results}
+
+    def step(size: int) -> None:
+        rows = table[indices[size]]
+        normed = ops.rms_norm(rows, weight, eps=1e-5)
+        places[size] = normed.data_ptr()
+        rows += normed
+        results[size].copy_(rows)
+
+    sizes = []
+    for turn in range(4):
+        for size in sorted(results, reverse=turn == 3):
+            indices[size].copy_(torch.randint(9, (size,)))
+            recordings.run(size, lambda size=size: step(size), None)  # type: ignore[misc]
+            rows = table[indices[size]]
+            assert torch.equal(results[size], rows + ops.rms_norm(rows, weight, eps=1e-5))
+        sizes.append(runtime.step_memory.size_bytes)
+    assert len(runtime.programs) == len(results)
+    assert sizes == [0, CHUNK_BYTES, CHUNK_BYTES, CHUNK_BYTES]
+    # Behind the rows, which begin where all recordings do.
+    assert max(places.values()) - min(places.values()) < 30 * 70 * 2 + ALIGNMENT
 
 
 @torch.inference_mode()
