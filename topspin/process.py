@@ -1,17 +1,19 @@
 """The life cycle of a process: its standard streams, its end with its supervisor, its exit.
 
-Owns the streams that are missing, the parent-death link, freed memory after loading, the limit of
-open files, and the exit statuses. Knows no role.
+Owns the streams that are missing, the parent-death link, the memory that it has and frees after
+loading, the limit of open files, and the exit statuses. Knows no role.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import secrets
 import signal
 import sys
+from pathlib import Path
 
 PARENT_PID_VARIABLE = "TOPSPIN_PARENT_PID"
 
@@ -56,6 +58,11 @@ def follow_parent() -> None:
 def new_incarnation() -> int:
     """Return a number unique to this run of the process: 63 random bits, never 0."""
     return secrets.randbits(62) + 1
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in memory, those it shares with others too."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def release_freed_memory() -> None:

@@ -158,6 +158,7 @@ class GatewaySide:
     def _stats(self, query_id: int) -> Stats:
         load = self._balancer.load
         totals, nodes = load.totals(), self._nodes.counts()
+        memory = self._nodes.memory()
         if self.policy is None:
             return Stats(
                 query_id=query_id,
@@ -167,6 +168,7 @@ class GatewaySide:
                 num_blocks=0,
                 expert_tokens=totals,
                 nodes=nodes,
+                memory=memory,
                 **Counters().for_stats(),
             )
         balance = self._balancer.stats()
@@ -186,4 +188,5 @@ class GatewaySide:
             expert_balance_before=balance.balance_before,
             num_local_layers=balance.num_local_layers,
             nodes=nodes,
+            memory=memory,
         )

@@ -59,6 +59,7 @@ from topspin.messages import (
     Leaving,
     Loaded,
     Message,
+    NodeMemory,
     PrepareTable,
     Progress,
     Ready,
@@ -380,6 +381,8 @@ class Service:
         match self._nodes.checked(member, message):
             case Progress() as progress:
                 self._on_progress(progress)
+            case NodeMemory() as memory:
+                self._nodes.note_memory(member, memory)
             case ExpertCounts() as counts:
                 self.balancer.load.add(counts)
             case TablePrepared() as answer:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
 import subprocess
 import sys
 
 import pytest
 
-from topspin.process import allow_open_files
+from topspin.process import allow_open_files, resident_bytes
 
 # Blocks below malloc's mmap threshold, freed between two that stay.
 _SCRIPT = """
@@ -42,6 +43,14 @@ def test_freed_memory_goes_back_to_the_system() -> None:
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True, timeout=60
     )
     assert int(found.stdout) > 50_000, "KB, of the 100,000 that were freed"
+
+
+def test_resident_bytes_are_those_of_pages_that_are_used() -> None:
+    size = 64 * 2**20
+    with mmap.mmap(-1, size) as pages:
+        before = resident_bytes()
+        pages.write(bytes(size))
+        assert size <= resident_bytes() - before + 2**20 < 2 * size
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_the_system_lets(

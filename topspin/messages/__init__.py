@@ -7,9 +7,10 @@ bytes (`pack_ints`), so that a decode step of 256 sequences is a few buffers and
 objects. A change of meaning increments PROTOCOL_VERSION.
 
 Senders and receivers:
-    node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult,
-                          GrammarReady and GrammarLost (attention), ExpertCounts (experts),
-                          DraftCounts (draft nodes), StepFailed, Leaving, Goodbye
+    node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, NodeMemory,
+                          StepResult, GrammarReady and GrammarLost (attention),
+                          ExpertCounts (experts), DraftCounts (draft nodes), StepFailed, Leaving,
+                          Goodbye
     scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
                           StepPlan, CompileGrammar and ReleaseGrammar (attention), Stop
     gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest
@@ -43,6 +44,7 @@ from topspin.messages.lifecycle import (
     Hello,
     Leaving,
     Loaded,
+    NodeMemory,
     PrepareTable,
     Ready,
     Reform,
@@ -130,6 +132,7 @@ __all__ = [
     "MicroBatch",
     "NewSequence",
     "NodeCount",
+    "NodeMemory",
     "NodeTrace",
     "Outputs",
     "PrepareTable",
@@ -186,6 +189,7 @@ AnyMessage = (
     | Welcome
     | Refused
     | Ready
+    | NodeMemory
     | Leaving
     | Loaded
     | Halt

@@ -100,6 +100,17 @@ class Ready(Message, frozen=True, kw_only=True):
     generation: int = 1
 
 
+class NodeMemory(Message, frozen=True, kw_only=True):
+    """The memory of a node's process: sent once it is ready, and from time to time while it serves.
+
+    `resident_bytes` as topspin.process.resident_bytes(); nodes of one process all have all of it.
+    """
+
+    role: Role
+    index: int
+    resident_bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class Stop(Message, frozen=True, kw_only=True):
     """Orderly shutdown of the engine, or of a node that leaves: end the step, close, exit 0."""
 

@@ -12,6 +12,7 @@ import msgspec
 
 from topspin.messages.base import FinishReason, Message, Role
 from topspin.messages.kv import KvCounts
+from topspin.messages.lifecycle import NodeMemory
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -248,7 +249,8 @@ class Stats(Message, frozen=True, kw_only=True):
     that running sequences need there; 0 without a spill. `max_queued_requests`: as many may wait; 0
     while starting. `num_refused` counts refusals for want of room by their cause, and
     `first_token_s` is the predicted wait of one more short request. `nodes` has an entry for each
-    role, and each of optional and not, of which the plan has nodes.
+    role, and each of optional and not, of which the plan has nodes; `memory` has the last report of
+    each node that is there.
     """
 
     query_id: int
@@ -267,6 +269,7 @@ class Stats(Message, frozen=True, kw_only=True):
     num_refused: dict[str, int] = msgspec.field(default_factory=dict)
     first_token_s: float = 0.0
     nodes: tuple[NodeCount, ...] = ()
+    memory: tuple[NodeMemory, ...] = ()
     num_replays: int = 0
     num_grammars_compiled: int = 0
     num_grammars_found: int = 0

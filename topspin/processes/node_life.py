@@ -46,6 +46,7 @@ from topspin.messages import (
     Leaving,
     Loaded,
     Message,
+    NodeMemory,
     Ready,
     Reform,
     Refused,
@@ -55,7 +56,7 @@ from topspin.messages import (
     Stop,
     Welcome,
 )
-from topspin.process import CONFIG_ERROR_STATUS, new_incarnation
+from topspin.process import CONFIG_ERROR_STATUS, new_incarnation, resident_bytes
 from topspin.processes.channel import RELAXED_HEARTBEAT, ControlClient, Heartbeat
 from topspin.processes.inbox import Inbox, Stopped
 from topspin.processes.progress import ProgressWord, StepProgress
@@ -67,6 +68,8 @@ if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package 
 STOP_NOTICE_S = 2.0
 # The pause after a scheduler was lost before it sent Welcome.
 RETRY_S = 0.2
+# The shortest time between two reports of a node's memory.
+MEMORY_INTERVAL_S = 2.0
 
 
 class CacheSize(NamedTuple):
@@ -134,6 +137,7 @@ class NodeLife:
         self._checkpoint: Served | None = None
         self._data_address = ""
         self._generation = 0
+        self._memory_due_s = 0.0
         self._word = ProgressWord.of_process()
         self.progress.on_beat = self._word.touch
         self._logger = logging.getLogger(role)
@@ -304,6 +308,7 @@ class NodeLife:
         while True:
             wait_s = worker.wait_s()
             self._say_leaving()
+            self._report_memory()
             self._word.set("idle")
             message = self.inbox.next(wait_s)
             self._word.set("working")
@@ -318,6 +323,14 @@ class NodeLife:
                 self._reform(worker, welcome, ready)
             else:
                 worker.handle(message)
+
+    def _report_memory(self) -> None:
+        """Report the process's memory, unless that was done within the interval."""
+        now_s = time.monotonic()
+        if now_s >= self._memory_due_s:
+            self._memory_due_s = now_s + MEMORY_INTERVAL_S
+            size = resident_bytes()
+            self.send(NodeMemory(role=self._role, index=self._index, resident_bytes=size))
 
     def _form(self, worker: Worker, welcome: Welcome, ready: Ready) -> None:
         self._generation = generation = welcome.topology.generation

@@ -186,6 +186,13 @@ class EngineCollector(Collector):
         )
         yield self._labelled(
             GaugeMetricFamily,
+            "node_resident_bytes",
+            "Memory of each node's process",
+            {(each.role, str(each.index)): each.resident_bytes for each in stats.memory},
+            ("role", "index"),
+        )
+        yield self._labelled(
+            GaugeMetricFamily,
             "kv_positions",
             "Positions of running sequences that have keys, in layers of each window, 0: none",
             {(str(window),): count for window, count in stats.kv_positions.items()},

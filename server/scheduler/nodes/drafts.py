@@ -19,6 +19,7 @@ from topspin.messages import (
     DraftCounts,
     Goodbye,
     Hello,
+    NodeMemory,
     Ready,
 )
 
@@ -54,6 +55,8 @@ class DraftSide:
         self._index_of: dict[bytes, int] = {}
         self._counts: dict[int, DraftCounts] = {}
         self._past: list[DraftCounts] = []
+        self.memory: dict[Member, NodeMemory] = {}
+        """The last report of each node."""
 
     @property
     def is_ready(self) -> bool:
@@ -120,6 +123,8 @@ class DraftSide:
             return True
         if isinstance(message, DraftCounts):
             self._counts[index] = message
+        elif isinstance(message, NodeMemory) and (message.role, message.index) == ("draft", index):
+            self.memory[Member("draft", index)] = message
         elif isinstance(message, Goodbye):
             reason = f"draft {index} left: {message.message} ({message.code})"
             raise ConfigError(reason) if message.code == ConfigError.code else NodeLost(reason)

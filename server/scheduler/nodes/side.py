@@ -28,6 +28,7 @@ from topspin.messages import (
     Loaded,
     Message,
     NodeCount,
+    NodeMemory,
     Progress,
     Ready,
     ReleaseGrammar,
@@ -49,6 +50,7 @@ NodeMessage = (
     | Halted
     | Leaving
     | Loaded
+    | NodeMemory
     | Progress
     | Ready
     | StepFailed
@@ -80,6 +82,7 @@ class NodeSide:
         self._send = send
         self._tracer = tracer
         self._log = log
+        self._memory: dict[Member, NodeMemory] = {}
 
     def checked(self, member: Member, message: AnyMessage) -> NodeMessage:
         """Return `message`; raises ProtocolError if it is no node's or names another node."""
@@ -158,6 +161,15 @@ class NodeSide:
             NodeCount(role=kind[0], optional=kind[1], planned=count, present=present[kind])
             for kind, count in planned.items()
         )
+
+    def note_memory(self, member: Member, message: NodeMemory) -> None:
+        """Keep a node's report of its memory."""
+        self._memory[member] = message
+
+    def memory(self) -> tuple[NodeMemory, ...]:
+        """Return the last report of every node that is there, draft nodes too."""
+        known = self._memory | self.drafts.memory
+        return tuple(known[member] for member in self.peers if member in known)
 
     def ask(self, asks: list[Ask]) -> None:
         """Send a trace's questions; a node that is lost is noticed elsewhere."""

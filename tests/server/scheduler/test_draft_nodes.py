@@ -16,6 +16,7 @@ from topspin.messages import (
     EngineState,
     Goodbye,
     Hello,
+    NodeMemory,
     Ready,
     Refused,
     Stats,
@@ -33,6 +34,8 @@ COUNTS: dict[str, Any] = {
     "num_overlapped": 6,
     "pass_seconds": 0.25,
 }
+
+MEMORY = NodeMemory(role="draft", index=0, resident_bytes=3)
 
 
 def started(*, is_ready: bool = True) -> World:
@@ -64,6 +67,8 @@ def test_the_engine_is_ready_once_its_draft_node_is() -> None:
 def test_a_lost_draft_node_is_missed_and_may_come_back() -> None:
     world = started()
     world.say("draft 0", DraftCounts(index=0, **COUNTS))
+    world.say("draft 0", MEMORY)
+    world.say("gateway", StatsQuery(query_id=0))
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=4))
     world.answer(2)
     world.poll(PeerGone(b"draft 0"))
@@ -75,9 +80,10 @@ def test_a_lost_draft_node_is_missed_and_may_come_back() -> None:
     assert world.service.run() == 0
     assert world.states() == ["starting", "ready", "stopping"]
     assert len(world.tokens()) == 4
-    without, stats = world.channel.to(GATEWAY, Stats)
+    first, without, stats = world.channel.to(GATEWAY, Stats)
     drafts = [next(n for n in each.nodes if n.role == "draft") for each in (without, stats)]
     assert [(each.planned, each.present) for each in drafts] == [(1, 0), (1, 1)]
+    assert (first.memory, without.memory) == ((MEMORY,), ())
     assert (stats.num_root_hits, stats.num_root_misses) == (8, 6)
     assert (stats.num_draft_passes, stats.num_overlapped_passes) == (18, 12)
     assert stats.draft_pass_seconds == 0.5
@@ -95,6 +101,11 @@ def left(code: str, message: str) -> Received:
     [
         (PeerGone(b"draft 0"), "lost draft 0: it closed its connection", 1),
         (Received(b"draft 0", Stop(reason="x")), "lost draft 0: draft 0 sent Stop", 1),
+        (
+            Received(b"draft 0", NodeMemory(role="expert", index=0, resident_bytes=1)),
+            "lost draft 0: draft 0 sent NodeMemory",
+            1,
+        ),
         (
             left("internal_error", "a bug"),
             "lost draft 0: draft 0 left: a bug (internal_error)",

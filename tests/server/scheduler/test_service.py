@@ -22,6 +22,7 @@ from topspin.messages import (
     ExpertCounts,
     GrammarReady,
     Hello,
+    NodeMemory,
     Outputs,
     PrepareTable,
     Ready,
@@ -236,6 +237,18 @@ def test_stats_count_what_experts_report() -> None:
     assert stats.expert_tokens == ((0, 0, 3, 4), (0, 0, 5, 6))
     assert (stats.expert_activations, stats.expert_batches) == (9, 5)
     assert (stats.query_id, stats.num_blocks, stats.num_steps) == (9, 2 * NUM_BLOCKS, 2)
+
+
+def test_stats_have_the_memory_of_the_nodes_that_are_there() -> None:
+    world = World()
+    world.start()
+    expert = NodeMemory(role="expert", index=0, resident_bytes=2**40)
+    attention = NodeMemory(role="attention", index=1, resident_bytes=7)
+    for message in (msgspec.structs.replace(expert, resident_bytes=5), expert, attention):
+        world.say(f"{message.role} {message.index}", message)
+    world.say("gateway", StatsQuery(query_id=9))
+    world.service.run()
+    assert world.stats().memory == (attention, expert)
 
 
 class SwappingWorld(World):

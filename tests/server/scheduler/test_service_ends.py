@@ -14,6 +14,7 @@ from topspin.messages import (
     ExpertCounts,
     Goodbye,
     Message,
+    NodeMemory,
     Progress,
     StatsQuery,
     StepFailed,
@@ -81,6 +82,7 @@ def failed(index: int, code: str, message: str) -> Received:
             for message in (
                 ExpertCounts(index=1, table_version=1, counts=()),
                 Progress(step=1, generation=1, role="expert", index=1),
+                NodeMemory(role="expert", index=1, resident_bytes=1),
                 TablePrepared(role="expert", index=1, version=2),
             )
         ),

@@ -38,6 +38,7 @@ from topspin.messages import (
     Leaving,
     Loaded,
     Message,
+    NodeMemory,
     PrepareTable,
     Ready,
     Reform,
@@ -149,6 +150,8 @@ class Node:
     def __init__(self, *messages: Message | Exception, can_reform: bool = True) -> None:
         self._messages = deque(messages)
         self.sent: list[Any] = []
+        """Without the reports of memory, which are sent by time."""
+        self.memory: list[NodeMemory] = []
         self.done: list[str] = []
         self.served = SERVED
         self.faults: dict[int, Exception] = {}
@@ -168,7 +171,10 @@ class Node:
         self.done.append("reconnect")
 
     def send(self, message: Message) -> None:
-        self.sent.append(message)
+        if isinstance(message, NodeMemory):
+            self.memory.append(message)
+        else:
+            self.sent.append(message)
 
     def wake(self) -> None:
         pass
@@ -233,6 +239,21 @@ def test_a_node_joins_serves_halts_and_forms_anew() -> None:
     assert halted == Halted(role="expert", index=3, generation=2)
     assert second == Ready(role="expert", index=3, num_blocks=5, num_frames=5, generation=2)
     assert node.done == ["load", "form 1", "disband", "disband", "form 2", "disband"]
+
+
+@pytest.mark.parametrize(("interval_s", "sizes"), [(1e9, [70]), (0.0, [70, 80, 90])])
+def test_a_ready_node_tells_its_memory_once_in_an_interval(
+    interval_s: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter((70, 80, 90))
+    monkeypatch.setattr("topspin.processes.node_life.resident_bytes", lambda: next(left))
+    monkeypatch.setattr("topspin.processes.node_life.MEMORY_INTERVAL_S", interval_s)
+    node = Node(welcome(), PrepareTable(table=topology(1).table), Halt(generation=2))
+    monkeypatch.setattr(node, "handle", lambda message: None)
+    node.run()
+    assert node.memory == [
+        NodeMemory(role="expert", index=3, resident_bytes=size) for size in sizes
+    ]
 
 
 def test_a_node_that_comes_late_loads_and_waits_for_a_reform() -> None:
