@@ -13,7 +13,7 @@ from kernels.contracts import Biases, ExpertMatrices, LinearWeight, PackedExpert
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled.matmul.linear import packs_blocks
 from kernels.cpu.huge_pages import CHUNK_BYTES
-from kernels.cpu.matmul import can_prepack
+from kernels.cpu.matmul import can_prepack, onednn_rows
 from kernels.cpu.simd.matmul import TASK_OUTPUTS
 from tests.kernels.cases.ops import CLAMPED
 from tests.kernels.generators import finish
@@ -50,6 +50,25 @@ def test_a_packed_weight_replaces_its_original() -> None:
 
 
 @needs_packing
+def test_onednn_gets_few_sizes_of_batches_and_little_more_rows() -> None:
+    found = {num_rows: onednn_rows(num_rows) for num_rows in range(1, 8193)}
+    assert all(0 <= found[each] - each < max(16, each / 16) for each in found)
+    assert len(set(found.values())) <= 100
+    assert all(found[each] == each for each in set(found.values()))
+
+
+@pytest.mark.skipif(not can_prepack(torch.bfloat16), reason="oneDNN multiplies no bf16 here")
+@pytest.mark.parametrize("num_rows", [129, 160, 300])
+def test_rows_that_are_filled_up_have_the_products_of_theirs(num_rows: int) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 70).bfloat16(), torch.randn(num_rows, 70).bfloat16()
+    bias = torch.randn(48).bfloat16()
+    found = cpu.linear(x, cpu.pack_linear(weight.clone()), bias)
+    wanted = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=5e-2)
+    assert found.shape == (num_rows, 48)
+
+
 def test_experts_are_packed_one_at_a_time() -> None:
     alive: list[weakref.ref[Tensor]] = []
     most = 0
