@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.cpu.compiled.program import Op, Program, Team
+from kernels.cpu.compiled.program import _LEFT, Op, Program, Team
 from kernels.cpu.compiled.rows import add_numbers, copy_rows
 from kernels.cpu.compiled.runtime import Kernel, offsets
 from kernels.cpu.simd.lanes import read_i64, write_i64
@@ -160,6 +160,29 @@ def test_the_times_of_ops_ascend() -> None:
     found = [before, *times.tolist(), time.monotonic_ns()]
     assert found == sorted(found)
     assert len(times) == NUM_OPS
+    team.close()
+
+
+def test_who_changes_what_programs_read_waits_for_the_last_thread() -> None:
+    """As if one had lost its core inside a program that is over."""
+    team, found = Team(2), []
+    num_left = team._words[_LEFT // 8 :]
+    num_left[0] = 0
+    began = threading.Event()
+
+    def change() -> None:
+        began.set()
+        team.wait_until_left()
+        found.append(int(num_left[0]))
+
+    waiting = threading.Thread(target=change)
+    waiting.start()
+    assert began.wait(10)
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    num_left[0] = 1
+    waiting.join(10)
+    assert found == [1]
     team.close()
 
 
