@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Final
 
 # People read faster than one token in this time.
-LONG_TOKEN_S: Final = 0.18
-SHORT_TOKEN_S: Final = 0.14
+LONG_TOKEN_S: Final = 0.15
+SHORT_TOKEN_S: Final = 0.12
 # One per cent more requests must bring so many per cent more tokens per second.
 LEAST_GAIN: Final = 0.3
 LEAST_SEATS: Final = 8
