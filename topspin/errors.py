@@ -11,6 +11,8 @@
     |   +-- Overloaded                429: there is no room for one more request
     |   +-- RequestTimeout            504: its time is over
     |   +-- NodeLost                  503: a node or the scheduler died
+    |   |   +-- NodeGivenUp           503: it runs, and is silent or its results are wrong
+    |   +-- Poison                    500: nodes died whenever they computed the request
     |   +-- StepUnfinished            503: a step did not finish within its deadline
     +-- ProtocolError                 a peer broke the contract of the protocol
     |   +-- VersionMismatch           a peer of another version, or another checkpoint
@@ -109,6 +111,17 @@ class NodeLost(EngineError):
     """A node (or the scheduler) that held the request died."""
 
     code = "node_lost"
+
+
+class NodeGivenUp(NodeLost):
+    """A node that has not ended counts as lost: it is silent, or its results are wrong."""
+
+
+class Poison(EngineError):
+    """Nodes died, and did so again, while they computed the request: it is not tried once more."""
+
+    code = "poison"
+    status = 500
 
 
 class StepUnfinished(EngineError):

@@ -30,6 +30,7 @@ from topspin.errors import (
     NotFound,
     Overloaded,
     PeerLost,
+    Poison,
     ProtocolError,
     RequestTimeout,
     StepUnfinished,
@@ -400,6 +401,7 @@ def _typed_error(failed: RequestFailed, grammar_field: str) -> TopspinError:
             EngineUnavailable,
             RequestTimeout,
             NodeLost,
+            Poison,
             StepUnfinished,
             ProtocolError,
         ):

@@ -23,6 +23,7 @@ from topspin.errors import (
     NodeLost,
     NotFound,
     Overloaded,
+    Poison,
     RequestError,
     RequestTimeout,
     StepUnfinished,
@@ -50,6 +51,7 @@ HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed
 # Messages for clients; the errors' own texts may name processes, hosts and exceptions.
 PUBLIC_MESSAGES = {
     NodeLost.code: "a node that held the request was lost",
+    Poison.code: "nodes were lost twice while they computed the request; do not send it again",
     StepUnfinished.code: "a step that carried the request failed",
     EngineError.code: "the engine could not serve the request",
 }

@@ -41,6 +41,7 @@ from topspin.errors import (
     ConfigError,
     EngineError,
     EngineUnavailable,
+    NodeGivenUp,
     NodeLost,
     ProtocolError,
     TopspinError,
@@ -319,7 +320,8 @@ class Service:
             self._gateways.refuse(peer, reason, is_before_hello=True)
 
     def _gone(self, member: Member, event: PeerGone) -> NodeLost:
-        return NodeLost(f"{self._nodes.roster.describe(member)} {event.how}")
+        kind = NodeGivenUp if event.was_silent else NodeLost
+        return kind(f"{self._nodes.roster.describe(member)} {event.how}")
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         roster = self._nodes.roster

@@ -85,10 +85,14 @@ class Malformed(NamedTuple):
 
 
 class PeerGone(NamedTuple):
-    """The connection of `peer`, which had sent something before, has ended; `how` says why."""
+    """The connection of `peer`, which had sent something before, has ended; `how` says why.
+
+    `was_silent`: the peer did not close it.
+    """
 
     peer: bytes
     how: str = "closed its connection"
+    was_silent: bool = False
 
 
 Event = Received | Malformed | PeerGone
@@ -270,7 +274,8 @@ class ControlServer:
                 gone.append(self._gone(peer))
 
     def _gone(self, peer: bytes) -> PeerGone:
-        return PeerGone(peer, self._lines[peer].end() or PeerGone(peer).how)
+        silence = self._lines[peer].end()
+        return PeerGone(peer) if silence is None else PeerGone(peer, silence, was_silent=True)
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Queue `message` for `peer`; False if it is gone or has stopped reading."""

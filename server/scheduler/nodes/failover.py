@@ -18,7 +18,7 @@ from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
 from server.scheduler.planning.outbox import Outbox
 from server.scheduler.planning.policy import Policy
-from topspin.errors import NodeLost, TopspinError
+from topspin.errors import NodeGivenUp, NodeLost, TopspinError
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Refused, Stop, Welcome
 from topspin.plan.spec import EnginePlan
 
@@ -127,6 +127,7 @@ class Failover:
         self._log.warning("lost %s: %s", member, error)
         taking_part = [node for node in lost if node in self._recovery.nodes]
         pids = {self._roster.pid(node) for node in lost}
+        was_computing = self._recovery.was_computing
         for node in lost:
             if node != member and not self._plan.is_one_process:
                 self._tell(node, Refused(reason=f"{member}, of its replica, is lost"))
@@ -136,6 +137,9 @@ class Failover:
             self._report_dead(pid)
         if taking_part:
             self._halt(str(error))
+            has_died = isinstance(error, NodeLost) and not isinstance(error, NodeGivenUp)
+            if has_died and was_computing:  # else no request can be the cause
+                self._gateways.deliver(self._policy.node_died())
         for node in taking_part:
             if node.role == "attention":
                 self._policy.lose(node.index)
@@ -190,7 +194,7 @@ class Failover:
         """Act on deadlines and on answers received; call after every wait."""
         now = self._clock()
         for member in self._recovery.overdue(now):
-            self.lose(member, NodeLost(f"it does not react ({self._reason})"))
+            self.lose(member, NodeGivenUp(f"it does not react ({self._reason})"))
         if self._recovery.stage is RecoveryStage.DRAINING and not self._policy.num_steps_in_flight:
             leaving = " and ".join(map(str, self._recovery.leaving))
             self._halt(f"without {leaving}" if leaving else "a node is back")

@@ -83,6 +83,11 @@ class Recovery:
         return self.stage is RecoveryStage.SERVING
 
     @property
+    def was_computing(self) -> bool:
+        """Say whether a node may still be in a step."""
+        return self.stage not in (RecoveryStage.WAITING, RecoveryStage.FORMING)
+
+    @property
     def absent(self) -> list[Member]:
         """Return the places without a loaded node, for tables."""
         return sorted(self._places - self.nodes, key=str)

@@ -21,6 +21,7 @@ from server.scheduler.experts.local_layers import LocalLayers
 from server.scheduler.micro_batching.cost import CostFits, CostModel
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.suspects import SUSPICIOUS, Suspects
 from server.scheduler.planning.adaptive_depths import AdaptiveDepths
 from server.scheduler.planning.admission import Admission
 from server.scheduler.planning.attention_replica import (
@@ -59,6 +60,7 @@ from topspin.errors import (
     InvalidRequest,
     NodeLost,
     Overloaded,
+    Poison,
     TopspinError,
 )
 from topspin.messages import (
@@ -75,7 +77,8 @@ from topspin.messages import (
 from topspin.plan.kv_cache import block_needs
 from topspin.plan.spec import EnginePlan
 
-# A request that takes part in so many lost generations without a token may be their cause.
+# A request that takes part in so many lost generations without a token ends with the next, even
+# if no node died.
 MAX_REPLAYS = 5
 
 
@@ -161,6 +164,7 @@ class Policy:
         self._requests: dict[tuple[bytes, str], Request] = {}
         self._in_flight = StepsInFlight()
         self._is_halted = False
+        self._suspects = Suspects()
         self._counters = Counters()
         self.compilations = Compilations()
         self._arrivals = Arrivals()
@@ -366,6 +370,8 @@ class Policy:
             self._journal.preempted(seq.request)
             if not seq.num_in_flight:
                 self._requeue(seq.request)
+        if (suspect := self._suspects.take_next()) is not None:
+            self._requeue(suspect)
         self._admission.admit(batches, now)
         self._entrance.note(now, is_waited=self._admission.is_full)
         work = [
@@ -394,8 +400,9 @@ class Policy:
     def halt(self) -> Outbox:
         """Give up the steps in flight; plans no more until resume() of a new generation.
 
-        Every running request returns to its place in the queue and keeps its emitted tokens;
-        the next one is computed again. After more than MAX_REPLAYS replays the request fails.
+        Every running request keeps its emitted tokens, and returns to its place in the queue when
+        the engine goes on; the next token is computed again. After more than MAX_REPLAYS replays
+        the request fails.
         """
         outbox = Outbox()
         self._in_flight.clear()
@@ -408,11 +415,23 @@ class Policy:
                     continue
                 self._counters.num_replays += 1
                 request.num_replays += 1
-                self._requeue(request)
+                request.sequence = None
+                self._suspects.give_up(request, was_at_work=seq.num_in_flight > 0)
                 self._journal.replayed(request)
                 if request.num_replays > MAX_REPLAYS:
                     error = NodeLost(f"{request.num_replays} attempts have failed")
                     self._fail(request, error, outbox)
+        return outbox
+
+    def node_died(self) -> Outbox:
+        """Note that a node died in the generation that was given up; ends a request that caused it.
+
+        A node that was only silent, or that the scheduler gave up itself, has not died.
+        """
+        outbox = Outbox()
+        if (cause := self._suspects.died()) is not None:
+            error = Poison(f"nodes died {SUSPICIOUS} times or more while they computed it")
+            self._fail(cause, error, outbox)
         return outbox
 
     def lose(self, index: int) -> None:
@@ -436,6 +455,8 @@ class Policy:
         self._builder.begin_chain()
         for index in attention:
             self._replicas[index].is_present = True
+        for request in self._suspects.go_on():
+            self._requeue(request)
         self.compilations.resume(self._present())
 
     # Results.
@@ -592,6 +613,7 @@ class Policy:
         for replica in self._replicas:
             replica.check_integrity()
         assert not any(request.ended for request in self._requests.values())
-        assert self._entrance.tenants.count() + self.num_running + sum(
+        num_queued = self._entrance.tenants.count() + self._suspects.count()
+        assert num_queued + self.num_running + sum(
             not seq.request.ended for r in self._replicas for seq in r.draining.values()
         ) == len(self._requests)

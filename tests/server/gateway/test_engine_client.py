@@ -20,6 +20,7 @@ from topspin.errors import (
     NotFound,
     Overloaded,
     PeerLost,
+    Poison,
     ProtocolError,
     StepUnfinished,
     TopspinError,
@@ -186,6 +187,7 @@ async def test_a_refused_gateway_says_why_and_ends() -> None:
     [
         ("not_found", 404, NotFound),
         ("node_lost", 503, NodeLost),
+        ("poison", 500, Poison),
         ("step_failed", 503, StepUnfinished),
         ("something_new", 503, EngineError),
         ("something_new", 400, InvalidRequest),

@@ -243,6 +243,12 @@ SECRET = "expert 1 (pid 7): RuntimeError('a secret path')"
         ("invalid_request_error", 400, "invalid_request_error", SECRET),
         # Why the engine failed goes to the log only.
         ("node_lost", 503, "server_error", "a node that held the request was lost"),
+        (
+            "poison",
+            500,
+            "server_error",
+            "nodes were lost twice while they computed the request; do not send it again",
+        ),
         ("step_failed", 503, "server_error", "a step that carried the request failed"),
         ("engine_error", 503, "server_error", "the engine could not serve the request"),
         ("protocol_error", 500, "server_error", "internal error"),

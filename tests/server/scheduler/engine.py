@@ -233,10 +233,15 @@ class Engine:
             **self._node_acts,
         )
 
-    def halt(self, lost: Sequence[int] = ()) -> None:
-        """End the generation; the attention nodes `lost` can come back only empty."""
+    def halt(self, lost: Sequence[int] = (), *, has_died: bool = False) -> None:
+        """End the generation; the attention nodes `lost` can come back only empty.
+
+        `has_died`: because a node died.
+        """
         self.formation.begin_generation()
         self.receive(self.policy.halt())
+        if has_died:
+            self.receive(self.policy.node_died())
         self.abandon()
         for index in lost:
             self.present.discard(index)

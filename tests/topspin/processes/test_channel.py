@@ -258,7 +258,9 @@ def test_a_silent_peer_is_told_from_one_that_closed(address: str) -> None:
     with frozen("client", address):
         (first,) = wait_for(server, 1)
         server.send(first.peer, StatsQuery(query_id=1))
-        assert wait_for(server, 1) == [PeerGone(first.peer, "was silent for 0.2 s")]
+        assert wait_for(server, 1) == [
+            PeerGone(first.peer, "was silent for 0.2 s", was_silent=True)
+        ]
     with frozen("client", address) as process:
         (first,) = wait_for(server, 1)
         process.kill()

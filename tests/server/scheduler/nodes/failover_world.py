@@ -21,7 +21,7 @@ from server.scheduler.planning.outbox import Outbox
 from server.scheduler.traces import Tracer
 from tests.server.scheduler.engine import Engine, make_config
 from tests.structs import changed
-from topspin.errors import NodeLost
+from topspin.errors import NodeLost, TopspinError
 from topspin.expert_table import ExpertTable
 from topspin.messages import (
     AnyMessage,
@@ -45,6 +45,7 @@ E0, E1 = Member("expert", 0), Member("expert", 1)
 REDUNDANT = ExpertTable(3, 2, (((0, 1), (1, 0)),))
 SINGLE = ExpertTable(3, 2, (((0,), (1,)),))
 NUM_BLOCKS = 32
+KILLED = NodeLost("killed")
 
 
 class Node:
@@ -192,11 +193,11 @@ class World:
         self.hello(member)
         self.failover.joined(member)
 
-    def lose(self, member: Member) -> None:
+    def lose(self, member: Member, error: TopspinError = KILLED) -> None:
         """Close a node's connection."""
         node = self.lives.pop(member)
         if self.roster.member(node.peer) is not None:
-            self.failover.lose(member, NodeLost("killed"))
+            self.failover.lose(member, error)
 
     def leave(self, member: Member) -> None:
         """Ask a node to end."""

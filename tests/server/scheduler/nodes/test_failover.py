@@ -19,7 +19,7 @@ from tests.server.scheduler.nodes.failover_world import (
     SINGLE,
     World,
 )
-from topspin.errors import NodeLost, ProtocolError, StepUnfinished
+from topspin.errors import NodeGivenUp, NodeLost, Poison, ProtocolError, StepUnfinished
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Stop, Welcome
 
 ENGINES: list[dict[str, Any]] = [
@@ -79,7 +79,10 @@ def test_any_losses_and_returns_end_in_a_whole_engine(settings: dict[str, Any], 
     assert world.states[-1] == ("ready", "")
     world.engine.finish()
     failures = [client.failure for client in world.engine.clients.values() if client.failure]
-    assert all("attempts have failed" in failure.message for failure in failures)
+    assert all(
+        failure.code == Poison.code or "attempts have failed" in failure.message
+        for failure in failures
+    )
 
 
 def disturb(world: World, rng: random.Random) -> bool:
@@ -203,6 +206,43 @@ def test_who_answers_pings_but_does_not_react_is_dead(has_halted: bool, limit_s:
     assert not world.roster.has(E0)
     world.react_all()
     assert world.topology.experts[0] is None
+
+
+@pytest.mark.parametrize(
+    ("events", "is_poison"),
+    [
+        (["died", "died"], True),
+        (["failed and died", "died"], True),
+        (["died", "silent"], False),
+        (["failed", "failed"], False),
+        (["died", "failed, died when halted"], False),
+    ],
+)
+def test_only_deaths_in_a_step_count_against_its_request(
+    events: list[str], is_poison: bool
+) -> None:
+    world = World()
+    world.engine.add(make_request("r", [1, 2, 3]))
+    for event in events:
+        assert world.schedule()
+        error = NodeGivenUp("silent") if event == "silent" else NodeLost("killed")
+        if event.startswith("failed"):  # peers see the end of a connection first
+            world.failover.step_failed(world.formation.generation, StepUnfinished("cut off"))
+        if event.endswith("halted"):
+            for member in world.roster.places:
+                world.react(member)
+            assert sent(world, Reform)
+        if event != "failed":
+            world.lose(E1, error)
+        world.react_all()
+        for member in world.absent:
+            world.come(member)
+        world.react_all()
+        world.failover.advance()
+        world.react_all()
+    failed = world.engine.clients["r"].failure
+    assert (failed is not None and failed.code == Poison.code) == is_poison
+    world.engine.finish()
 
 
 def test_answers_of_an_earlier_generation_count_for_nothing() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from server.scheduler.planning.policy import MAX_REPLAYS
-from tests.server.scheduler.engine import Engine, make_config, make_request
+from tests.server.scheduler.engine import GATEWAY, Engine, make_config, make_request
 
 
 def test_replays_find_room_in_a_queue_that_new_requests_have_filled() -> None:
@@ -69,6 +70,66 @@ def test_progress_forgives_earlier_losses() -> None:
         engine.resume()
     engine.finish()
     assert engine.clients["r"].failure is None
+
+
+def is_computed(engine: Engine, request_id: str, from_token: int) -> bool:
+    """Say whether a step under way has a request that has so many tokens."""
+    request = engine.policy._requests.get((GATEWAY, request_id))
+    sequence = None if request is None else request.sequence
+    return (
+        sequence is not None
+        and sequence.num_in_flight > 0
+        and len(engine.clients[request_id].tokens) >= from_token
+    )
+
+
+@pytest.mark.parametrize("from_token", [0, 3])
+@pytest.mark.parametrize("poison", [0, 4, 7])
+def test_of_many_requests_only_the_one_by_which_nodes_die_ends(
+    poison: int, from_token: int
+) -> None:
+    engine = Engine(make_config(max_num_batched_tokens=64, num_nodes=2))
+    for number in range(8):
+        engine.add(make_request(f"r{number}", [number] * 3, seed=number))
+    num_deaths = 0
+    while engine.turn():
+        while engine.schedule():
+            if is_computed(engine, f"r{poison}", from_token):
+                num_deaths += 1
+                engine.halt(has_died=True)
+                engine.resume()
+        engine.policy.check_integrity()
+    assert num_deaths == 3
+    failures = {name: client.failure for name, client in engine.clients.items() if client.failure}
+    assert [(name, failure.code) for name, failure in failures.items()] == [
+        (f"r{poison}", "poison")
+    ]
+    engine.finish()
+
+
+def test_suspected_requests_may_be_aborted_and_a_last_one_ends_at_once() -> None:
+    engine = Engine(make_config(max_num_batched_tokens=64))
+    for number in range(4):
+        engine.add(make_request(f"r{number}", [number] * 3, seed=number))
+    for _ in range(2):
+        assert engine.schedule()
+        engine.halt(has_died=True)
+        engine.resume()
+    assert engine.policy.num_waiting == 4
+    engine.abort("r2")
+    assert engine.schedule()
+    assert engine.policy.num_running == 1
+    engine.abort("r0")
+    engine.add(make_request("new", [9], seed=9))
+    assert engine.schedule()
+    assert engine.policy.num_running == 2  # the next, and one that nothing is known of
+    engine.halt(has_died=True)
+    failed = engine.clients["r1"].failure
+    assert failed is not None
+    assert (failed.code, failed.status) == ("poison", 500)
+    engine.resume()
+    engine.finish()
+    assert [name for name, client in engine.clients.items() if client.failure] == ["r1"]
 
 
 def test_requests_are_queued_while_nothing_runs_and_end_when_told() -> None:
