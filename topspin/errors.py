@@ -11,7 +11,8 @@
     |   +-- Overloaded                429: there is no room for one more request
     |   +-- RequestTimeout            504: its time is over
     |   +-- NodeLost                  503: a node or the scheduler died
-    |   |   +-- NodeGivenUp           503: it runs, and is silent or its results are wrong
+    |   |   +-- NodeSilent            503: it may live
+    |   |   +-- NodeGivenUp           503: it lives, and must not
     |   +-- Poison                    500: nodes died whenever they computed the request
     |   +-- StepUnfinished            503: a step did not finish within its deadline
     +-- ProtocolError                 a peer broke the contract of the protocol
@@ -113,8 +114,12 @@ class NodeLost(EngineError):
     code = "node_lost"
 
 
+class NodeSilent(NodeLost):
+    """A node has not been heard for too long: it is frozen, starved or cut off."""
+
+
 class NodeGivenUp(NodeLost):
-    """A node that has not ended counts as lost: it is silent, or its results are wrong."""
+    """A node that is heard counts as lost: it hangs, or its results are wrong."""
 
 
 class Poison(EngineError):

@@ -43,6 +43,7 @@ from topspin.errors import (
     EngineUnavailable,
     NodeGivenUp,
     NodeLost,
+    NodeSilent,
     ProtocolError,
     TopspinError,
     VersionMismatch,
@@ -284,7 +285,7 @@ class Service:
         if member is None:
             self._faults.step_failed(self.formation.generation, NodeLost(reason))
         else:
-            self._faults.lose(member, NodeLost(f"{member}: {reason}"))
+            self._faults.lose(member, NodeGivenUp(f"{member}: {reason}"))
 
     # Events other than results.
 
@@ -320,7 +321,7 @@ class Service:
             self._gateways.refuse(peer, reason, is_before_hello=True)
 
     def _gone(self, member: Member, event: PeerGone) -> NodeLost:
-        kind = NodeGivenUp if event.was_silent else NodeLost
+        kind = NodeSilent if event.was_silent else NodeLost
         return kind(f"{self._nodes.roster.describe(member)} {event.how}")
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:

@@ -16,9 +16,10 @@ from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.recovery import Recovery, RecoveryStage
 from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
+from server.scheduler.nodes.unheard import Unheard
 from server.scheduler.planning.outbox import Outbox
 from server.scheduler.planning.policy import Policy
-from topspin.errors import NodeGivenUp, NodeLost, TopspinError
+from topspin.errors import NodeGivenUp, NodeLost, NodeSilent, TopspinError
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Refused, Stop, Welcome
 from topspin.plan.spec import EnginePlan
 
@@ -42,7 +43,8 @@ class Failover:
     """The recoveries of one engine; implements faults.Faults.
 
     Invariant: steps are planned only while `is_serving`, in a generation that every present
-    node has formed. `report_dead` gives the supervisor the process id of a lost node.
+    node has formed. `report_dead` gives the supervisor the process id of a lost node. One whose
+    connection has ended may come back before (unheard.py), unless other nodes end with it.
     """
 
     ends_engine = False
@@ -80,6 +82,7 @@ class Failover:
             may_be_local=may_be_local,
             replicas=nodes.replicas,
         )
+        self._unheard = Unheard()
         self._form_after_s = 0.0
         self._reason = ""
         # They were sent Stop, and have not closed their connections yet.
@@ -133,11 +136,14 @@ class Failover:
                 self._tell(node, Refused(reason=f"{member}, of its replica, is lost"))
             self._roster.leave(node)
             self._recovery.lose(node)
+        is_unheard = isinstance(error, NodeLost) and not isinstance(error, NodeGivenUp)
+        if is_unheard and lost == [member]:
+            self._unheard.lose(member, pids.pop(), self._clock())
         for pid in pids:
             self._report_dead(pid)
         if taking_part:
             self._halt(str(error))
-            has_died = isinstance(error, NodeLost) and not isinstance(error, NodeGivenUp)
+            has_died = is_unheard and not isinstance(error, NodeSilent)
             if has_died and was_computing:  # else no request can be the cause
                 self._gateways.deliver(self._policy.node_died())
         for node in taking_part:
@@ -167,7 +173,16 @@ class Failover:
         self._halt(str(error))
 
     def joined(self, member: Member) -> None:
-        """Send Welcome to a node that takes the place of a lost one, or an optional one's."""
+        """Send Welcome to a node that takes the place of a lost one, or an optional one's.
+
+        It may be the lost one, which then keeps its weights.
+        """
+        lost_pid = self._unheard.take(member)
+        if lost_pid == self._roster.pid(member):
+            self._log.info("%s lives: it had only lost its connection", member)
+            self._policy.node_lives()
+        elif lost_pid is not None:
+            self._report_dead(lost_pid)
         formation = self._formation
         topology = self._roster.topology((), formation.full_table, generation=formation.generation)
         assert member.role != "gateway"
@@ -193,6 +208,9 @@ class Failover:
     def advance(self) -> None:
         """Act on deadlines and on answers received; call after every wait."""
         now = self._clock()
+        waiting_since_s = self._recovery.waiting_since_s
+        for pid in self._unheard.take_overdue(now, waiting_since_s=waiting_since_s):
+            self._report_dead(pid)
         for member in self._recovery.overdue(now):
             self.lose(member, NodeGivenUp(f"it does not react ({self._reason})"))
         if self._recovery.stage is RecoveryStage.DRAINING and not self._policy.num_steps_in_flight:

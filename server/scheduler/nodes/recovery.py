@@ -83,6 +83,11 @@ class Recovery:
         return self.stage is RecoveryStage.SERVING
 
     @property
+    def waiting_since_s(self) -> float | None:
+        """Return when the engine stopped, if the present nodes cannot serve; None: they can."""
+        return self._down_since_s if self.stage is RecoveryStage.WAITING else None
+
+    @property
     def was_computing(self) -> bool:
         """Say whether a node may still be in a step."""
         return self.stage not in (RecoveryStage.WAITING, RecoveryStage.FORMING)

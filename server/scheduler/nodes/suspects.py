@@ -21,7 +21,7 @@ SUSPICIOUS = 2
 class _Deaths(NamedTuple):
     """How many nodes died with a request when it had `num_tokens` tokens."""
 
-    count: int
+    num: int
     num_tokens: int
 
 
@@ -36,6 +36,7 @@ class Suspects:
         self._given_up: list[Request] = []
         self._at_work: list[Request] = []
         self._deaths: dict[Request, _Deaths] = {}
+        self._before: dict[Request, _Deaths] = {}
         self._held: list[Request] = []
         self._trial: Request | None = None
 
@@ -54,11 +55,18 @@ class Suspects:
         """
         at_work = [request for request in self._at_work if not request.ended]
         self._at_work.clear()
-        self._deaths = {each: deaths for each, deaths in self._deaths.items() if not each.ended}
+        if not at_work:
+            return None
+        self._before = {each: deaths for each, deaths in self._deaths.items() if not each.ended}
+        self._deaths = self._before.copy()
         for request in at_work:
             self._deaths[request] = _Deaths(self._count(request) + 1, len(request.tokens))
         suspected = [request for request in at_work if self._is_suspected(request)]
         return suspected[0] if len(suspected) == 1 else None
+
+    def lives(self) -> None:
+        """Note that the last one that died has not."""
+        self._deaths = self._before.copy()
 
     def go_on(self) -> list[Request]:
         """Return the requests that were given up and may run at once; the others are held back."""
@@ -83,7 +91,7 @@ class Suspects:
 
     def _count(self, request: Request) -> int:
         deaths = self._deaths.get(request)
-        return deaths.count if deaths and deaths.num_tokens == len(request.tokens) else 0
+        return deaths.num if deaths and deaths.num_tokens == len(request.tokens) else 0
 
     def _is_suspected(self, request: Request) -> bool:
         return not request.ended and self._count(request) >= SUSPICIOUS

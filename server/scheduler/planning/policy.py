@@ -426,13 +426,17 @@ class Policy:
     def node_died(self) -> Outbox:
         """Note that a node died in the generation that was given up; ends a request that caused it.
 
-        A node that was only silent, or that the scheduler gave up itself, has not died.
+        One that was only silent, or the scheduler gave up, has not. node_lives() takes it back.
         """
         outbox = Outbox()
         if (cause := self._suspects.died()) is not None:
             error = Poison(f"nodes died {SUSPICIOUS} times or more while they computed it")
             self._fail(cause, error, outbox)
         return outbox
+
+    def node_lives(self) -> None:
+        """Note that the last node that seemed to have died has not."""
+        self._suspects.lives()
 
     def lose(self, index: int) -> None:
         """Remove attention node `index`; halt() must come before."""

@@ -122,9 +122,9 @@ def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
     streams.wait_for_events(12)
     chaos.stop_and_continue(server, "attention 0")
     check_identical(streams.join(), model.tokens)
-    # The streams go on elsewhere: they may end before the supervisor has reaped the process.
-    told = "attention 0 was killed by SIGKILL; it is started again"
-    wait_until(lambda: told in server.output, "not started again")
+    # The streams go on elsewhere: they may end before the node is back.
+    wait_until(lambda: "attention 0 lives" in server.output, "not back")
+    assert "attention 0 was killed" not in server.output
 
 
 # Plans the expert table all the time and takes every gain: experts are always moving.

@@ -1,8 +1,8 @@
 """`topspin serve` as it is by default stays up when one of its processes freezes.
 
-A pause that no heartbeat notices is nothing. After a longer one the process is ended and another
-takes its place (but for a gateway, whose clients only it can answer); the streams of clients go on,
-with the tokens of an undisturbed run.
+A pause that no heartbeat notices is nothing. After a longer one a node comes back with its weights.
+A process that stays frozen is ended and another takes its place (but for a gateway, whose clients
+only it can answer); the streams of clients go on, with the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -86,6 +86,23 @@ def test_a_short_pause_is_nothing_and_a_process_that_stays_frozen_is_replaced(
         wait_until(lambda: server.pids_by_role().get(role, pid) != pid, "not back")
         wait_until_whole(server)
         assert [each.tokens for each in streams(server, tiny).join()] == expected
+
+
+def test_nodes_that_wake_soon_come_back_with_their_weights(tiny: Tiny, tmp_path: Path) -> None:
+    """One whose experts have copies elsewhere, and, while it is away, the one with the copies."""
+    flags = ("--expert-nodes", "2", "--redundant-experts", "8")
+    with Server(tiny.path, tmp_path, *flags, settings=SLOW_LINK) as server:
+        expected, pids = undisturbed(server, tiny), server.pids
+        begun = streams(server, tiny)
+        os.kill(pids["expert 0"], signal.SIGSTOP)
+        wait_until(partial(said, server, "lost expert 0"), "not noticed")
+        os.kill(pids["expert 1"], signal.SIGSTOP)
+        wait_until(partial(said, server, "lost expert 1"), "not noticed")
+        for role in ("expert 1", "expert 0"):
+            os.kill(pids[role], signal.SIGCONT)
+        check_identical(begun.join(), expected)
+        wait_until_whole(server)
+        assert server.pids == pids
 
 
 def said(server: Server, text: str) -> bool:

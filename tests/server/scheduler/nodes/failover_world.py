@@ -175,10 +175,11 @@ class World:
 
     # What happens to nodes.
 
-    def hello(self, member: Member) -> None:
-        """Begin another life of a node, as far as its Hello."""
+    def hello(self, member: Member, pid: int | None = None) -> None:
+        """Begin another life of a node, as far as its Hello; `pid`: of this process."""
         self._num_lives += 1
         node = self.lives[member] = Node(self._num_lives)
+        node.pid = pid or node.pid
         hello = Hello(
             **self._own(member),
             incarnation=node.incarnation,
@@ -188,9 +189,9 @@ class World:
         )
         self.roster.join(node.peer, hello)
 
-    def come(self, member: Member) -> None:
+    def come(self, member: Member, pid: int | None = None) -> None:
         """Have a node, which is absent, say Hello."""
-        self.hello(member)
+        self.hello(member, pid)
         self.failover.joined(member)
 
     def lose(self, member: Member, error: TopspinError = KILLED) -> None:

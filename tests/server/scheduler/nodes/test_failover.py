@@ -19,7 +19,7 @@ from tests.server.scheduler.nodes.failover_world import (
     SINGLE,
     World,
 )
-from topspin.errors import NodeGivenUp, NodeLost, Poison, ProtocolError, StepUnfinished
+from topspin.errors import NodeGivenUp, NodeLost, NodeSilent, Poison, ProtocolError, StepUnfinished
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Stop, Welcome
 
 ENGINES: list[dict[str, Any]] = [
@@ -112,7 +112,6 @@ def test_an_expert_with_live_replicas_is_not_waited_for_and_drained_in_when_it_i
     world = World()
     world.engine.add(make_request("r", [1, 2, 3], max_tokens=5))
     world.lose(E1)
-    assert world.dead == [1004]
     assert sent(world, Halt) == [A0, A1, E0]
     world.react_all()
     topology = world.topology
@@ -209,11 +208,47 @@ def test_who_answers_pings_but_does_not_react_is_dead(has_halted: bool, limit_s:
 
 
 @pytest.mark.parametrize(
+    "error", [NodeLost("it closed its connection"), NodeSilent("it is silent")]
+)
+def test_a_process_whose_connection_ended_comes_back_as_it_is(error: NodeLost) -> None:
+    world = World()
+    world.lose(E1, error)
+    world.react_all()
+    world.come(E1, pid=1004)
+    world.react_all()
+    world.engine.now = 10.0
+    world.failover.advance()
+    assert world.failover.is_whole
+    assert world.dead == []
+
+
+@pytest.mark.parametrize(("table", "limit_s"), [(REDUNDANT, 5.0), (SINGLE, 2.0)])
+def test_who_does_not_come_back_in_time_is_dead(table: Any, limit_s: float) -> None:
+    world = World(table)
+    world.lose(E1)
+    world.react_all()
+    for now, dead in ((limit_s, []), (limit_s + 0.1, [1004]), (20.0, [1004])):
+        world.engine.now = now
+        world.failover.advance()
+        assert world.dead == dead
+
+
+def test_a_process_whose_place_is_taken_or_that_must_not_live_is_dead_at_once() -> None:
+    world = World()
+    world.lose(E1)
+    world.lose(E0, NodeGivenUp("it hangs"))
+    assert world.dead == [1003]
+    world.come(E1)
+    assert world.dead == [1003, 1004]
+
+
+@pytest.mark.parametrize(
     ("events", "is_poison"),
     [
         (["died", "died"], True),
         (["failed and died", "died"], True),
         (["died", "silent"], False),
+        (["lost and back", "died"], False),
         (["failed", "failed"], False),
         (["died", "failed, died when halted"], False),
     ],
@@ -225,7 +260,8 @@ def test_only_deaths_in_a_step_count_against_its_request(
     world.engine.add(make_request("r", [1, 2, 3]))
     for event in events:
         assert world.schedule()
-        error = NodeGivenUp("silent") if event == "silent" else NodeLost("killed")
+        error = NodeSilent("silent") if event == "silent" else NodeLost("killed")
+        pid = world.lives[E1].pid if event == "lost and back" else None
         if event.startswith("failed"):  # peers see the end of a connection first
             world.failover.step_failed(world.formation.generation, StepUnfinished("cut off"))
         if event.endswith("halted"):
@@ -236,7 +272,7 @@ def test_only_deaths_in_a_step_count_against_its_request(
             world.lose(E1, error)
         world.react_all()
         for member in world.absent:
-            world.come(member)
+            world.come(member, pid)
         world.react_all()
         world.failover.advance()
         world.react_all()
@@ -301,7 +337,8 @@ def test_a_node_that_leaves_and_dies_is_lost_like_another() -> None:
     assert world.schedule()
     world.leave(E1)
     world.lose(E1)
-    assert (world.dead, sent(world, Stop)) == ([1004], [])
+    assert sent(world, Stop) == []
+    assert world.formation.generation == 2
 
 
 def test_a_node_must_speak_for_itself_and_come_back_as_large() -> None:
