@@ -27,7 +27,7 @@ from attention_nodes.step.step_inputs import Drafted, Scored, Slices, ToScore, j
 from kernels.dispatch import Ops
 from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
 from spec_decode.draft import accepted
-from topspin.messages import SamplingParams, TokenLogprobs, pack_ints
+from topspin.messages import NOT_NUMBERS, SamplingParams, TokenLogprobs, pack_ints
 
 ROWS_AT_ONCE: Final = 64
 NO_TOKEN: Final = (
@@ -202,7 +202,7 @@ class Sampler:
             if is_number[row]:
                 refused.setdefault(int(seq_ids[row]), NO_TOKEN)
             else:
-                errors[int(seq_ids[row])] = "the model's logits are not numbers"
+                errors[int(seq_ids[row])] = NOT_NUMBERS
         if errors or refused:
             owners = np.repeat(np.arange(len(counts)), counts)
             is_whole = np.ones(len(counts), dtype=bool)
@@ -385,7 +385,7 @@ def report(scored: Sequence[Scored], arrays: Sequence[np.ndarray]) -> Scores:
         own, num_better, top_ids, top_logprobs = (array[begin:end] for array in arrays)
         begin = end
         if not np.isfinite(own).all():
-            errors[each.seq_id] = "the model's logits are not numbers"
+            errors[each.seq_id] = NOT_NUMBERS
             continue
         entries[each.seq_id] = tuple(
             TokenLogprobs(logprob, tuple(ids), tuple(values), rank=better + 1)

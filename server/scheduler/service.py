@@ -32,6 +32,7 @@ from server.scheduler.nodes.failover import Failover
 from server.scheduler.nodes.faults import FailStop, Faults
 from server.scheduler.nodes.roster import Member, Replicas, Roster
 from server.scheduler.nodes.side import NodeSide
+from server.scheduler.nodes.wrong_rows import NUM_STEPS
 from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
 from server.scheduler.planning.telemetry import JournalNote, no_note
@@ -221,6 +222,7 @@ class Service:
                 if member and policy and (result := _result_in(event)) is not None:
                     result = self._nodes.result(member, result)
                     self._gateways.deliver(policy.update(result, self._clock()))
+                    self._check_rows(policy)
                     if (warning := policy.take_warning()) is not None:
                         self._log.warning(warning)
                 else:
@@ -286,6 +288,13 @@ class Service:
             self._faults.step_failed(self.formation.generation, NodeLost(reason))
         else:
             self._faults.lose(member, NodeGivenUp(f"{member}: {reason}"))
+
+    def _check_rows(self, policy: Policy) -> None:
+        """Handle a node whose results are not numbers."""
+        member = policy.wrong_rows.take_verdict(self._faults.nodes)
+        if member is not None:
+            reason = f"{member}: rows of {NUM_STEPS} steps in a row are not numbers"
+            self._faults.lose(member, NodeGivenUp(reason))
 
     # Events other than results.
 

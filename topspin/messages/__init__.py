@@ -76,6 +76,7 @@ from topspin.messages.requests import (
     engine_id,
 )
 from topspin.messages.steps import (
+    NOT_NUMBERS,
     SAMPLE,
     SCORE,
     CompileGrammar,
@@ -104,6 +105,7 @@ from topspin.messages.traces import (
 
 __all__ = [
     "ITERATION_BUCKETS",
+    "NOT_NUMBERS",
     "PROTOCOL_VERSION",
     "SAMPLE",
     "SCORE",

@@ -18,6 +18,9 @@ SAMPLE: Final = 1
 SCORE: Final = 2
 """In MicroBatch.wanted: each row before a prompt token gives that token's log-probability."""
 
+NOT_NUMBERS: Final = "the model's logits are not numbers"
+"""In StepResult.errors: by this reason a node whose rows are wrong is found."""
+
 
 class StepTicket(Message, frozen=True, kw_only=True):
     """One engine step; the same for all its nodes.

@@ -22,6 +22,7 @@ from server.scheduler.micro_batching.cost import CostFits, CostModel
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.suspects import SUSPICIOUS, Suspects
+from server.scheduler.nodes.wrong_rows import WrongRows, rows_of
 from server.scheduler.planning.adaptive_depths import AdaptiveDepths
 from server.scheduler.planning.admission import Admission
 from server.scheduler.planning.attention_replica import (
@@ -165,6 +166,7 @@ class Policy:
         self._in_flight = StepsInFlight()
         self._is_halted = False
         self._suspects = Suspects()
+        self.wrong_rows = WrongRows()
         self._counters = Counters()
         self.compilations = Compilations()
         self._arrivals = Arrivals()
@@ -406,6 +408,7 @@ class Policy:
         """
         outbox = Outbox()
         self._in_flight.clear()
+        self.wrong_rows.forget()
         self.compilations.halt()
         self._is_halted = True
         for replica in self._replicas:
@@ -489,6 +492,9 @@ class Policy:
             if self._depths is not None:
                 self._depths.learn(step)
             self._counters.observe_tokens(sum(load.num_tokens for load in step.loads.values()))
+            self.wrong_rows.heard(
+                {node: rows_of(step.parts[node], each.errors) for node, each in results.items()}
+            )
             for node, result in sorted(results.items()):
                 self._apply(self._replicas[node], step.parts[node], result, outbox, now)
         return outbox

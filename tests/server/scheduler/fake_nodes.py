@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from topspin.messages import (
+    NOT_NUMBERS,
     SAMPLE,
     SCORE,
     MicroBatch,
@@ -129,7 +130,7 @@ class FakeNode:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._tenant_of = tenant_of
-        self._fails = fails
+        self.fails = fails
         self._offers = offers
         self._accepts = accepts
         self._windows = windows
@@ -226,7 +227,7 @@ class FakeNode:
             assert all(0 <= block < self._num_blocks for block in block_ids[:num_blocks])
             seq.table += block_ids[:num_blocks]
             del block_ids[:num_blocks]
-            failed = self._fails(seq_id)
+            failed = self.fails(seq_id)
             if wanted & SAMPLE and self._may_draft and len(seq.tokens) >= seq.new.max_length:
                 sampled[seq_id] = []  # a draft has completed it, and this plan did not know
                 continue
@@ -243,7 +244,7 @@ class FakeNode:
                     if position < seq.new.num_prompt_tokens
                 )
             if failed:
-                errors[seq_id] = "not a number"
+                errors[seq_id] = NOT_NUMBERS
                 # The plan after next does not know of the failure yet: keep the lengths that it
                 # expects.
                 if sample:

@@ -247,3 +247,19 @@ def test_stop_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     assert world.service.run() == 0
     late = [record.message for record in caplog.records if "has not left" in record.message]
     assert len(late) == 4
+
+
+def test_a_node_whose_results_are_not_numbers_is_lost() -> None:
+    world = World()
+    world.start()
+    for number in range(8):
+        world.say("gateway", make_request(f"r{number}", [number, 3], seed=number))
+    for node in world.nodes:
+        node.fails = lambda seq_id: True
+    world.answer(12)
+    assert world.service.run() == 1
+    ended = world.channel.to(GATEWAY, EngineState)[-1]
+    assert (ended.state, ended.detail) == (
+        "failed",
+        "expert 0: rows of 3 steps in a row are not numbers",
+    )

@@ -16,6 +16,7 @@ from tests.server.scheduler.fake_nodes import VOCAB_SIZE
 from tests.structs import changed
 from topspin.errors import NodeLost
 from topspin.messages import (
+    NOT_NUMBERS,
     AddRequest,
     Progress,
     RequestFailed,
@@ -242,7 +243,7 @@ def test_an_error_of_one_sequence_fails_one_request() -> None:
     failed = engine.clients["bad"].failure
     assert failed is not None
     assert (failed.status, failed.code) == (503, "engine_error")
-    assert failed.message == "not a number"
+    assert failed.message == NOT_NUMBERS
     assert engine.clients["good"].failure is None
 
 
