@@ -16,6 +16,7 @@ import msgspec
 from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
+from server.scheduler.nodes.slowness import Slowness
 from server.scheduler.planning.outbox import Outbox, failure
 from server.scheduler.planning.policy import Policy
 from server.scheduler.planning.telemetry import Counters
@@ -29,6 +30,7 @@ from topspin.messages import (
     EngineState,
     Message,
     Refused,
+    SlowNode,
     Stats,
     StatsQuery,
     TraceDump,
@@ -50,6 +52,7 @@ class GatewaySide:
         nodes: NodeSide,
         *,
         balancer: ExpertBalancer,
+        slowness: Slowness,
         tracer: Tracer,
         send: Callable[[bytes, Message], bool],
         log: Log,
@@ -58,6 +61,7 @@ class GatewaySide:
         self._nodes = nodes
         self._peers = nodes.roster.gateways
         self._balancer = balancer
+        self._slowness = slowness
         self._tracer = tracer
         self._channel_send = send
         self._log = log
@@ -189,4 +193,8 @@ class GatewaySide:
             num_local_layers=balance.num_local_layers,
             nodes=nodes,
             memory=memory,
+            slow_nodes=tuple(
+                SlowNode(role=each.role, index=each.index, times=times)
+                for each, times in self._slowness.slow.items()
+            ),
         )

@@ -32,6 +32,7 @@ from server.scheduler.nodes.failover import Failover
 from server.scheduler.nodes.faults import FailStop, Faults
 from server.scheduler.nodes.roster import Member, Replicas, Roster
 from server.scheduler.nodes.side import NodeSide
+from server.scheduler.nodes.slowness import Slowness
 from server.scheduler.nodes.wrong_rows import NUM_STEPS
 from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
@@ -81,6 +82,8 @@ from topspin.processes.channel import Event, Malformed, PeerGone, Received
 POLL_S = 0.5
 # The same while a step is in flight, whose nodes are watched.
 WATCH_POLL_S = 0.25
+# How often the nodes' speeds are compared.
+COMPARE_S = 1.0
 # How much later than others' reports of its loss a peer's own disconnection may be seen.
 CAUSE_WAIT_S = 0.2
 # How long nodes have to leave after Stop.
@@ -159,9 +162,12 @@ class Service:
             self.formation, plan.balance, required=required_experts(plan)
         )
         self.local_layers = make_local_layers(plan, facts)
+        self._slowness = Slowness(plan)
+        self._compared_s = 0.0
         self._gateways = GatewaySide(
             self._nodes,
             balancer=self.balancer,
+            slowness=self._slowness,
             tracer=tracer,
             send=channel.send,
             log=self._log,
@@ -234,6 +240,7 @@ class Service:
         if policy is not None:
             self._gateways.deliver(policy.take_arrivals(self._clock()))
         self._check_progress()
+        self._compare_nodes()
         self._gateways.send_traces()
 
     def _may_plan(self, policy: Policy) -> bool:
@@ -288,6 +295,19 @@ class Service:
             self._faults.step_failed(self.formation.generation, NodeLost(reason))
         else:
             self._faults.lose(member, NodeGivenUp(f"{member}: {reason}"))
+
+    def _compare_nodes(self) -> None:
+        """Tell of nodes that are much slower than others, or were."""
+        now, policy = self._clock(), self._policy
+        if policy is None or not policy.num_steps_in_flight or now < self._compared_s + COMPARE_S:
+            return
+        self._compared_s = now
+        attention, experts = policy.attention_times(), self.balancer.load.times()
+        times = {Member("attention", index): time for index, time in attention.items()}
+        times |= {Member("expert", index): time for index, time in experts.items()}
+        present = {each: time for each, time in times.items() if each in self._faults.nodes}
+        for news in self._slowness.heard(present):
+            self._log.warning(news)
 
     def _check_rows(self, policy: Policy) -> None:
         """Handle a node whose results are not numbers."""

@@ -209,6 +209,14 @@ class NodeCount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     present: int
 
 
+class SlowNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node that needs `times` as long as its peers for the same work."""
+
+    role: Role
+    index: int
+    times: float
+
+
 class EngineState(Message, frozen=True, kw_only=True):
     """Sent to a gateway after its Hello and at every change.
 
@@ -250,7 +258,7 @@ class Stats(Message, frozen=True, kw_only=True):
     while starting. `num_refused` counts refusals for want of room by their cause, and
     `first_token_s` is the predicted wait of one more short request. `nodes` has an entry for each
     role, and each of optional and not, of which the plan has nodes; `memory` has the last report of
-    each node that is there.
+    each node that is there, and `slow_nodes` are those that have been slow for a while.
     """
 
     query_id: int
@@ -270,6 +278,7 @@ class Stats(Message, frozen=True, kw_only=True):
     first_token_s: float = 0.0
     nodes: tuple[NodeCount, ...] = ()
     memory: tuple[NodeMemory, ...] = ()
+    slow_nodes: tuple[SlowNode, ...] = ()
     num_replays: int = 0
     num_grammars_compiled: int = 0
     num_grammars_found: int = 0

@@ -193,6 +193,13 @@ class EngineCollector(Collector):
         )
         yield self._labelled(
             GaugeMetricFamily,
+            "slow_nodes",
+            "Nodes that are 3 times slower than their peers: how many times",
+            {(each.role, str(each.index)): each.times for each in stats.slow_nodes},
+            ("role", "index"),
+        )
+        yield self._labelled(
+            GaugeMetricFamily,
             "kv_positions",
             "Positions of running sequences that have keys, in layers of each window, 0: none",
             {(str(window),): count for window, count in stats.kv_positions.items()},

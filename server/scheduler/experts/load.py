@@ -170,6 +170,11 @@ class ExpertLoad:
         """Return the nodes' speeds as shares of the fastest one's; None: they are equal."""
         return self._speeds.relative()
 
+    def times(self) -> dict[int, float]:
+        """Return how long nodes take for the same work, relative to the fastest one."""
+        speeds = self.speeds() or (1.0,) * self._averaged.num_nodes
+        return {node: 1 / max(speed, 0.01) for node, speed in enumerate(speeds)}
+
     def balance(self) -> float | None:
         """Return max/mean of the nodes' times under the table in use, None if there are none.
 

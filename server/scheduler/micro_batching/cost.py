@@ -212,6 +212,10 @@ class CostFit:
             )
         return model
 
+    def attention_times(self, load: StepLoad) -> dict[int, float]:
+        """Return how long a load takes on each attention node that has been measured, per layer."""
+        return {node: _dot(fit.coefficients, load) for node, fit in self._attention.items()}
+
     def _own_prior(self) -> tuple[float, float, float]:
         prior = self._prior
         return prior.attention_fixed_s, prior.attention_token_s, prior.attention_pair_s

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from server.scheduler.experts.local_layers import LocalLayers
-from server.scheduler.micro_batching.cost import CostFits, CostModel
+from server.scheduler.micro_batching.cost import CostFits, CostModel, StepLoad
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.suspects import SUSPICIOUS, Suspects
@@ -129,6 +129,7 @@ class Policy:
         self._plan = plan
         self._formation = formation
         self._fit = CostFits(cost, num_layers, formation)
+        self._last_load: StepLoad | None = None
         self._local_layers = local_layers
         self._was_idle = True
         self._needs = block_needs(
@@ -515,6 +516,7 @@ class Policy:
         if table is None:
             return  # of many tables ago
         self._fit.add_step(table.local, step.loads, timings)
+        self._last_load = max(step.loads.values(), default=None)
         if self._local_layers is not None:
             self._local_layers.learn(step.loads, timings, is_local=bool(table.local))
 
@@ -577,6 +579,13 @@ class Policy:
     def take_warning(self) -> str | None:
         """Return what the user should know, once; None: nothing."""
         return None if self._depths is None else self._depths.take_warning()
+
+    def attention_times(self) -> dict[int, float]:
+        """Return how long each present attention node takes for the last step's largest load."""
+        if self._last_load is None:
+            return {}
+        times = self._fit.fit(self._formation.table.local).attention_times(self._last_load)
+        return {node: time for node, time in times.items() if self._replicas[node].is_present}
 
     def progressed(self, message: Progress, now: float) -> None:
         """Note that a node makes progress in a step."""

@@ -15,7 +15,7 @@ from server.gateway.operations.metrics import EngineCollector
 from server.scheduler.planning.telemetry import Counters
 from tests.server.gateway.calls import PLAIN
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, output
-from topspin.messages import NodeCount, NodeMemory, Stats, StepTimings
+from topspin.messages import NodeCount, NodeMemory, SlowNode, Stats, StepTimings
 
 # What Prometheus adds to the samples of a target.
 OF_TARGETS = {"namespace", "job", "instance"}
@@ -74,6 +74,7 @@ def _stats() -> Stats:
     return msgspec.structs.replace(
         FakeEngine().stats,
         nodes=(NodeCount(role="attention", optional=False, planned=2, present=1),),
+        slow_nodes=(SlowNode(role="expert", index=1, times=3.5),),
         num_accepted_tokens=(4, 1),
         num_refused={"ttft": 3},
         memory=(NodeMemory(role="attention", index=0, resident_bytes=2**30),),

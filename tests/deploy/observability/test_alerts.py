@@ -78,6 +78,7 @@ CASES = {
         UP | {'nodes{role="expert",optional="true"}': "1x60"},
     ),
     "TopspinNodesMissing": Case(UP | nodes(1, 2), UP | nodes(2, 0)),
+    "TopspinSlowNode": Case(UP | {'slow_nodes{role="expert",index="1"}': "3.5x60"}, UP),
     "TopspinReplays": Case(
         UP | {"num_replays_total": "0x54 3x6"}, UP | {"num_replays_total": "3x60"}
     ),

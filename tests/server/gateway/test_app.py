@@ -27,7 +27,15 @@ from tests.server.gateway.fakes import (
 )
 from topspin import __version__
 from topspin.errors import PeerLost
-from topspin.messages import AddRequest, EngineState, KvCounts, NodeCount, NodeMemory, RequestOutput
+from topspin.messages import (
+    AddRequest,
+    EngineState,
+    KvCounts,
+    NodeCount,
+    NodeMemory,
+    RequestOutput,
+    SlowNode,
+)
 
 
 def test_models_are_listed_under_every_served_name() -> None:
@@ -226,6 +234,7 @@ async def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
         max_queued_requests=16,
         nodes=(NodeCount(role="expert", optional=True, planned=2, present=1),),
         memory=(NodeMemory(role="attention", index=2, resident_bytes=2**33),),
+        slow_nodes=(SlowNode(role="expert", index=1, times=3.5),),
         expert_tokens=((5, 6), (7, 8)),
         expert_activations=17,
         expert_batches=5,
@@ -256,6 +265,7 @@ async def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
         ("topspin_nodes", "optional=true,role=expert"): 1,
         ("topspin_nodes_planned", "optional=true,role=expert"): 2,
         ("topspin_node_resident_bytes", "index=2,role=attention"): 2**33,
+        ("topspin_slow_nodes", "index=1,role=expert"): 3.5,
         ("topspin_kv_cache_usage_perc", ""): 0.25,
         ("topspin_kv_spill_memory_usage_perc", ""): 0.75,
         ("topspin_num_preemptions_total", ""): 4,

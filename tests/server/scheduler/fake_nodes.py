@@ -131,6 +131,7 @@ class FakeNode:
         self._block_size = block_size
         self._tenant_of = tenant_of
         self.fails = fails
+        self.timings = TIMINGS
         self._offers = offers
         self._accepts = accepts
         self._windows = windows
@@ -183,7 +184,7 @@ class FakeNode:
             counts=pack_ints(map(len, sampled.values())) if self._may_draft else b"",
             drafted=pack_ints(self._drafted.get(seq_id, 0) for seq_id in sampled),
             tokens=pack_ints(token for tokens in sampled.values() for token in tokens),
-            timings=TIMINGS,
+            timings=self.timings,
             prompt_logprobs=self._scores,
             errors=errors,
         )

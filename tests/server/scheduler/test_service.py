@@ -11,7 +11,7 @@ import pytest
 from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.planning.policy import Policy
 from tests.server.scheduler.engine import make_request
-from tests.server.scheduler.fake_nodes import VOCAB_SIZE, generate
+from tests.server.scheduler.fake_nodes import TIMINGS, VOCAB_SIZE, generate
 from tests.server.scheduler.scripted_world import GATEWAY, NUM_BLOCKS, World
 from topspin import __version__
 from topspin.grammars import grammar_key
@@ -249,6 +249,40 @@ def test_stats_have_the_memory_of_the_nodes_that_are_there() -> None:
     world.say("gateway", StatsQuery(query_id=9))
     world.service.run()
     assert world.stats().memory == (attention, expert)
+
+
+@pytest.mark.parametrize("role", ["attention", "expert"])
+def test_a_node_that_is_slower_than_its_peers_for_long_is_told_of(
+    role: Role, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World()
+    world.start()
+    for number in range(2):
+        request = make_request(f"r{number}", [1, number], max_tokens=60, seed=number)
+        world.say("gateway", request)
+    if role == "attention":
+        for node, took_s in zip(world.nodes, (0.1, 0.5), strict=True):
+            node.timings = msgspec.structs.replace(TIMINGS, attention_s=took_s)
+    slow_s = 0.5 if role == "expert" else 0.1
+    for _ in range(40):
+        for index, compute_s in enumerate((0.1, slow_s)):
+            counts = ExpertCounts(
+                index=index,
+                table_version=1,
+                counts=(pack_ints([30, 40]), pack_ints([50, 60])),
+                batches=10,
+                compute_s=compute_s,
+            )
+            world.say(f"expert {index}", counts)
+        world.answer(1)
+    world.say("gateway", StatsQuery(query_id=1))
+    world.service.run()
+    (slow,) = world.stats().slow_nodes
+    assert (slow.role, slow.index) == (role, 1)
+    assert slow.times > 3
+    assert [each.message for each in caplog.records if "slower" in each.message] == [
+        f"scheduler: {role} 1 is {slow.times:.1f} times slower than its peers"
+    ]
 
 
 class SwappingWorld(World):
