@@ -1,4 +1,4 @@
-"""Which nodes are slow, from their times; test_service.py has the way of the times."""
+"""Slow nodes, from the times of all; test_service.py has where the times come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether rows that are not numbers are a node's fault, and which one's."""
+"""Steps whose rows are not numbers: those that are a node's fault, and the node."""
 
 from __future__ import annotations
 
