@@ -179,8 +179,9 @@ class Failover:
         """
         lost_pid = self._unheard.take(member)
         if lost_pid == self._roster.pid(member):
-            self._log.info("%s lives: it had only lost its connection", member)
-            self._policy.node_lives()
+            if self._roster.has_served(member):
+                self._log.info("%s lives: it had only lost its connection", member)
+                self._policy.node_lives()
         elif lost_pid is not None:
             self._report_dead(lost_pid)
         formation = self._formation

@@ -211,6 +211,10 @@ class Roster:
         """Return a node's process id, from its Hello."""
         return self._nodes[member].hello.pid
 
+    def has_served(self, member: Member) -> bool:
+        """Say whether a node said Hello again; others may have its process id in a container."""
+        return self._nodes[member].hello.generation > 0
+
     @property
     def places(self) -> list[Member]:
         """Return every place that the engine has."""

@@ -175,8 +175,11 @@ class World:
 
     # What happens to nodes.
 
-    def hello(self, member: Member, pid: int | None = None) -> None:
-        """Begin another life of a node, as far as its Hello; `pid`: of this process."""
+    def hello(self, member: Member, pid: int | None = None, generation: int = 0) -> None:
+        """Begin another life of a node, as far as its Hello; `pid`: of this process.
+
+        `generation` is that of its life before.
+        """
         self._num_lives += 1
         node = self.lives[member] = Node(self._num_lives)
         node.pid = pid or node.pid
@@ -186,12 +189,13 @@ class World:
             revision="r",
             data_address=f"unix:@{node.incarnation}" if member.role == "expert" else "",
             pid=node.pid,
+            generation=generation,
         )
         self.roster.join(node.peer, hello)
 
-    def come(self, member: Member, pid: int | None = None) -> None:
+    def come(self, member: Member, pid: int | None = None, generation: int = 0) -> None:
         """Have a node, which is absent, say Hello."""
-        self.hello(member, pid)
+        self.hello(member, pid, generation)
         self.failover.joined(member)
 
     def lose(self, member: Member, error: TopspinError = KILLED) -> None:

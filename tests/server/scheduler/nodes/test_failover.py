@@ -214,7 +214,7 @@ def test_a_process_whose_connection_ended_comes_back_as_it_is(error: NodeLost) -
     world = World()
     world.lose(E1, error)
     world.react_all()
-    world.come(E1, pid=1004)
+    world.come(E1, pid=1004, generation=1)
     world.react_all()
     world.engine.now = 10.0
     world.failover.advance()
@@ -249,6 +249,7 @@ def test_a_process_whose_place_is_taken_or_that_must_not_live_is_dead_at_once() 
         (["failed and died", "died"], True),
         (["died", "silent"], False),
         (["lost and back", "died"], False),
+        (["died, another with its pid", "died"], True),
         (["failed", "failed"], False),
         (["died", "failed, died when halted"], False),
     ],
@@ -261,7 +262,8 @@ def test_only_deaths_in_a_step_count_against_its_request(
     for event in events:
         assert world.schedule()
         error = NodeSilent("silent") if event == "silent" else NodeLost("killed")
-        pid = world.lives[E1].pid if event == "lost and back" else None
+        pid = world.lives[E1].pid if event.startswith(("lost", "died, another")) else None
+        generation = world.formation.generation if event == "lost and back" else 0
         if event.startswith("failed"):  # peers see the end of a connection first
             world.failover.step_failed(world.formation.generation, StepUnfinished("cut off"))
         if event.endswith("halted"):
@@ -272,7 +274,7 @@ def test_only_deaths_in_a_step_count_against_its_request(
             world.lose(E1, error)
         world.react_all()
         for member in world.absent:
-            world.come(member, pid)
+            world.come(member, pid, generation)
         world.react_all()
         world.failover.advance()
         world.react_all()
