@@ -1,4 +1,4 @@
-"""What a tenant may use in a minute, on a virtual clock."""
+"""A tenant's use of its limits per minute, on a virtual clock."""
 
 from __future__ import annotations
 
