@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,12 +112,20 @@ def oracle_generate(
 
     Without stop_at_eos every continuation has max_new_tokens tokens.
     """
-    model = oracle_model(path)
-    eos = _eos_ids(model) if stop_at_eos else frozenset()
-    results = [_generate(model, prompt, max_new_tokens, eos) for prompt in prompts]
+    results = list(oracle_continuations(path, prompts, max_new_tokens, stop_at_eos=stop_at_eos))
     return OracleResult(
         tokens=[result.tokens for result in results], margins=[result.margin for result in results]
     )
+
+
+def oracle_continuations(
+    path: Path, prompts: Iterable[list[int]], max_new_tokens: int, *, stop_at_eos: bool = False
+) -> Iterator[Generated]:
+    """Yield what oracle_generate returns, a prompt at a time and only as asked for."""
+    model = oracle_model(path)
+    eos = _eos_ids(model) if stop_at_eos else frozenset()
+    for prompt in prompts:
+        yield _generate(model, prompt, max_new_tokens, eos)
 
 
 def _build(model_type: str, options: Mapping[str, Any]) -> Any:

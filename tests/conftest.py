@@ -1,15 +1,31 @@
-"""Shared by all tests: an interpreted Triton without a GPU, time limits, a terminal's signals."""
+"""Shared by all tests: threads that do not spin, interpreted Triton, garbage, limits, signals."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import settings
+
+
+def load_torch() -> bool:
+    """Import torch, whose threads wait without spinning here; say whether it has a GPU.
+
+    Beside other tests on two cores a thread that spins takes the core of the one that it waits for:
+    tests of two threads took up to ten times as long. OpenMP's library reads the variable once,
+    when it is loaded; processes that tests start choose for themselves.
+    """
+    chosen = os.environ.get("GOMP_SPINCOUNT")
+    os.environ["GOMP_SPINCOUNT"] = chosen or "0"
+    import torch
+
+    if chosen is None:
+        del os.environ["GOMP_SPINCOUNT"]
+    return torch.cuda.is_available()
 
 
 def spare_the_interpreter() -> None:
@@ -31,13 +47,29 @@ def spare_the_interpreter() -> None:
 
 # Triton reads the variable once, at import. transformers imports Triton too, so it is set here and
 # not next to the tests of kernels.
-if not torch.cuda.is_available():
+if not load_torch():
     os.environ["TRITON_INTERPRET"] = "1"
     spare_the_interpreter()
 
 # An example takes as long as a busy machine makes it take; pytest's timeout finds one that hangs.
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all tests without garbage collections, and keep what they import out of later ones.
+
+    With torch, transformers and all tests that is a million objects: a collection takes half a
+    second, and pytest, nodes and tests ask for some.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 # A soak test has its own limit. On a GPU a kernel's first launch compiles it.
 LONG_LIMIT_S = 300

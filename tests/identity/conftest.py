@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from models.description.config import load_model_config
-from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.checkpoints import make_checkpoint, oracle_continuations
 from tests.engine import engine_config
 from tests.mtp_heads import add_head
 
@@ -85,8 +86,8 @@ def _make_case(directory: Path, variant: str) -> Case:
         rng.integers(0, config.vocab_size, size=1 + (length - 1) % longest).tolist()
         for length in PROMPT_LENS
     ]
-    result = oracle_generate(path, prompts, NUM_TOKENS)
-    clear = [idx for idx, margin in enumerate(result.margins) if margin >= MIN_MARGIN]
-    assert len(clear) >= NUM_PROMPTS, f"{variant}: margins {result.margins}"
-    chosen = clear[:NUM_PROMPTS]
-    return Case(path, [prompts[idx] for idx in chosen], [result.tokens[idx] for idx in chosen])
+    answers = zip(prompts, oracle_continuations(path, prompts, NUM_TOKENS), strict=True)
+    clear = ((prompt, found.tokens) for prompt, found in answers if found.margin >= MIN_MARGIN)
+    chosen = list(islice(clear, NUM_PROMPTS))
+    assert len(chosen) == NUM_PROMPTS, f"{variant}: only {len(chosen)} prompts have clear tokens"
+    return Case(path, [prompt for prompt, _ in chosen], [tokens for _, tokens in chosen])

@@ -39,7 +39,8 @@ def test_every_layer_is_in_a_group_of_its_window(windows: list[int | None]) -> N
     groups = kv_groups(windows, KvCacheSpec(), max_len=MAX_LEN)
     assert [groups.windows[each] for each in groups.of_layer] == windows
     sizes = [groups.of_layer.count(group) for group in range(len(groups.windows))]
-    assert len(sizes) <= 9
+    # Eight, and the last of each kind but one may have fewer layers.
+    assert len(sizes) <= 7 + max(1, len(set(windows)))
     # The layers of a stage, any run of them, have about as many of each group of a kind.
     for begin in range(len(windows)):
         run = groups.of_layer[begin : begin + 10]
