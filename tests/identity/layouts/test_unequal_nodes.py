@@ -81,4 +81,5 @@ def test_tokens_are_those_of_one_node_each_also_after_changes_and_losses(
         for injector in injectors.values():
             requests = engine.generate_during(case.prompts, injector.crash, max_tokens=NUM_TOKENS)
             check([each.tokens for each in requests], expected)
-        assert len(engine.dead) == 2
+        lost = [text for _, text in engine.log if text.startswith("scheduler: lost")]
+        assert len(lost) == 2
