@@ -99,6 +99,16 @@ PROMISES: dict[str, tuple[Promise, ...]] = {
             (f"{RECOVERY}test_failover.py::test_losses_while_the_expert_table_changes",),
         ),
         Promise(
+            "A request that nodes die of is found, and ends alone; a node whose results are not "
+            "numbers is replaced.",
+            (
+                "server/scheduler/planning/policy/test_policy_failover.py::"
+                "test_of_many_requests_only_the_one_by_which_nodes_die_ends",
+                "server/scheduler/test_service_ends.py::"
+                "test_a_node_whose_results_are_not_numbers_is_lost",
+            ),
+        ),
+        Promise(
             "A constrained answer survives a loss with the tokens of an undisturbed one.",
             (
                 "system/test_grammars.py::"
@@ -142,16 +152,14 @@ PROMISES: dict[str, tuple[Promise, ...]] = {
             ),
         ),
         Promise(
-            "A stranger on the network is refused and disturbs nobody.",
+            "A stranger on the network is refused and disturbs nobody; keys are replaced while the "
+            "engine serves.",
             (
+                "system/test_hosts.py::test_keys_are_rotated_under_load",
                 "system/test_hosts.py::test_a_stranger_on_the_network_is_refused",
                 "m2n_comm/pairing/test_keyed.py::"
                 "test_strangers_are_refused_at_either_end_and_disturb_nobody",
             ),
-        ),
-        Promise(
-            "Keys are replaced while the engine serves.",
-            ("system/test_hosts.py::test_keys_are_rotated_under_load",),
         ),
         Promise(
             "Every route but those of probes needs a key.",
