@@ -28,6 +28,7 @@ from tests.faults import OnDemand, faulty_nets, faulty_node
 from tests.m2n_comm.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
 from tests.structs import changed, with_nodes
 from tests.system.conftest import NUM_TOKENS, Tiny
+from tests.system.rig.chaos import wait_until
 from topspin.plan.spec import EnginePlan
 
 slow = pytest.mark.slow
@@ -232,7 +233,8 @@ def test_a_node_that_comes_back_from_the_dead_harms_nobody(tiny: Tiny) -> None:
         ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in tiny.prompts]
         engine.collect(until=lambda: all(engine.requests[each].tokens for each in ids))
         os.kill(zombie.pid, signal.SIGSTOP)
-        engine.collect(until=lambda: engine.dead == [zombie.pid])
+        engine.collect(until=lambda: engine.state.state == "recovering")
+        wait_until(lambda: engine.dead == [zombie.pid], "not taken for dead")
         with expert_process(engine, tiny):
             engine.wait_until_ready()
             # It wakes in the middle of a step of a past generation.
