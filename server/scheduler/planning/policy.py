@@ -82,6 +82,9 @@ from topspin.plan.spec import EnginePlan
 # if no node died.
 MAX_REPLAYS = 5
 
+# Nodes report twice a second that they work.
+STALLED_S = 1.0
+
 
 def _frames(plan: EnginePlan, num_frames: int) -> FrameBudget | None:
     """Return what a node with a spill can have in memory; None: it has none."""
@@ -262,6 +265,9 @@ class Policy:
         outbox = Outbox()
         if self._is_halted:
             self._entrance.pause(now)
+        elif self._in_flight.head is not None and now - self._in_flight.progress_s > STALLED_S:
+            # A node hangs, or is about to be lost.
+            self._entrance.pause(now, since=self._in_flight.progress_s)
         else:
             self._entrance.resume(now)
         expired = self._entrance.expired(now, is_excused=self._admission.waits_apart)

@@ -197,11 +197,11 @@ class Entrance:
         self._is_waited = is_waited
         self._rate.note(now, is_waited=is_waited)
 
-    def pause(self, now: float) -> None:
-        """Stop the queue's clock: the engine is recovering."""
+    def pause(self, now: float, *, since: float | None = None) -> None:
+        """Stop the queue's clock, as of `since`: the engine is recovering, or a node hangs."""
         if self._paused_at is None:
             self.note(now, is_waited=False)
-            self._paused_at = now
+            self._paused_at = now if since is None else since
 
     def resume(self, now: float) -> None:
         """Let the queue's clock go on."""

@@ -216,6 +216,25 @@ def test_who_waited_too_long_is_refused_unless_the_engine_recovered_meanwhile() 
     assert all(engine.clients[each].tokens for each in running)
 
 
+def test_nobody_is_late_because_a_node_hangs() -> None:
+    load = Load(overloaded(max_ttft_s=2.0))
+    engine = load.engine
+    for _ in range(SEATS):
+        load.send()
+    load.turn()
+    assert engine.schedule()
+    late = load.send()
+    for _ in range(100):  # no node gets on with its step
+        engine.now += 0.2
+        engine.receive(engine.policy.expire(engine.now))
+    assert engine.clients[late].failure is None
+    engine.answer(0)
+    engine.receive(engine.policy.expire(engine.now))
+    assert engine.clients[late].failure is None
+    engine.finish()
+    assert engine.clients[late].tokens
+
+
 # Tenants.
 
 FLOOD = Tenant(name="flood")
