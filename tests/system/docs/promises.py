@@ -1,8 +1,9 @@
 """The promises of reliability and security, with the tests that would fail if one were broken.
 
 Owns the table, and docs/promises.md, which is written from it and from the results of the tests:
-`python -m tests.system.docs.promises` runs them all (real processes, some minutes) and writes the
-page. A test tells a figure by pytest's `record_property("figure", "...")`. Knows no engine.
+`python -m tests.system.docs.promises` runs them all (real processes, half an hour) and writes the
+page; with words, those of promises and tests that have one of them. A test tells a figure by
+pytest's `record_property("figure", "...")`. Knows no engine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -251,18 +252,23 @@ class Outcome(NamedTuple):
     figures: tuple[str, ...]
 
 
-def all_tests() -> list[str]:
-    """Return all tests of the table, each once, as pytest names them."""
-    found = (test for each in PROMISES.values() for promise in each for test in promise.tests)
+def all_tests(words: Sequence[str] = ()) -> list[str]:
+    """Return the tests of the promises that have one of `words`, as pytest names them.
+
+    Without words: of all promises.
+    """
+    promises = [promise for each in PROMISES.values() for promise in each]
+    asked = [each for each in promises if not words or any(word in str(each) for word in words)]
+    found = (test for promise in asked for test in promise.tests)
     return [f"tests/{test}" for test in dict.fromkeys(found)]
 
 
-def measure() -> dict[str, Outcome]:
-    """Run all tests; returns what became of each, by its name in the table."""
+def measure(words: Sequence[str]) -> dict[str, Outcome]:
+    """Run the tests of promises with one of `words`; returns their outcomes by name."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["-o", "junit_family=xunit1", f"--junitxml={report}", *all_tests()]
+        command += ["-o", "junit_family=xunit1", f"--junitxml={report}", *all_tests(words)]
         subprocess.run(command, cwd=ROOT, check=False)
         return read_report(report.read_text())
 
@@ -282,8 +288,9 @@ def read_report(text: str) -> dict[str, Outcome]:
     return {name: Outcome(*found, tuple(figures[name])) for name, found in counts.items()}
 
 
-def page(outcomes: dict[str, Outcome]) -> str:
-    """Return docs/promises.md."""
+def page(outcomes: dict[str, Outcome], before: str = "") -> str:
+    """Return docs/promises.md; promises whose tests were not run keep their row of `before`."""
+    kept = {row.split(" | ")[0]: row for row in before.splitlines() if row.startswith("| ")}
     num_promises = sum(map(len, PROMISES.values()))
     lines = [
         "# Promises",
@@ -295,6 +302,9 @@ def page(outcomes: dict[str, Outcome]) -> str:
     for title, promises in PROMISES.items():
         lines += ["", f"## {title}", "", "| promise | tests | result |", "|---|---|---|"]
         for promise in promises:
+            if promise.tests[0] not in outcomes and f"| {promise.text}" in kept:
+                lines.append(kept[f"| {promise.text}"])
+                continue
             results = [outcomes.get(test, Outcome(0, 0, 0, ())) for test in promise.tests]
             tests = "<br>".join(f"`{test}`" for test in promise.tests)
             lines.append(f"| {promise.text} | {tests} | {_result(results)} |")
@@ -312,12 +322,13 @@ def _result(outcomes: Iterable[Outcome]) -> str:
     return "; ".join([", ".join(words), *(text for each in found for text in each.figures)])
 
 
-def main() -> int:
+def main(words: Sequence[str]) -> int:
     """Run the tests and write the page; returns 0 if all passed."""
-    outcomes = measure()
-    PAGE.write_text(page(outcomes), encoding="utf-8")
+    outcomes = measure(words)
+    before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    PAGE.write_text(page(outcomes, before), encoding="utf-8")
     return int(any(each.num_failed for each in outcomes.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
