@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from app.cli.main import _parser
-from tests.deploy.kubernetes.renders import objects_of, templates
+from tests.deploy.kubernetes.renders import LOADER, objects_of, templates
 
 Object = dict[str, Any]
 RESTRICTED = {
@@ -95,7 +95,7 @@ def _is_restricted(pod: Object, own: Object) -> bool:
 
 
 def _composed(files: Mapping[str, str]) -> Iterator[Container]:
-    for name, own in yaml.safe_load(files["compose.yaml"])["services"].items():
+    for name, own in yaml.load(files["compose.yaml"], LOADER)["services"].items():
         assert own["init"], "process 1 takes no signals that it does not handle"
         if own["entrypoint"] == ["sleep"]:
             continue

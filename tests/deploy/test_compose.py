@@ -12,7 +12,7 @@ import yaml
 
 from app.cli.deploy import rendered
 from deploy.services.engine import DeployOptions
-from tests.deploy.kubernetes.renders import APART, IMAGE, WHOLE, plan_named
+from tests.deploy.kubernetes.renders import APART, IMAGE, LOADER, WHOLE, plan_named
 from topspin.plan.file import read_plan
 
 SCHEMA = json.loads((Path(__file__).parent / "kubernetes" / "schemas" / "compose.json").read_text())
@@ -23,7 +23,7 @@ def compose(name: str) -> tuple[dict[str, Any], str]:
     """Return the Compose file of a plan, and the plan that it gives to the services."""
     _, files = rendered(plan_named(name), DeployOptions(image=IMAGE), None, form="compose")
     assert set(files) == {"compose.yaml", "plan.yaml"}
-    return yaml.safe_load(files["compose.yaml"]), files["plan.yaml"]
+    return yaml.load(files["compose.yaml"], LOADER), files["plan.yaml"]
 
 
 def gpus(service: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes_validate import utils as validator
 
 from app.cli.deploy import rendered
 from app.cli.keys import make
@@ -53,6 +55,14 @@ def schemas() -> dict[tuple[str, str], Object]:
         if "kind" in crd:
             found[f"{crd['group']}/{crd['version']}", crd["kind"]] = crd["schema"]
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _schemas_read_once() -> Iterator[None]:
+    """Let the validator keep what it reads: megabytes of definitions anew for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validator, "schema_contents", cache(validator.schema_contents))
+        yield
 
 
 def check_object(found: Object, version: str) -> None:
