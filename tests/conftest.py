@@ -61,13 +61,14 @@ def pytest_collection() -> Generator[None, object, object]:
     """Import all tests without garbage collections, and keep what they import out of later ones.
 
     With torch, transformers and all tests that is a million objects: a collection takes half a
-    second, and pytest, nodes and tests ask for some.
+    second, and pytest, nodes and tests ask for some. Others come a tenth as often as by default.
     """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(7_000, 10, 10)
         gc.enable()
 
 
