@@ -24,6 +24,8 @@ from topspin.messages import SAMPLE, SCORE, NewSequence, client_id, pack_ints
 from topspin.plan.kv_cache import BlockNeeds
 from topspin.plan.spec import AttentionNode
 
+# So many times shorter prompts need not wait for a long one.
+SHORT: Final = 8
 MIN_SAMPLED_ROWS: Final = 64
 """So many rows may be sampled in a step, drafts included, however few sequences may run."""
 
@@ -211,13 +213,13 @@ class AttentionReplica:
     def _plan_prompts(self, batch: NodeBatch, num_next: int) -> None:
         """Plan chunks of prompts: the first one's, then those of the shortest.
 
-        While others are shorter, the first one leaves them half of the room: a long prompt holds
+        While others are much shorter, the first one leaves them half of the room: a long prompt holds
         nobody up, nor do short ones starve it.
         """
         first, *others = self.prefilling.values()
         others.sort(key=lambda seq: seq.num_left)
         shorter = [seq.num_left for seq in others] + [num_next]
-        num_shorter = sum(count for count in shorter if count < first.num_left)
+        num_shorter = sum(count for count in shorter if SHORT * count <= first.num_left)
         most = max(-(-batch.budget // 2), batch.budget - num_shorter)
         self._plan_chunk(first, batch, most=most)
         for seq in others:
