@@ -213,8 +213,8 @@ class AttentionReplica:
     def _plan_prompts(self, batch: NodeBatch, num_next: int) -> None:
         """Plan chunks of prompts: the first one's, then those of the shortest.
 
-        While others are much shorter, the first one leaves them half of the room: a long prompt holds
-        nobody up, nor do short ones starve it.
+        While others are much shorter, the first one leaves them half of the room: a long prompt
+        holds nobody up, nor do short ones starve it.
         """
         first, *others = self.prefilling.values()
         others.sort(key=lambda seq: seq.num_left)
