@@ -76,14 +76,12 @@ class Admission:
         place and holds up nobody; one for which there are no blocks lets some others pass, unless
         its answer has begun.
         """
-        present = [replica for replica in self._replicas if replica.is_present]
-        largest = max((replica.max_blocks for replica in present), default=0)
         self._blocked = None
         aside: list[Request] = []
         passed: list[Request] = []
         num_running = sum(replica.num_running for replica in self._replicas)
         while (request := self._waiting.first()) is not None:
-            if request.max_blocks > largest or self.waits_apart(request):
+            if self.waits_apart(request):
                 self._set_aside(request, aside)
                 continue
             open_replicas = [
@@ -138,8 +136,10 @@ class Admission:
         )
 
     def waits_apart(self, request: Request) -> bool:
-        """Say whether a request waits for something else than room: its grammar."""
-        return self._compilations.is_under_way(request.grammar_key)
+        """Say whether a request waits for something else than room: its grammar, or a node."""
+        present = (replica.max_blocks for replica in self._replicas if replica.is_present)
+        is_too_large = request.max_blocks > max(present, default=0)
+        return is_too_large or self._compilations.is_under_way(request.grammar_key)
 
     def num_cached(self, request: Request) -> int:
         """Return how many of a request's tokens a node has, at best."""

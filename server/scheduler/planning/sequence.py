@@ -31,8 +31,7 @@ class Request:
     its grammar, if it has one. `priority`: lower ones come first. `queue_s` is its wait from
     `added_at` to its first admission. `account` is its tenant's, `prompt_s` the predicted time of
     its prompt, and `num_bytes` its size while it waits. `num_passed` others were admitted while
-    there was no room for it. `has_begun`: it has had an output,
-    first at `begun_at`.
+    there was no room for it. `has_begun`: it has had an output, first at `begun_at`.
     """
 
     request_id: str

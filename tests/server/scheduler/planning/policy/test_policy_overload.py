@@ -216,6 +216,25 @@ def test_who_waited_too_long_is_refused_unless_the_engine_recovered_meanwhile() 
     assert all(engine.clients[each].tokens for each in running)
 
 
+def test_nobody_is_late_who_fits_only_a_node_that_is_absent() -> None:
+    config = make_config(num_nodes=2, max_model_len=64, max_ttft_s=2.0)
+    engine = Engine(config, num_blocks=[16, 4])
+    engine.halt(lost=[0])
+    engine.resume()
+    engine.add(make_request("large", [1] * 30, max_tokens=4))
+    engine.add(make_request("small", [2] * 3, max_tokens=4, seed=1))
+    while engine.turn():
+        pass
+    engine.now += 60.0
+    engine.receive(engine.policy.expire(engine.now))
+    assert engine.clients["small"].tokens
+    assert engine.clients["large"].failure is None
+    engine.halt()
+    engine.resume(back=[0])
+    engine.finish()
+    assert engine.clients["large"].tokens
+
+
 def test_nobody_is_late_because_a_node_hangs() -> None:
     load = Load(overloaded(max_ttft_s=2.0))
     engine = load.engine
