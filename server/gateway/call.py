@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from topspin.messages import RequestOutput
 
-# Tokens and log-probabilities that a client has not read, of all choices of a request: 16 MB. A
-# client that reads a little from time to time passes every deadline.
+# Output tokens and their log-probabilities that a client has not read, of all choices of a request:
+# 16 MB. A client that reads a little from time to time passes every deadline.
 MAX_UNREAD = 65536
 
 _log = logging.getLogger("gateway")
@@ -74,8 +74,9 @@ class Call:
         self._queued.add(output.request_id)
         self._arrived.append(output)
         self._wake.set()
-        scores = (*output.logprobs, *output.prompt_logprobs)
-        self._num_unread += len(output.token_ids) + sum(len(each.top_ids) for each in scores)
+        # Log-probabilities of prompts have a limit of their own; many may come at once.
+        self._num_unread += len(output.token_ids)
+        self._num_unread += sum(len(each.top_ids) for each in output.logprobs)
         if self._num_unread > MAX_UNREAD:
             _log.warning("gateway: a client reads too slowly; its request ends")
             self._arrived = []

@@ -104,6 +104,17 @@ async def test_a_client_that_reads_too_slowly_loses_its_request() -> None:
         assert len(await other.next()) == 1
 
 
+async def test_log_probabilities_of_a_long_prompt_may_come_at_once() -> None:
+    async with connected() as (fake, engine, _):
+        call = engine.submit([request("a-0")])
+        ids = tuple(range(20))
+        score = TokenLogprobs(logprob=-1.0, top_ids=ids, top_logprobs=(-1.0,) * 20)
+        fake.emit(output("a-0", [], prompt_logprobs=(score,) * (MAX_UNREAD // 16)))
+        fake.emit(output("a-0", [1]))
+        await fake.settle()
+        assert len(await call.next()) == 2
+
+
 async def test_a_call_is_queued_when_all_its_choices_are() -> None:
     async with connected(replay_deadline_s=9.0) as connection:
         fake, engine, _ = connection
