@@ -31,7 +31,7 @@ from server.gateway.generation.streaming import EventStream
 from server.gateway.generation.threads import PreparationThreads
 from server.gateway.grammars.structured_outputs import GRAMMAR_FIELDS
 from server.gateway.http.answer import json_response
-from server.gateway.http.body import Bodies
+from server.gateway.http.body import Bodies, announced_bytes
 from server.gateway.http.exchange import Exchange, exchange_of
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.parsing.message import AnswerMessage
@@ -70,35 +70,37 @@ class Handler:
     async def generate(self, request: Request, *, dialect: Dialect) -> Response:
         """Answer a request that generates."""
         exchange = exchange_of(request.scope)
-        if _num_announced(request) <= INLINE_BODY_BYTES:
+        if announced_bytes(request) <= INLINE_BODY_BYTES:
             # A long prompt may wait for longer.
             self.engine.check_wait(exchange.tenant.name, exchange.timeout_s)
         now_s = int(time.time())
         resumption = Resumption.of(request.headers, tenant=exchange.tenant.name, now_s=now_s)
         prepared = await self._prepared(request, dialect.prepare)
         params = prepared.params
+        exchange.name(params.request_id)
         if resumption is not None:
-            resumption.check(
-                num_choices=len(prepared.prompts) * params.num_choices, stream=params.stream
-            )
+            num_choices = len(prepared.prompts) * params.num_choices
+            resumption.check(num_choices=num_choices, stream=params.stream)
             exchange.name(resumption.request_id)
             if not params.has_seed:
                 sampling = msgspec.structs.replace(params.sampling, seed=resumption.seed)
                 params = dataclasses.replace(params, sampling=sampling)
                 prepared = prepared._replace(params=params)
         head = ReplyHead(
-            id=dialect.answer_id(exchange.name(params.request_id)),
+            id=dialect.answer_id(exchange.request_id),
             created_at_s=now_s if resumption is None else resumption.created_at_s,
             params=params,
         )
+        if resumption is not None and num_choices != 1:
+            resumption = None  # its events have no ids
         run = self._submitted(prepared, exchange, resumption)
         if exchange.record is not None:
             exchange.record.submitted(params, response_id=head.id, choices=run.choices)
         run.watch(request.receive)
         replies = prepared.make_replies(head)
         if params.stream:
-            # Waiting here gives a request that is refused a proper status. It does not wait for
-            # the first token: clients and proxies give up on a server that says nothing.
+            # Waiting here gives a request that is refused a proper status. It waits for a place,
+            # not for the first token: clients and proxies give up on a server that says nothing.
             await run.queued()
             blocks = self._event_blocks(run, replies, params, exchange, resumption)
             response: Response = EventStream(
@@ -201,7 +203,7 @@ class Handler:
             choices=choices,
             metrics=self.metrics,
             exchange=exchange,
-            resumption=resumption if len(choices) == 1 else None,
+            resumption=resumption,
         )
 
     async def _whole_answer(self, run: Run, replies: Replies, params: RequestParams) -> bytes:
@@ -237,7 +239,7 @@ class Handler:
                         block = await self.threads.run(partial(replies.events, choice))
                     else:
                         block = replies.events(choice)
-                    if resumption is not None and len(run.choices) == 1:
+                    if resumption is not None:
                         block = resumption.events(block)
                     events.append(block)
                     choice.clear()
@@ -252,12 +254,6 @@ class Handler:
         else:
             events.append(replies.end(run.choices, run.usage()))
         yield b"".join(events)
-
-
-def _num_announced(request: Request) -> int:
-    """Return how long the body will be, as far as the head says; 0: it does not."""
-    announced = request.headers.get("content-length", "")
-    return int(announced) if announced.isascii() and announced.isdigit() else 0
 
 
 def _with_ignored(response: Response, ignored: Sequence[str]) -> Response:

@@ -106,6 +106,12 @@ def _is_json(content_type: str) -> bool:
     return header.get_content_type() == "application/json" and charset == "utf-8"
 
 
+def announced_bytes(request: Request) -> int:
+    """Return how long the body will be, as far as the head says; 0: it does not."""
+    announced = request.headers.get("content-length", "")
+    return int(announced) if announced.isascii() and announced.isdigit() else 0
+
+
 async def read_body(
     request: Request,
     *,
@@ -118,8 +124,7 @@ async def read_body(
     A Content-Length over the limit is refused before any of the body is read. `count` is called
     with the size of each piece before it is kept, and may raise.
     """
-    announced = request.headers.get("content-length", "")
-    if announced.isascii() and announced.isdigit() and int(announced) > max_bytes:
+    if announced_bytes(request) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     try:

@@ -91,6 +91,23 @@ def test_the_seed_follows_from_the_key_unless_the_client_gives_one() -> None:
     assert seeds[3] == 7
 
 
+def test_several_choices_have_the_seed_and_no_ids() -> None:
+    fake = FakeEngine(saying("ok"))
+    stream = events(answer_to(CHAT, {**BODIES[CHAT], "n": 2}, fake=fake, headers=KEY))
+    assert not any(name for name, _ in stream)
+    assert len({each.sampling.seed for each in fake.added}) == 1
+
+
+def test_a_clients_own_name_of_the_request_goes_before_the_keys() -> None:
+    answers = [
+        answer_to(CHAT, {**CHAT_BODY, **body}, fake=FakeEngine(saying("ok")), headers=KEY)
+        for body in ({}, {"request_id": "mine"})
+    ]
+    names = [answer.headers["x-request-id"] for answer in answers]
+    assert names[0].startswith("key-")
+    assert names[1] == "mine"
+
+
 def test_another_answer_is_an_error_and_no_text_with_a_seam() -> None:
     whole = events(answer_to(CHAT, BODIES[CHAT], fake=FakeEngine(saying(TEXT)), headers=KEY))
     name = next(name for name, _ in reversed(whole) if name)
