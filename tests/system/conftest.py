@@ -22,9 +22,17 @@ class Tiny(NamedTuple):
     tokens: list[list[int]]
 
 
+def make_tiny(
+    directory: Path, family: str, prompts: list[list[int]], num_tokens: int, *, margin: float
+) -> Tiny:
+    """Make a checkpoint in `directory`; its choices of tokens must be clear by `margin`."""
+    path = make_checkpoint(directory, family)
+    result = oracle_generate(path, prompts, num_tokens)
+    assert min(result.margins) >= margin, result.margins
+    return Tiny(path, prompts, result.tokens)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    path = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3_moe")
-    result = oracle_generate(path, PROMPTS, NUM_TOKENS)
-    assert min(result.margins) >= MIN_MARGIN, result.margins
-    return Tiny(path, PROMPTS, result.tokens)
+    directory = tmp_path_factory.mktemp("tiny")
+    return make_tiny(directory, "qwen3_moe", PROMPTS, NUM_TOKENS, margin=MIN_MARGIN)

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.system.conftest import Tiny, make_tiny
 from tests.system.rig import chaos
 from tests.system.rig.chaos import EVENTS, Streams, check_identical, wait_until, wait_until_whole
 from tests.system.rig.server import Server, Settings
@@ -36,25 +36,16 @@ SLOW: Settings = {
 }
 
 
-class Model(NamedTuple):
-    """A checkpoint, prompts (the last one long), and their greedy continuations."""
-
-    path: Path
-    prompts: list[list[int]]
-    tokens: list[list[int]]
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = make_checkpoint(tmp_path_factory.mktemp("chaos"), "qwen3_moe")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Return a model with prompts of which the last one is long."""
     prompts = [[5, 9, 200, 31, 77], list(range(40, 70)), [(7 * i) % 250 for i in range(150)]]
-    result = oracle_generate(path, prompts, NUM_TOKENS)
-    assert min(result.margins) >= MIN_MARGIN, min(result.margins)
-    return Model(path, prompts, result.tokens)
+    directory = tmp_path_factory.mktemp("chaos")
+    return make_tiny(directory, "qwen3_moe", prompts, NUM_TOKENS, margin=MIN_MARGIN)
 
 
 @pytest.fixture(scope="module")
-def two_attention_nodes(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def two_attention_nodes(model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return a server whose logs are JSON objects."""
     directory = tmp_path_factory.mktemp("smoke")
     flags = ("--attention-nodes", "2")
@@ -64,7 +55,7 @@ def two_attention_nodes(model: Model, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_every_process_names_a_request_by_its_id_also_after_a_loss(
-    model: Model, two_attention_nodes: Server
+    model: Tiny, two_attention_nodes: Server
 ) -> None:
     server = two_attention_nodes
     body = {
@@ -107,7 +98,7 @@ def test_every_process_names_a_request_by_its_id_also_after_a_loss(
 
 
 def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
-    model: Model, two_attention_nodes: Server
+    model: Tiny, two_attention_nodes: Server
 ) -> None:
     """The smoke row; test_detection.py tests how soon losses are noticed."""
     server = two_attention_nodes
@@ -142,7 +133,7 @@ NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not i
     params=["shm", "tcp", "shm restless", pytest.param("nixl", marks=NEEDS_NIXL)],
 )
 def chaotic(
-    model: Model, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    model: Tiny, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("chaotic")
     transport, _, restless = request.param.partition(" ")
@@ -158,7 +149,7 @@ def chaotic(
 @pytest.mark.parametrize("moment", ["prefill", "mid-stream"])
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("role", ["attention 0", "expert 1"])
-def test_the_matrix(chaotic: Server, model: Model, role: str, event: str, moment: str) -> None:
+def test_the_matrix(chaotic: Server, model: Tiny, role: str, event: str, moment: str) -> None:
     wait_until_whole(chaotic)
     seen = len(chaotic.output)
     streams = Streams(chaotic.url, model.prompts, NUM_TOKENS)
@@ -183,7 +174,7 @@ def test_experts_have_moved_where_they_should(
 
 
 @pytest.mark.slow
-def test_continued_streams_have_the_bits_of_undisturbed_ones(model: Model, tmp_path: Path) -> None:
+def test_continued_streams_have_the_bits_of_undisturbed_ones(model: Tiny, tmp_path: Path) -> None:
     """--deterministic in bfloat16; tests/identity compares whole distributions."""
     flags = ("--deterministic", "--dtype", "bfloat16", "--transport", "tcp")
     nodes = ("--attention-nodes", "2", "--expert-nodes", "2")
@@ -206,7 +197,7 @@ def test_continued_streams_have_the_bits_of_undisturbed_ones(model: Model, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recordings", ["recorded", "layer by layer"])
-def test_recorded_steps_survive_every_event(model: Model, tmp_path: Path, recordings: str) -> None:
+def test_recorded_steps_survive_every_event(model: Tiny, tmp_path: Path, recordings: str) -> None:
     """In bfloat16, where a continuation on other nodes may end in other tokens than undisturbed."""
     num_tokens = 80
     # Longer ones would be attended to in groups, which depend on what the cache has of them.
@@ -236,7 +227,7 @@ def test_recorded_steps_survive_every_event(model: Model, tmp_path: Path, record
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 300)
-def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
+def test_a_soak_of_losses_leaks_nothing(model: Tiny, tmp_path: Path) -> None:
     """Streams and losses, for ten minutes or TOPSPIN_SOAK_S seconds.
 
     Memory and descriptors of the other processes do not grow, and no cache block stays taken.

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
 from tests.identity.layouts.test_stages import staged
+from tests.system.conftest import Tiny, make_tiny
 from tests.system.recovery.test_chaos import RESTLESS
 from tests.system.rig.chaos import Streams, check_identical, wait_until, wait_until_whole
 from tests.system.rig.chaos_node import HANG
@@ -83,28 +83,18 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
 CASES = all_cases() if os.environ.get("TOPSPIN_ALL_FAULTS") else pairwise(all_cases())
 
 
-class Model(NamedTuple):
-    """A checkpoint, prompts (the last one long), and their greedy continuations."""
-
-    path: Path
-    prompts: list[list[int]]
-    tokens: list[list[int]]
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = make_checkpoint(tmp_path_factory.mktemp("matrix"), "qwen2_moe")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     prompts = [[(7 * i + 31 * n) % 250 for i in range(5 + 9 * n)] for n in range(7)]
     prompts.append([(7 * i) % 250 for i in range(150)])
-    result = oracle_generate(path, prompts, NUM_TOKENS)
-    assert min(result.margins) >= MIN_MARGIN, min(result.margins)
-    return Model(path, prompts, result.tokens)
+    directory = tmp_path_factory.mktemp("matrix")
+    return make_tiny(directory, "qwen2_moe", prompts, NUM_TOKENS, margin=MIN_MARGIN)
 
 
 class Servers:
     """The engine of one layout at a time."""
 
-    def __init__(self, model: Model, directory: Path) -> None:
+    def __init__(self, model: Tiny, directory: Path) -> None:
         self._model, self._directory = model, directory
         self._layout = ""
         self._open = contextlib.ExitStack()
@@ -139,7 +129,7 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     found = Servers(model, tmp_path_factory.mktemp("servers"))
     yield found
     found.close()
@@ -165,7 +155,7 @@ def happens(server: Server, case: Case) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pairs_of_faults(
-    servers: Servers, model: Model, case: Case, record_property: pytest.RecordProperty
+    servers: Servers, model: Tiny, case: Case, record_property: pytest.RecordProperty
 ) -> None:
     server = servers.of(case.layout)
     wait_until_whole(server)

@@ -39,6 +39,19 @@ class Watched:
     ended_s: float = field(default=0.0, compare=False)
 
 
+def stream_body(prompt: list[int], num_tokens: int) -> dict[str, object]:
+    """Return the body of a greedy stream of `num_tokens`, whatever they are."""
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+
+
 class Streams:
     """Completion streams of all prompts at once, each in a thread.
 
@@ -69,13 +82,7 @@ class Streams:
 
     def _run(self, watched: Watched) -> None:
         body = {
-            "model": "tiny",
-            "prompt": watched.prompt,
-            "max_tokens": self._num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
+            **stream_body(watched.prompt, self._num_tokens),
             "logprobs": self._num_logprobs,
             **self._fields,
         }

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from tests.system.rig.chaos import STREAM_TIMEOUT_S, Watched
+from tests.system.rig.chaos import STREAM_TIMEOUT_S, Watched, stream_body
 
 PAUSE_S = 0.1
 PASSING = (429, 503)
@@ -49,15 +49,7 @@ class RetryingStreams:
         return self.watched
 
     def _run(self, watched: Watched) -> None:
-        body = {
-            "model": "tiny",
-            "prompt": watched.prompt,
-            "max_tokens": self._num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
+        body = stream_body(watched.prompt, self._num_tokens)
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         deadline_s = time.monotonic() + STREAM_TIMEOUT_S
         while not watched.num_done and not watched.errors and time.monotonic() < deadline_s:
