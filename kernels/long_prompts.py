@@ -1,7 +1,7 @@
 """The long prompts of a micro-batch, whose rows may attend otherwise than the others'.
 
-Owns the length from which a prompt is long, and the division of a micro-batch's rows; made once for
-all layers, on the host. Knows no weights and how nothing attends; called by whoever does.
+Owns the length from which a prompt is long, and the division of a micro-batch's rows, made once for
+all layers, on the host. Knows no weights and no kernel; called by attention_nodes/latent.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Owns a counter of what each tenant has been served, over its weight (the virtual token counters of
 VTC, arXiv 2401.00588, algorithm 2). The next request is one of the tenant with the least; within a
 tenant, by rank. A tenant that comes back after a while has no credit for it. Knows no clock, no
-node and no limit. Called by entrance.py and by server.scheduler.planning.
+node, and of limits only where a tenant's use of them is kept (allowance.py). Called by entrance.py
+and by server.scheduler.planning.
 """
 
 from __future__ import annotations
