@@ -116,6 +116,8 @@ MODULES: Final = {
     "spec": "speculation.command",
     "startup": "engine.startup",
     "structured_output": "structured_output",
+    "sweep-overload": "load.sweep",
+    "tenants": "tenants",
     "vs_transformers": "vs_transformers",
 }
 """The name of a result and of its table, and the module whose EXPERIMENT lays it out."""

@@ -29,15 +29,15 @@ LENGTHS = ("--random-input-len", "64", "--random-output-len", "32")
 NUM_REQUESTS = 60
 STOP_S = 60.0
 _COLUMNS = {
-    "connections of the other": "{connections}",
+    "connections of the other": "{connections:.0f}",
     "requests/s": "{request_throughput:.2f}",
     "tokens/s": "{output_throughput:.1f}",
     "TTFT p50 ms": "{median_ttft_ms:.0f}",
     "p99": "{p99_ttft_ms:.0f}",
     "TPOT p50 ms": "{median_tpot_ms:.0f}",
-    "refused": "{refused}",
+    "refused": "{refused:.0f}",
     "the other's tokens/s": "{others_throughput:.1f}",
-    "refused ": "{others_refused}",
+    "refused ": "{others_refused:.0f}",
 }
 
 
