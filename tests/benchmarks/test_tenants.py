@@ -1,4 +1,4 @@
-"""What is told of a tenant beside another one's flood, from the figures of both loads."""
+"""A tenant beside another one's flood, from the figures of both loads."""
 
 from __future__ import annotations
 
