@@ -108,8 +108,9 @@ def linear(
         )
     else:
         if (num_rows := onednn_rows(given)) > given:
-            # The rows behind are whatever they were: no row depends on others.
-            x = torch.cat((x, x.new_empty(num_rows - given, x.shape[1])))
+            # Not just any numbers: where a row's length is no multiple of a tile's, oneDNN reads on
+            # into the next row, and NaN times the zeros of padded weights is NaN.
+            x = torch.cat((x, x.new_zeros(num_rows - given, x.shape[1])))
         whole = torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
         result = whole[:given]
     return result if out is None or out is result else out.copy_(result)

@@ -69,6 +69,21 @@ def test_rows_that_are_filled_up_have_the_products_of_theirs(num_rows: int) -> N
     assert found.shape == (num_rows, 48)
 
 
+@pytest.mark.skipif(not can_prepack(torch.bfloat16), reason="oneDNN multiplies no bf16 here")
+@pytest.mark.parametrize("width", [37, 64, 70])
+def test_what_memory_held_before_is_in_no_product(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_of_nan(tensor: Tensor, *shape: int) -> Tensor:
+        return tensor.new_full(shape, float("nan"))
+
+    monkeypatch.setattr(Tensor, "new_empty", full_of_nan)
+    found = cpu.linear(
+        torch.ones(40, width).bfloat16(), cpu.pack_linear(torch.ones(13, width).bfloat16())
+    )
+    assert found.eq(width).all()
+
+
 def test_experts_are_packed_one_at_a_time() -> None:
     alive: list[weakref.ref[Tensor]] = []
     most = 0
