@@ -11,8 +11,13 @@ import pytest
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
-from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, PROMPT_LENS, Case, crowded_config
-from tests.identity.speculation.test_speculation import accepted, generate_until, was_preempted
+from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, PROMPT_LENS, Case
+from tests.identity.speculation.test_speculation import (
+    accepted,
+    crowded_config_of,
+    generate_until,
+    was_preempted,
+)
 from tests.mtp_heads import add_head, drafted_by, final_rows_of, head_oracle, make_predictable
 from topspin.plan.speculation import Speculation
 
@@ -99,10 +104,7 @@ def test_as_many_drafts_are_accepted_as_of_transformers_head(head_case: MadeCase
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sequences_that_are_preempted_go_on(head_case: MadeCase, variant: str) -> None:
     case = head_case(variant)
-    config = crowded_config(
-        case, spare=40, transport="shm", max_num_batched_tokens=17, speculation=CHAINS
-    )
-    with Engine(config) as engine:
+    with Engine(crowded_config_of(case, speculation=CHAINS)) as engine:
         generate_until(engine, case, was_preempted)
 
 
