@@ -1,7 +1,7 @@
 """The life cycle of a process: its standard streams, its end with its supervisor, its exit.
 
-Owns the streams that are missing, the parent-death link, the memory that it has and frees after
-loading, the limit of open files, and the exit statuses. Knows no role.
+Owns the streams that are missing, the parent-death link, the memory that it has, may get, and
+frees after loading, the limit of open files, and the exit statuses. Knows no role.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ def new_incarnation() -> int:
 def resident_bytes() -> int:
     """Return the bytes of this process that are in memory, those it shares with others too."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def available_bytes() -> int:
+    """Return the bytes that this machine can give to processes without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo does not say MemAvailable")
 
 
 def release_freed_memory() -> None:

@@ -18,9 +18,18 @@ from pathlib import Path
 import msgspec
 
 import topspin
-from app.launch.supervisor import Part, RoleCommand
+from app.launch.child_process import Part, RoleCommand
 from topspin.cores import node_environment
 from topspin.plan.spec import EnginePlan, NodeSpec, ServeConfig
+
+# The modules of all nodes' processes: what takes long to import, they share.
+NODE_IMPORTS = (
+    "attention_nodes.command",
+    "attention_nodes.stages.command",
+    "draft_nodes.command",
+    "draft_nodes.drafter",
+    "expert_nodes.command",
+)
 
 # Python has no name for it yet. F_SEAL_WRITE fails while the kernel itself holds a page.
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -42,7 +51,12 @@ def node_commands(plan: EnginePlan, control: str) -> list[RoleCommand]:
         *(("--failover",) if plan.failover.restart else ()),
     )
     environment = _environment(plan, plan.attention[0])
-    local = RoleCommand(name="local node", argv=argv, environment=environment)
+    local = RoleCommand(
+        name="local node",
+        argv=argv,
+        environment=environment,
+        imports=_imports(plan, plan.attention[0]),
+    )
     return [local, *(node_command(plan, node, control) for node in plan.drafts)]
 
 
@@ -67,7 +81,16 @@ def node_command(
         argv=argv,
         environment=_environment(plan, node),
         part=part,
+        imports=_imports(plan, node),
     )
+
+
+def _imports(plan: EnginePlan, node: NodeSpec) -> tuple[str, ...]:
+    """Return what a standby process imports for a node; (): it is executed, as on a device.
+
+    No process with a device was ever forked.
+    """
+    return NODE_IMPORTS if plan.failover.standby and not node.place.is_device else ()
 
 
 def _module_of(plan: EnginePlan, node: NodeSpec) -> str:

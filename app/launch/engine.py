@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from app.launch.child_process import RoleCommand
 from app.launch.commands import (
     import_path,
     inherited_config,
@@ -30,7 +31,7 @@ from app.launch.commands import (
     node_commands,
 )
 from app.launch.display import CompiledKernels, Display, open_display
-from app.launch.supervisor import RoleCommand, StopGraces, Supervisor
+from app.launch.supervisor import StopGraces, Supervisor
 from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import EnginePlan, ServeConfig
 from topspin.process import CONFIG_ERROR_STATUS

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from app.launch.child_process import RoleCommand
 from app.launch.commands import import_path, module_argv, node_command
-from app.launch.supervisor import RoleCommand
 from topspin.errors import ConfigError
 from topspin.plan.network import NetworkSpec
 from topspin.plan.spec import EnginePlan, NodeSpec, ServeConfig

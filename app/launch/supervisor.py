@@ -8,53 +8,24 @@ Linux ties the parent-death signal to the thread that forked.
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Literal, NamedTuple
 
-from topspin.errors import EngineError
+from app.launch.child_process import ChildProcess, Part, RoleCommand, RoleExit, environment_of
+from app.launch.standby import Standby, Standbys
 from topspin.logs import is_json
-from topspin.process import PARENT_PID_VARIABLE
 
-NUM_TAIL_LINES = 20
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0
 HEALTHY_S = 60.0
 # A role that ends once more within this time is given up.
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 300.0
-
-_READ_BYTES = 65536
-_MAX_LINE_BYTES = 65536
-_MAX_LAST_WORDS_BYTES = 2**20
-
-
-Part = Literal["front", "coordinator", "worker", "optional", "helper"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoleCommand:
-    """How to start one role. `environment` is added to the supervisor's own.
-
-    `part` decides when the role is asked to stop: the front (gateway) first, so that it can finish
-    its requests while the others run; then the coordinator (scheduler), which tells the workers
-    (nodes) to stop; a worker only if it was not told. Optional ones are workers that the others do
-    without from the beginning, and helpers those that they can lose later.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    pass_fds: tuple[int, ...] = ()
-    part: Part = "worker"
 
 
 @dataclass(slots=True)
@@ -65,119 +36,6 @@ class _Restart:
     due: float
     delay_s: float
     ends: list[float]
-
-
-class RoleExit(NamedTuple):
-    """A role that has ended: its wait status as subprocess gives it, and its last lines."""
-
-    name: str
-    returncode: int
-    last_lines: tuple[str, ...]
-
-    def describe(self) -> str:
-        """Return `expert 1 was killed by SIGKILL` or `gateway exited with status 3`."""
-        if self.returncode >= 0:
-            return f"{self.name} exited with status {self.returncode}"
-        try:
-            name = signal.Signals(-self.returncode).name
-        except ValueError:
-            name = f"signal {-self.returncode}"
-        return f"{self.name} was killed by {name}"
-
-
-class _Child:
-    """A started role. Invariant: while `is_running` its process is not reaped, so that no other
-    process can have its pid or process group."""
-
-    def __init__(self, command: RoleCommand) -> None:
-        environment = {
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1",
-            **os.environ,
-            **command.environment,
-            PARENT_PID_VARIABLE: str(os.getpid()),
-        }
-        self.command = command
-        try:
-            # A separate process group: Ctrl-C in the terminal reaches the supervisor only.
-            self.process = subprocess.Popen(
-                command.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=command.pass_fds,
-                process_group=0,
-            )
-        except OSError as error:
-            raise EngineError(f"cannot start {command.name}: {error}") from error
-        assert self.process.stdout is not None
-        self.output_fd = self.process.stdout.fileno()
-        os.set_blocking(self.output_fd, False)
-        self.pidfd = os.pidfd_open(self.process.pid)
-        self.started = time.monotonic()
-        self.is_running = True
-        self.has_output = True
-        self.last_lines: deque[str] = deque(maxlen=NUM_TAIL_LINES)
-        self._partial = bytearray()
-
-    def read_lines(self) -> list[str]:
-        """Return the lines that one read completes; at the end of output also the rest."""
-        try:
-            data = os.read(self.output_fd, _READ_BYTES)
-        except BlockingIOError:
-            return []
-        self._partial += data
-        *complete, rest = bytes(self._partial).split(b"\n")
-        if rest and (not data or len(rest) > _MAX_LINE_BYTES):
-            complete.append(rest)
-            rest = b""
-        self._partial = bytearray(rest)
-        self.has_output = bool(data)
-        lines = [line.decode(errors="replace").rstrip("\r") for line in complete]
-        self.last_lines.extend(lines)
-        return lines
-
-    def last_words(self) -> list[str]:
-        """Return the last output of an ended process, without waiting for more.
-
-        Bounded, since a process that left the group might go on writing.
-        """
-        lines: list[str] = []
-        for _ in range(_MAX_LAST_WORDS_BYTES // _READ_BYTES):
-            before = len(self._partial)
-            lines += (new := self.read_lines())
-            if not self.has_output or (not new and len(self._partial) == before):
-                break
-        if self._partial:
-            lines.append(self._partial.decode(errors="replace"))
-            self.last_lines.append(lines[-1])
-            self._partial.clear()
-        return lines
-
-    def terminate(self) -> None:
-        """Ask the role to stop."""
-        # Not Popen.terminate, which reaps a process that has ended.
-        if self.is_running:
-            os.kill(self.process.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Kill the role and all processes of its process group."""
-        if self.is_running:
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def reap(self) -> RoleExit:
-        """Collect an ended process, after killing the rest of its process group."""
-        self.kill()
-        self.is_running = False
-        returncode = self.process.wait()
-        os.close(self.pidfd)
-        return RoleExit(self.command.name, returncode, ())
-
-    def close(self) -> None:
-        """Close this end of the output pipe."""
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +60,10 @@ class Supervisor:
     def __init__(self, *, emit: Callable[[str], object], graces: StopGraces | None = None) -> None:
         self._emit = emit
         self._graces = StopGraces() if graces is None else graces
-        self._children: list[_Child] = []
+        self._children: list[ChildProcess] = []
+        self._standbys = Standbys()
+        # Roles whose standby process has not imported everything yet.
+        self._waiting: list[tuple[RoleCommand, Standby]] = []
         self._exits: list[RoleExit] = []
         self._signals: list[int] = []
         self._restarts: dict[str, _Restart] = {}
@@ -278,8 +139,8 @@ class Supervisor:
         """Kill the running node with process id `pid` (None: the coordinator), if there is one."""
         nodes: tuple[Part, ...] = ("worker", "optional", "helper")
         for child in self._running(self._of(*(nodes if pid is not None else ("coordinator",)))):
-            if pid in (None, child.process.pid):
-                who = f"{child.command.name} (pid {child.process.pid})"
+            if pid in (None, child.pid):
+                who = f"{child.command.name} (pid {child.pid})"
                 self._emit(f"{who} is taken for dead and is killed")
                 child.kill()
 
@@ -292,23 +153,50 @@ class Supervisor:
         self._selector.unregister(fd)
 
     def start(self, command: RoleCommand) -> None:
-        """Start one role; raises EngineError if the system cannot."""
-        child = _Child(command)
+        """Start one role, once its standby process is ready; raises EngineError if it cannot."""
+        standby = self._standby_of(command)
+        if standby is not None and standby.is_importing:
+            self._waiting.append((command, standby))
+            return
+        child = ChildProcess(command, standby)
         self._children.append(child)
         self._selector.register(child.output_fd, selectors.EVENT_READ, child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
 
+    def _standby_of(self, command: RoleCommand) -> Standby | None:
+        """Return the standby process that forks a role, watched until it is ready; None: none."""
+        if not command.imports:
+            return None
+        standby = self._standbys.find(command.imports, environment_of(command))
+        is_watched = any(awaited is standby for _, awaited in self._waiting)
+        if standby is not None and standby.is_importing and not is_watched:
+            self._selector.register(standby.socket, selectors.EVENT_READ, standby)
+        return standby
+
+    def _read_standby(self, standby: Standby) -> None:
+        """Start the roles that have waited for a standby process, which is ready or has ended."""
+        self._selector.unregister(standby.socket)
+        standby.read()
+        started = [command for command, awaited in self._waiting if awaited is standby]
+        self._waiting = [each for each in self._waiting if each[1] is not standby]
+        for command in started:
+            if not self.was_forced:
+                self.start(command)
+
     def step(self, timeout_s: float | None) -> None:
         """Wait up to `timeout_s` (None: for ever) for output, exits and signals; handle them."""
-        ended: list[_Child] = []
+        ended: list[ChildProcess] = []
         for key, _ in self._selector.select(self._until_restart(timeout_s)):
             if key.fileobj is self._wake_reader:
                 self._drain_wakeups()
                 continue
-            if not isinstance(key.data, _Child):
+            if isinstance(key.data, Standby):
+                self._read_standby(key.data)
+                continue
+            if not isinstance(key.data, ChildProcess):
                 key.data()
                 continue
-            child: _Child = key.data
+            child: ChildProcess = key.data
             if key.fd == child.pidfd:
                 ended.append(child)
             elif child.has_output:
@@ -332,7 +220,7 @@ class Supervisor:
             waits.append(timeout_s)
         return max(0.0, min(waits)) if waits else None
 
-    def _plan_restart(self, child: _Child, gone: RoleExit) -> None:
+    def _plan_restart(self, child: ChildProcess, gone: RoleExit) -> None:
         self._children.remove(child)
         now = time.monotonic()
         if child.command.part == "optional" and gone.returncode in (0, -signal.SIGTERM):
@@ -371,6 +259,11 @@ class Supervisor:
         self._step_until_ended(front, self._graces.front_s)
         self._restarting.clear()
         self._restarts.clear()
+        for _, standby in self._waiting:
+            if standby.socket in self._selector.get_map():
+                self._selector.unregister(standby.socket)
+        self._waiting.clear()
+        self._standbys.end()
         # A front that is still busy gets as long as the others: it may be answering clients.
         if self._terminate(self._of("coordinator")):
             self._step_until_ended(self._children, self._graces.coordinated_s)
@@ -381,33 +274,33 @@ class Supervisor:
             child.kill()
         self._step_until_ended(self._children, self._graces.kill_s)
         for child in self._running(self._children):
-            self._emit(f"{child.command.name} (pid {child.process.pid}) survived SIGKILL")
+            self._emit(f"{child.command.name} (pid {child.pid}) survived SIGKILL")
 
     @staticmethod
-    def _running(children: Sequence[_Child]) -> list[_Child]:
+    def _running(children: Sequence[ChildProcess]) -> list[ChildProcess]:
         return [child for child in children if child.is_running]
 
-    def _of(self, *parts: Part) -> list[_Child]:
+    def _of(self, *parts: Part) -> list[ChildProcess]:
         return [child for child in self._children if child.command.part in parts]
 
-    def _terminate(self, children: Sequence[_Child]) -> bool:
+    def _terminate(self, children: Sequence[ChildProcess]) -> bool:
         """Ask the running ones to stop; return whether there was one."""
         running = self._running(children)
         for child in running:
             child.terminate()
         return bool(running)
 
-    def _step_until_ended(self, children: Sequence[_Child], timeout_s: float) -> None:
+    def _step_until_ended(self, children: Sequence[ChildProcess], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while self._running(children) and (left := deadline - time.monotonic()) > 0:
             self.step(left)
 
-    def _forward(self, child: _Child, lines: Sequence[str]) -> None:
+    def _forward(self, child: ChildProcess, lines: Sequence[str]) -> None:
         for line in lines:
             # JSON names the role itself.
             self._emit(line if is_json(line) else f"{child.command.name} | {line}")
 
-    def _collect(self, child: _Child) -> RoleExit:
+    def _collect(self, child: ChildProcess) -> RoleExit:
         """Reap an ended child and forward its last words."""
         self._selector.unregister(child.pidfd)
         gone = child.reap()

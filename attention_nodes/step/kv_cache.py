@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from kernels.runtime import HostRuntime, Runtime
 from models.description.config import ModelConfig
 from topspin.errors import ConfigError
 from topspin.plan.kv_cache import BlockNeeds, KvCacheSpec, kv_groups
+from topspin.process import available_bytes
 from topspin.units import format_size
 
 MIN_BLOCKS: Final = 2
@@ -240,7 +240,4 @@ def _available(runtime: Runtime) -> tuple[int, str]:
     """Return the bytes that can be allocated (on the host: without swapping), and their name."""
     if runtime.device.type != "cpu":
         return runtime.memory().free, f"device {runtime.device}"
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024, "this machine"
-    raise OSError("/proc/meminfo does not say MemAvailable")
+    return available_bytes(), "this machine"

@@ -37,6 +37,7 @@ _PHASES = (
 )
 # Command line -> role.
 _ROLES = {
+    "app.launch.standby_process": "standby",
     "server.gateway": "gateway",
     "server.scheduler": "scheduler",
     "app.launch.local_node": "local node",

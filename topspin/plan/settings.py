@@ -190,6 +190,8 @@ class FailoverPolicy(Section, frozen=True, kw_only=True):
         ),
     ] = 30.0
     halt_deadline_s: Positive = 10.0
+    # `topspin serve` forks nodes from processes that have imported their modules.
+    standby: bool = True
     # Nodes report twice a second (topspin.processes.progress.INTERVAL_S).
     progress_deadline_s: Annotated[float, Meta(ge=2, le=FINITE)] = 20.0
 

@@ -7,7 +7,7 @@ import select
 import sys
 from pathlib import Path
 
-from app.launch.supervisor import Part, RoleCommand
+from app.launch.child_process import Part, RoleCommand
 
 ROOT = Path(__file__).resolve().parents[3]
 

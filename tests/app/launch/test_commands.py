@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from app.launch.child_process import RoleCommand
 from app.launch.engine import role_commands
-from app.launch.supervisor import RoleCommand
 from tests.app.launch.engines import context_of, engine
 from tests.app.launch.roles import ROOT
 from tests.structs import changed
@@ -71,6 +71,19 @@ def test_who_is_stopped_when_and_who_inherits_what() -> None:
         "expert 0": ("worker", ()),
         "expert 1": ("optional", ()),
     }
+
+
+def test_nodes_of_the_host_are_forked_and_others_executed() -> None:
+    def forked(config: ServeConfig) -> set[str]:
+        return {name for name, command in commands_of(config).items() if command.imports}
+
+    config = engine()
+    assert forked(config) == {"attention 0", "expert 0", "expert 1"}
+    assert forked(engine(transport="local")) == {"local node"}
+    assert forked(changed(config, {"plan.failover.standby": False})) == set()
+    attention, *experts = config.plan.attention + config.plan.experts
+    on_device = changed(config, {"plan.nodes": (replace(attention, device="cuda:0"), *experts)})
+    assert forked(on_device) == {"expert 0", "expert 1"}
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ import pytest
 from msgspec.structs import replace
 
 from app.launch import engine as launcher
+from app.launch.child_process import RoleCommand
 from app.launch.display import Display
 from app.launch.engine import LaunchContext, RoleTable, gateway_url, launch
-from app.launch.supervisor import RoleCommand
 from tests.app.launch.engines import engine
 from tests.app.launch.roles import ROOT, dummy, wait_until_gone
 from tests.structs import changed

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from app.launch import supervisor as supervision
-from app.launch.supervisor import NUM_TAIL_LINES, Part, RoleCommand, StopGraces, Supervisor
+from app.launch.child_process import NUM_TAIL_LINES, Part, RoleCommand
+from app.launch.supervisor import StopGraces, Supervisor
 from tests.app.launch.roles import dummy, wait_until_gone
 from topspin.errors import EngineError
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from app.cli.flags import add_arguments
 from app.cli.serve import asked_for, serve_config
 from app.launch import supervisor
+from app.launch.child_process import RoleCommand
 from app.launch.engine import LaunchContext, launch, role_commands
-from app.launch.supervisor import RoleCommand
 
 NODES = ("attention_nodes", "expert_nodes", "attention_nodes.stages", "draft_nodes")
 
