@@ -35,7 +35,7 @@ _ROOM = " " * 1024
 _OWN_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 
 
-class Fork(msgspec.Struct, frozen=True):
+class NodeFork(msgspec.Struct, frozen=True):
     """What a forked process becomes: `argv` is that of `python -P -m module`."""
 
     argv: tuple[str, ...]
@@ -92,7 +92,7 @@ class Standby:
         """
         if not self.is_ready or self.has_ended:
             return None
-        request = msgspec.json.encode(Fork(tuple(argv), dict(environment)))
+        request = msgspec.json.encode(NodeFork(tuple(argv), dict(environment)))
         try:
             self.socket.settimeout(FORK_LIMIT_S)
             with _adopting():

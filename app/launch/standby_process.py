@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from app.launch.standby import MAX_REQUEST_BYTES, READY, Fork
+from app.launch.standby import MAX_REQUEST_BYTES, READY, NodeFork
 from topspin.process import follow_parent
 
 _GO = b"g"
@@ -44,13 +44,13 @@ def main() -> int:
     return 0
 
 
-def _serve(supervisor: socket.socket) -> Fork | None:
-    """Fork for each request; returns None once the supervisor has gone, a request in a fork."""
+def _serve(supervisor: socket.socket) -> NodeFork | None:
+    """NodeFork for each request; returns None once the supervisor has gone, a request in a fork."""
     while True:
         data, (*files,), *_ = socket.recv_fds(supervisor, MAX_REQUEST_BYTES, 1)
         if not data:
             return None
-        fork = msgspec.json.decode(data, type=Fork)
+        fork = msgspec.json.decode(data, type=NodeFork)
         if (pid := _fork_twice(files[0])) is None:
             return fork
         os.close(files[0])
@@ -85,7 +85,7 @@ def _fork_twice(output: int) -> int | None:
     return pid
 
 
-def _become(fork: Fork) -> None:
+def _become(fork: NodeFork) -> None:
     """Run the module as if it were executed."""
     flags, module = fork.argv[1:3], fork.argv[3]
     assert flags == ("-P", "-m"), fork.argv

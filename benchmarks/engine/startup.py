@@ -3,19 +3,22 @@
 Starts the engine several times and timestamps its log lines: processes started (a role has imported
 its modules and sent Hello), weights loaded and packed, ready; then the first request and a second
 one. Memory is the proportional set size (PSS: shared pages count once) of each process, idle after
-these requests. The files are in the page cache from the second start on. Run as
-`topspin bench startup`.
+these requests. The files are in the page cache from the second start on. Then each node is killed
+once while streams run, and their longest pause is told. Run as `topspin bench startup`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,9 @@ from benchmarks.servers.topspin import ask_at_once, descendants, pss_bytes
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 
 TIMEOUT_S = 300.0
+NUM_STREAMS = 8
+STREAM_TOKENS = 400
+KILL_AFTER_S = 2.0
 _READY = re.compile(r"Topspin is ready at (\S+)")
 # Phase -> the log line that ends it; a phase ends with the last process that logs it.
 _PHASES = (
@@ -61,7 +67,8 @@ def run_once(model: str, flags: Sequence[str]) -> dict[str, Any]:
         stamps, url = phases(_stamped(process.stdout, started_s))
         stamps["first token of a first request"] = _ask(url)
         stamps["first token of a second request"] = _ask(url)
-        return {"seconds": stamps, "pss_mb": memory(process.pid)}
+        pss_mb = memory(process.pid)
+        return {"seconds": stamps, "pss_mb": pss_mb, "pause_s": pauses(url, process.pid)}
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=TIMEOUT_S)
@@ -97,6 +104,31 @@ def _ask(url: str) -> float:
     return seconds
 
 
+def pauses(url: str, pid: int) -> dict[str, float]:
+    """Return the longest pause of running streams by the role of the node that is killed (s).
+
+    `pid` is the supervisor. Raises EngineUnavailable if a stream is lost.
+    """
+    found = {}
+    for role in ("app.launch.local_node", "expert_nodes", "attention_nodes"):
+        for node in descendants(pid):
+            if role not in Path(f"/proc/{node}/cmdline").read_text().split("\0"):
+                continue
+            kill = threading.Timer(KILL_AFTER_S, os.kill, (node, signal.SIGKILL))
+            kill.start()
+            body = {"temperature": 0, "ignore_eos": True}
+            request = BenchRequest(prompt="Once", max_tokens=STREAM_TOKENS, extra_body=body)
+            records = ask_at_once(Target(url, first_model(url)), [request] * NUM_STREAMS).records
+            if kill.is_alive():
+                raise SystemExit(f"the streams ended before {KILL_AFTER_S:g} s; make them longer")
+            found[_ROLES[role]] = max(
+                after - before
+                for record in records
+                for before, after in pairwise(record.arrival_times_s)
+            )
+    return found
+
+
 def memory(pid: int) -> dict[str, float]:
     """Return MB of PSS by role, for the engine whose supervisor is `pid`."""
     found: dict[str, float] = {}
@@ -112,6 +144,7 @@ def layout(result: Result) -> Iterator[TextTable | str]:
     yield f"{result['model']}, {result['weights_mb']:.0f} MB of weights:"
     yield _medians("until", "seconds", result["seconds"])
     yield _medians("memory (PSS) of", "MB", result["pss_mb"])
+    yield _medians(f"pause of {NUM_STREAMS} streams, killed:", "seconds", result["pause_s"])
 
 
 def _medians(name: str, unit: str, values: Result) -> TextTable:
@@ -133,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs.append(run_once(str(path), flags))
     medians = {
         kind: {name: statistics.median(run[kind][name] for run in runs) for name in runs[0][kind]}
-        for kind in ("seconds", "pss_mb")
+        for kind in ("seconds", "pss_mb", "pause_s")
     }
     weights_mb = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1e6
     result = {"model": args.model, "flags": flags, "weights_mb": weights_mb, **medians}
