@@ -26,7 +26,7 @@ from benchmarks.experiment import Experiment, Result, TextTable, number, say
 from benchmarks.load.client.targets import first_model
 from benchmarks.load.contracts import BenchRequest, Target
 from benchmarks.load.figures.metrics import ttft_s
-from benchmarks.servers.topspin import ask_at_once, descendants, pss_bytes
+from benchmarks.servers.topspin import ask_at_once, children_of, descendants, pss_bytes
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 
 TIMEOUT_S = 300.0
@@ -111,9 +111,7 @@ def pauses(url: str, pid: int) -> dict[str, float]:
     """
     found = {}
     for role in ("app.launch.local_node", "expert_nodes", "attention_nodes"):
-        for node in descendants(pid):
-            if role not in Path(f"/proc/{node}/cmdline").read_text().split("\0"):
-                continue
+        if (node := _child_with(role, pid)) is not None:
             kill = threading.Timer(KILL_AFTER_S, os.kill, (node, signal.SIGKILL))
             kill.start()
             body = {"temperature": 0, "ignore_eos": True}
@@ -127,6 +125,14 @@ def pauses(url: str, pid: int) -> dict[str, float]:
                 for before, after in pairwise(record.arrival_times_s)
             )
     return found
+
+
+def _child_with(word: str, pid: int) -> int | None:
+    """Return a child of `pid` with `word` in its command line, if there is one."""
+    for child in children_of(pid):
+        if word in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+            return child
+    return None
 
 
 def memory(pid: int) -> dict[str, float]:
