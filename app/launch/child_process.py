@@ -1,8 +1,8 @@
 """One process of a role: how it begins, its output by lines, and its end.
 
 Owns the process and this end of its pipe. It is executed anew, or forked by a standby process
-(app.launch.standby), which takes a tenth of the time. Knows no other role and restarts nothing.
-Called by app.launch.supervisor.
+(app.launch.standby), which saves the imports. Knows no other role and restarts nothing. Called by
+app.launch.supervisor.
 """
 
 from __future__ import annotations

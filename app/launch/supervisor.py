@@ -62,7 +62,7 @@ class Supervisor:
         self._graces = StopGraces() if graces is None else graces
         self._children: list[ChildProcess] = []
         self._standbys = Standbys()
-        # Roles whose standby process has not imported everything yet.
+        # Roles whose standby process has not imported everything yet; these processes are watched.
         self._waiting: list[tuple[RoleCommand, Standby]] = []
         self._exits: list[RoleExit] = []
         self._signals: list[int] = []
@@ -259,9 +259,8 @@ class Supervisor:
         self._step_until_ended(front, self._graces.front_s)
         self._restarting.clear()
         self._restarts.clear()
-        for _, standby in self._waiting:
-            if standby.socket in self._selector.get_map():
-                self._selector.unregister(standby.socket)
+        for standby in {standby for _, standby in self._waiting}:
+            self._selector.unregister(standby.socket)
         self._waiting.clear()
         self._standbys.end()
         # A front that is still busy gets as long as the others: it may be answering clients.
