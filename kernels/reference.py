@@ -323,7 +323,8 @@ def route(logits: Tensor, rule: RoutingRule) -> Routing:
     if rule.num_groups > 1:
         wanted = _of_best_groups(wanted, rule)
     # Unlike topk, a stable sort leaves equal ones in the order of their ids.
-    experts = wanted.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
+    order = wanted.sort(dim=-1, descending=True, stable=True).indices
+    experts = order[:, : rule.top_k].contiguous()
     weights = scores.gather(1, experts)
     if rule.scores == "logits":
         weights = F.softmax(weights, dim=-1)

@@ -19,12 +19,19 @@ import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kernels.triton.toolchain import find_compiler, find_header
 
+if TYPE_CHECKING:
+    from benchmarks.gpu.part import Part
+
 ROOT: Final = Path(__file__).parents[2]
-TESTS: Final = ("tests/gpu", "tests/m2n_comm/test_processes.py")
+KERNELS: Final = ("tests/gpu/test_kernels.py", "tests/gpu/test_draft_model.py")
+"""Many kernels, each compiled once: in processes of their own at the same time."""
+TIMED: Final = ("tests/gpu/test_m2n_stress.py", "tests/m2n_comm/test_processes.py")
+"""One after another, with nothing beside them."""
+MOST_PROCESSES: Final = 8
 QUICK: Final = ("tests/gpu/test_kernels.py", "-k", "norm and 1")
 SECONDS: Final = 170.0
 PACKAGES: Final = {
@@ -101,6 +108,8 @@ def run_tests(arguments: Sequence[str], environment: dict[str, str], limit_s: fl
         command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--durations=15"]
         # A package that is missing costs the tests that import it, and no others.
         command.append("--continue-on-collection-errors")
+        # The newer family of reports has no properties of a test.
+        command += ["-o", "junit_family=xunit1"]
         # The machine has its own versions, whose warnings are not failures.
         command += ["-p", "no:cacheprovider", "-W", "default", f"--junitxml={report}"]
         # In a new session, so that its compilers and processes are stopped with it.
@@ -172,18 +181,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.pop("TRITON_INTERPRET", None)
     if not on_gpu:
         environment["TRITON_INTERPRET"] = "1"
-    arguments = [*(QUICK if args.quick else TESTS), "-m", "gpu" if on_gpu else "not slow"]
-    report = run_tests(arguments, environment, part.left_s)
-    outcomes = [] if report is None else read_outcomes(report)
+    chosen = ["-m", "gpu" if on_gpu else "not slow"]
+    at_once = []
+    if installed("xdist") is not None:
+        at_once = ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
+    for tests in [QUICK] if args.quick else [(*KERNELS, *at_once), TIMED]:
+        report = run_tests([*tests, *chosen], environment, part.left_s)
+        show(part, " ".join(tests), None if report is None else read_outcomes(report))
+    return part.finish()
+
+
+def show(part: Part, tests: str, outcomes: Sequence[Outcome] | None) -> None:
+    """Keep the outcomes of `tests`, and print them with their properties; None: not ended."""
+    if outcomes is None:
+        part.problem(tests, "did not come to their end")
+        return
     for each in outcomes:
-        part.figure(f"{each.outcome:8} {each.seconds:6.1f} s  {each.test}", **each._asdict())
+        said = ", ".join(f"{name} {value}" for name, value in each.properties.items())
+        line = f"{each.outcome:8} {each.seconds:6.1f} s  {each.test}  {said}".rstrip()
+        part.figure(line, **each._asdict())
         if each.outcome in ("failed", "error"):
             part.problem(each.test, each.why)
-    if report is None:
-        part.problem("pytest", "did not come to its end")
-    elif not any(each.outcome == "passed" for each in outcomes):
-        part.problem("pytest", "no test passed")
-    return part.finish()
+    if not any(each.outcome == "passed" for each in outcomes):
+        part.problem(tests, "no test passed")
 
 
 if __name__ == "__main__":

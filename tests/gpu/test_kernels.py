@@ -93,7 +93,8 @@ def test_rotation_and_kv_write(cache_dtype: torch.dtype, device: torch.device) -
     torch.testing.assert_close(mine[0], q, **BF16)
     is_fp8 = cache_dtype == torch.float8_e4m3fn
     wanted = caches.clamp(-448, 448).float()
-    tolerance = {"rtol": 2**-3, "atol": 2**-9} if is_fp8 else BF16
+    # Rotated numbers near 0 are differences of rounded ones, in either dtype of the cache.
+    tolerance = {**BF16, "rtol": 2**-3} if is_fp8 else BF16
     torch.testing.assert_close(ours.float(), wanted, **tolerance)
 
 

@@ -152,4 +152,4 @@ def test_every_frame_is_exact(
     quantiles = trips_us.quantile(torch.tensor(PERCENTILES, dtype=torch.float64))
     for share, trip_us in zip(PERCENTILES, quantiles.tolist(), strict=True):
         record_property(f"round_trip_us_p{100 * share:g}", round(trip_us, 2))
-    assert (trips_us > 0).all()
+    assert (trips_us >= 0).all()

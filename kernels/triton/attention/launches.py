@@ -65,6 +65,10 @@ class AttentionTiles:
         """Return the warps of the split kernel for tiles of `rows`."""
         return max(self.short_warps, SHORT_ROWS_WARPS if rows == self.short_rows else 0)
 
+    def stages_of(self, *, has_tree: bool) -> int:
+        """Return the stages of the long kernel: a tree's mask takes the shared memory of one."""
+        return min(self.long_stages, 2) if has_tree else self.long_stages
+
 
 def attention_tiles(value_dim: int, cache_dtype: torch.dtype) -> AttentionTiles:
     """Return the tiles of a shape: smaller ones for wider rows.
@@ -374,5 +378,6 @@ def _launch_long(batch: _Batch, tiles: AttentionTiles) -> None:
         batch.q, batch.k_cache, batch.v_cache, batch.out, meta.query_start, meta.context_lens,
         meta.block_tables, batch.tree, batch.tree_lens, batch.sinks, num_seqs, batch.window,
         batch.scale, batch.v_scale, *batch.strides, **batch.shape, BLOCK_M=tiles.long_rows,
-        BLOCK_N=tiles.long_keys, num_warps=tiles.long_warps, num_stages=tiles.long_stages,
+        BLOCK_N=tiles.long_keys, num_warps=tiles.long_warps,
+        num_stages=tiles.stages_of(has_tree=bool(batch.shape["TREE"])),
     )  # fmt: skip

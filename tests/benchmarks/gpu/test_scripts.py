@@ -79,7 +79,9 @@ def test_a_failing_measurement_fails_the_script(
 
 
 def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all((smoke.ROOT / name).exists() for name in (*smoke.TESTS, smoke.QUICK[0]))
+    assert all(
+        (smoke.ROOT / name).exists() for name in (*smoke.KERNELS, *smoke.TIMED, smoke.QUICK[0])
+    )
     own = tmp_path / "test_own.py"
     own.write_text("def test_one() -> None:\n    pass\n")
     monkeypatch.setattr(smoke, "QUICK", (str(own),))
@@ -91,6 +93,15 @@ def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["torch"] == torch.__version__
     assert found["Python.h"] is not None
     assert [each["outcome"] for each in result["figures"] if "test" in each] == ["passed"]
+    own.write_text(
+        "def test_two(record_property) -> None:\n    record_property('us', 9)\n    raise OSError\n"
+    )
+    status, result = run(smoke, tmp_path)
+    problem = result["problems"][0]
+    assert status == 1
+    assert "OSError" in problem
+    (outcome,) = (each for each in result["figures"] if "test" in each)
+    assert (outcome["outcome"], outcome["properties"]) == ("failed", {"us": "9"})
 
 
 def test_smoke_names_what_is_missing(
@@ -102,7 +113,7 @@ def test_smoke_names_what_is_missing(
     status, result = run(smoke, tmp_path)
     assert status == 1
     assert "problem: C compiler: MISSING: install gcc or clang" in capsys.readouterr().err
-    assert result["problems"][-1] == "pytest: did not come to its end"
+    assert result["problems"][-1].endswith(": did not come to their end")
 
 
 def test_a_package_that_cannot_be_imported_is_missing() -> None:

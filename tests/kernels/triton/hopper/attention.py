@@ -114,10 +114,12 @@ def compile_attention(
     value_dim: int | None = None,
     block_size: int = 16,
     extras: bool = False,
+    tree: bool = False,
     device: int = HOPPER,
     most_spilled: int | None = None,
 ) -> None:
     """Compile the three kernels with default tiles; `extras`: window, tree and sinks at once."""
+    tree = tree or extras
     limits: dict[str, Any] = {"device": device, "most_spilled": most_spilled}
     blocks = head_blocks(head_dim, value_dim or head_dim)
     tiles: AttentionTiles = attention_tiles(blocks["VALUES"], cache)
@@ -127,9 +129,9 @@ def compile_attention(
         "tree": "*u8", "sinks": "*fp32", "block_tables": "*i32", **tables,
     }  # fmt: skip
     partials = {"partial": "*fp32", "scores": "*fp32"}
-    shape: dict[str, Any] = {"WINDOW": extras, "TREE_LENS": extras}
+    shape: dict[str, Any] = {"WINDOW": extras, "TREE_LENS": tree}
     shared = {
-        "GROUP": 8, "BLOCK_SIZE": block_size, "TREE": extras, "SINKS": extras, **shape, **blocks,
+        "GROUP": 8, "BLOCK_SIZE": block_size, "TREE": tree, "SINKS": extras, **shape, **blocks,
     }  # fmt: skip
     for splits, rows, length in ((1, 16, 2), (8, tiles.short_rows, 8)):
         constants = {"SHORT_LEN": length, "SPLITS": splits, "BLOCK_N": tiles.short_keys}
@@ -144,7 +146,7 @@ def compile_attention(
     constants = {"SHORT_LEN": 2, "BLOCK_M": tiles.long_rows, "BLOCK_N": tiles.long_keys}
     compile_kernel(
         attend_long, pointers, {**shared, **constants},
-        num_warps=tiles.long_warps, num_stages=tiles.long_stages, **limits,
+        num_warps=tiles.long_warps, num_stages=tiles.stages_of(has_tree=tree), **limits,
     )  # fmt: skip
 
 
@@ -178,6 +180,7 @@ def main() -> None:
     compile_rotary(bf16, 0, head_dim=64, values=512)
     compile_attention(bf16, bf16, 128)
     compile_attention(bf16, bf16, 128, extras=True)
+    compile_attention(bf16, bf16, 128, tree=True)
     compile_attention(bf16, bf16, 80, block_size=128)
     compile_attention(bf16, bf16, 256)
     compile_attention(bf16, fp8, 128)
