@@ -13,6 +13,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -60,6 +61,20 @@ def node_commands(plan: EnginePlan, control: str) -> list[RoleCommand]:
     return [local, *(node_command(plan, node, control) for node in plan.drafts)]
 
 
+def spare_commands(plan: EnginePlan, control: str) -> list[RoleCommand]:
+    """Return the commands of the spare nodes that the plan asks for, which may end at any time.
+
+    Each is the node's own: the scheduler makes a spare of the one that comes second.
+    """
+    if plan.failover.standby != "weights":
+        return []
+    return [
+        replace(node_command(plan, node, control), name=f"spare {node}", part="helper")
+        for node in (*plan.experts, *plan.attention)
+        if not node.optional
+    ]
+
+
 def node_command(
     plan: EnginePlan, node: NodeSpec, control: str, *, further: Sequence[str] = ()
 ) -> RoleCommand:
@@ -90,7 +105,8 @@ def _imports(plan: EnginePlan, node: NodeSpec) -> tuple[str, ...]:
 
     No process with a device was ever forked.
     """
-    return NODE_IMPORTS if plan.failover.standby and not node.place.is_device else ()
+    is_forked = plan.failover.standby != "none" and not node.place.is_device
+    return NODE_IMPORTS if is_forked else ()
 
 
 def _module_of(plan: EnginePlan, node: NodeSpec) -> str:

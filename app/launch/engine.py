@@ -29,6 +29,7 @@ from app.launch.commands import (
     inherited_config,
     module_argv,
     node_commands,
+    spare_commands,
 )
 from app.launch.display import CompiledKernels, Display, open_display
 from app.launch.supervisor import StopGraces, Supervisor
@@ -158,6 +159,8 @@ def launch(
             kernels.finish()
             display.announce(start.announcement())
             supervisor.restart("helper")
+            for command in spare_commands(config.plan, control):
+                supervisor.start(command)
             if restarts:
                 for part in ("worker", "coordinator", "front"):
                     supervisor.restart(part)

@@ -190,6 +190,11 @@ def engine_of(
     groups = tuple(_groups(plan))
     if is_whole(plan):
         placed = _on_one_host(_spilling(plan))
+    elif plan.failover.standby == "weights":
+        raise ConfigError(
+            "failover.standby weights: a node's pod starts one process, so that there would be no "
+            "spare nodes; use failover.standby imports"
+        )
     else:
         placed = _apart(_spilling(plan), f"{asked.name}-{revision}", groups, host_of)
         groups = tuple(_groups(placed))

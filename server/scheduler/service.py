@@ -33,6 +33,7 @@ from server.scheduler.nodes.faults import FailStop, Faults
 from server.scheduler.nodes.roster import Member, Replicas, Roster
 from server.scheduler.nodes.side import NodeSide
 from server.scheduler.nodes.slowness import Slowness
+from server.scheduler.nodes.spares import Spares
 from server.scheduler.nodes.wrong_rows import NUM_STEPS
 from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
@@ -177,8 +178,9 @@ class Service:
         self._policy: Policy | None = None
         self._faults: Faults = FailStop(self._nodes.roster)
         self._events: deque[Event] = deque()
-        # Optional nodes that came before the engine was ready.
+        # Optional and spare nodes that came before the engine was ready.
         self._early: dict[bytes, Hello] = {}
+        self._spares = Spares()
         self._stop_reason: str | None = None
         self._ends_nodes = True
 
@@ -328,6 +330,9 @@ class Service:
                 self._gateways.left(peer)
             elif self._drafts.index(peer) is not None:
                 self._drafts.lose(peer, f"it {event.how}")
+            elif (place := self._spares.place(peer)) is not None:
+                self._log.warning("the spare %s %s", place, event.how)
+                self._report_dead(self._spares.drop(peer).pid)
             elif member is not None:
                 raise self._gone(member, event)
         elif isinstance(event, Malformed):
@@ -345,6 +350,8 @@ class Service:
                 self._serve_if_ready()
         elif member is not None:
             self._on_node_message(member, event.message)
+        elif (place := self._spares.place(peer)) is not None:
+            self._on_spare_message(place, peer, event.message)
         else:
             reason = f"{type(event.message).__name__} before Hello"
             self._gateways.refuse(peer, reason, is_before_hello=True)
@@ -360,13 +367,16 @@ class Service:
             reason = f"{hello.role} {hello.index} has no key of the group {group!r}"
             self._gateways.refuse(peer, reason)
             return
+        is_spare = self._is_spare(hello)
         is_optional = Member(hello.role, hello.index) in roster.optional
-        if is_optional and self._policy is None:
+        if (is_optional or is_spare) and self._policy is None:
             self._early[peer] = hello
             return
         try:
             if hello.role == "draft":
                 self._drafts.join(peer, hello)
+            elif is_spare:
+                roster.check_spare(peer, hello)
             else:
                 roster.join(peer, hello)
         except (VersionMismatch, ConfigError) as error:
@@ -374,16 +384,19 @@ class Service:
             if hello.role != "gateway" and self._gateways.is_starting:
                 raise  # the engine cannot start as configured
             return
-        self._log.info("%s %d joined (pid %d)", hello.role, hello.index, hello.pid)
+        spare = "the spare " if is_spare else ""
+        self._log.info("%s%s %d joined (pid %d)", spare, hello.role, hello.index, hello.pid)
         if hello.role == "gateway":
             self._gateways.joined(peer)
             return
-        if hello.role == "draft":
+        if hello.role == "draft" or is_spare:
             topology = roster.topology(
                 (), self.formation.full_table, generation=self.formation.generation
             )
-            config = self._plan.for_node("draft", hello.index)
-            self._channel.send(peer, Welcome(config=config, topology=topology))
+            config = self._plan.for_node(hello.role, hello.index)
+            if is_spare:
+                self._spares.add(peer, hello)
+            self._channel.send(peer, Welcome(config=config, topology=topology, joins_late=is_spare))
             return
         self.formation.saw(hello.generation)
         if self._policy is not None:
@@ -392,6 +405,25 @@ class Service:
             if roster.is_complete:
                 self._welcome()
             self._set_starting()
+
+    def _is_spare(self, hello: Hello) -> bool:
+        """Say whether a node comes second to its place, and may wait there."""
+        place = Member(hello.role, hello.index)
+        is_asked_for = self._plan.failover.standby == "weights"
+        return is_asked_for and self._nodes.roster.has(place) and not self._spares.has(place)
+
+    def _on_spare_message(self, place: Member, peer: bytes, message: AnyMessage) -> None:
+        try:
+            self._nodes.checked(place, message)
+            if isinstance(message, Loaded):
+                self._nodes.roster.loaded(place, message)
+                self._spares.loaded(peer, message)
+                self._log.info("the spare %s has loaded (%.1f s)", place, message.load_s)
+            elif isinstance(message, Leaving):
+                self._channel.send(peer, Stop(reason="it was asked to end"))
+        except ProtocolError as error:
+            self._spares.drop(peer)
+            self._gateways.refuse(peer, str(error))
 
     def _set_starting(self) -> None:
         awaited = [self._nodes.roster.awaited(), self._drafts.awaited()]
@@ -497,6 +529,7 @@ class Service:
                 clock=self._clock,
                 log=self._log,
                 report_dead=self._report_dead,
+                spares=self._spares,
                 may_be_local=named_layers(self._plan, self._facts),
             )
         self._gateways.set_state("ready")
@@ -536,6 +569,7 @@ class Service:
         stop = Stop(reason=reason)
         peers = {peer: str(member) for member, peer in self._nodes.peers.items()}
         peers |= {peer: f"{hello.role} {hello.index}" for peer, hello in self._early.items()}
+        peers |= self._spares.peers
         if not self._ends_nodes:
             peers = {}
         leaving = {peer: name for peer, name in peers.items() if self._channel.send(peer, stop)}

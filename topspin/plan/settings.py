@@ -28,6 +28,7 @@ FINITE = 10**9
 
 Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc"]
 Dtype = Literal["float32", "bfloat16"]
+Standby = Literal["none", "imports", "weights"]
 KvDtype = Literal["auto", "fp8", "fp8_e4m3"]
 Payload = Literal["bf16", "fp32", "fp8", "int8"]
 TaggedCallParser = Literal["glm45", "glm47", "minimax_m2", "qwen3_coder"]
@@ -171,6 +172,9 @@ class FailoverPolicy(Section, frozen=True, kw_only=True):
     A node that takes longer than `halt_deadline_s` to give up a failed step is dead, and one that
     got SIGTERM ends at the latest then. A connected node that is silent for `progress_deadline_s`
     while a step waits for it is dead: that bounds one layer, and holds without restarts too.
+    `standby`: what `topspin serve` keeps for the nodes that it has to start again. "imports":
+    processes that have imported their modules, which it forks; "weights": beside these a second
+    process of each attention and expert node, which has loaded and takes its place.
     """
 
     restart: Annotated[
@@ -190,8 +194,7 @@ class FailoverPolicy(Section, frozen=True, kw_only=True):
         ),
     ] = 30.0
     halt_deadline_s: Positive = 10.0
-    # `topspin serve` forks nodes from processes that have imported their modules.
-    standby: bool = True
+    standby: Standby = "imports"
     # Nodes report twice a second (topspin.processes.progress.INTERVAL_S).
     progress_deadline_s: Annotated[float, Meta(ge=2, le=FINITE)] = 20.0
 

@@ -16,6 +16,7 @@ from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.recovery import Recovery, RecoveryStage
 from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
+from server.scheduler.nodes.spares import Spares
 from server.scheduler.nodes.unheard import Unheard
 from server.scheduler.planning.outbox import Outbox
 from server.scheduler.planning.policy import Policy
@@ -60,9 +61,11 @@ class Failover:
         clock: Callable[[], float],
         log: Log,
         report_dead: Callable[[int], None],
+        spares: Spares,
         may_be_local: tuple[int, ...] = (),
     ) -> None:
         """`may_be_local` is Recovery's."""
+        self._spares = spares
         self._plan = plan
         self._formation = formation
         self._nodes = nodes
@@ -120,6 +123,7 @@ class Failover:
             self._let_go.discard(member)
             self._roster.leave(member)
             self._log.info("%s has left", member)
+            self._replace(member)
             return
         if self._plan.is_one_process:
             lost = self._roster.members
@@ -149,6 +153,21 @@ class Failover:
         for node in taking_part:
             if node.role == "attention":
                 self._policy.lose(node.index)
+        self._replace(member)
+
+    def _replace(self, member: Member) -> None:
+        """Let the spare node of a place that is free take it, if there is one.
+
+        It has got its Welcome.
+        """
+        spare = self._spares.take(member)
+        if spare is None:
+            return
+        self._roster.join(spare.peer, spare.hello)
+        self._log.warning("%s takes its place: it was the spare", self._roster.describe(member))
+        self._end_unheard(member)
+        if spare.loaded is not None:
+            self._loaded(member, spare.loaded)
 
     def leave(self, member: Member) -> None:
         """Continue without a node, and its replica, once the steps under way have ended."""
@@ -177,6 +196,15 @@ class Failover:
 
         It may be the lost one, which then keeps its weights.
         """
+        self._end_unheard(member)
+        formation = self._formation
+        topology = self._roster.topology((), formation.full_table, generation=formation.generation)
+        assert member.role != "gateway"
+        config = self._plan.for_node(member.role, member.index)
+        self._tell(member, Welcome(config=config, topology=topology, joins_late=True))
+
+    def _end_unheard(self, member: Member) -> None:
+        """Have the process killed that was lost in this place, unless it is the one in it now."""
         lost_pid = self._unheard.take(member)
         if lost_pid == self._roster.pid(member):
             if self._roster.has_served(member):
@@ -184,11 +212,12 @@ class Failover:
                 self._policy.node_lives()
         elif lost_pid is not None:
             self._report_dead(lost_pid)
-        formation = self._formation
-        topology = self._roster.topology((), formation.full_table, generation=formation.generation)
-        assert member.role != "gateway"
-        config = self._plan.for_node(member.role, member.index)
-        self._tell(member, Welcome(config=config, topology=topology, joins_late=True))
+
+    def _loaded(self, member: Member, message: Loaded) -> None:
+        self._roster.loaded(member, message)
+        if member.role == "attention":
+            self._policy.equip(member.index, message.num_blocks, message.num_frames)
+        self._recovery.loaded(member, self._clock())
 
     def answered(self, member: Member, message: Halted | Loaded | Ready) -> None:
         """Handle a node's answer; after a ProtocolError the caller gives the node up."""
@@ -197,11 +226,8 @@ class Failover:
         if isinstance(message, Halted):
             self._recovery.halted(member, message.generation)
         elif isinstance(message, Loaded):
-            self._roster.loaded(member, message)
-            if member.role == "attention":
-                self._policy.equip(member.index, message.num_blocks, message.num_frames)
             self._log.info("%s has loaded (%.1f s)", member, message.load_s)
-            self._recovery.loaded(member, self._clock())
+            self._loaded(member, message)
         elif self._recovery.ready(member, message.generation, self._clock()):
             self._resume()
         self.advance()

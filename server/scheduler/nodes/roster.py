@@ -102,6 +102,26 @@ class Roster:
         Raises VersionMismatch or ConfigError with the reason to send in Refused.
         """
         name = Member(hello.role, hello.index)
+        self._check_version(peer, hello)
+        if hello.role == "gateway":
+            self.gateways.add(peer)
+            return
+        if name in self._nodes:
+            raise ConfigError(
+                f"{name} is there already (pid {self._nodes[name].hello.pid}); each place is "
+                "taken once"
+            )
+        self._check_fit(name, hello)
+        self._nodes[name] = _Joined(peer, hello)
+        self._member_of[peer] = name
+
+    def check_spare(self, peer: bytes, hello: Hello) -> None:
+        """Raise as join() unless a node could take its place if that were free."""
+        self._check_version(peer, hello)
+        self._check_fit(Member(hello.role, hello.index), hello)
+
+    def _check_version(self, peer: bytes, hello: Hello) -> None:
+        name = Member(hello.role, hello.index)
         if hello.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"{name} speaks protocol {hello.protocol}, this engine {PROTOCOL_VERSION}"
@@ -112,26 +132,15 @@ class Roster:
             )
         if peer in self._member_of or peer in self.gateways:
             raise ConfigError(f"{name} said Hello on a connection that has said Hello before")
-        if hello.role == "gateway":
-            self.gateways.add(peer)
-            return
-        self._check_place(name)
-        first = self._first = self._first or hello
-        if first.fingerprint != hello.fingerprint:
-            raise VersionMismatch(_difference(hello, first))
-        self._nodes[name] = _Joined(peer, hello)
-        self._member_of[peer] = name
 
-    def _check_place(self, name: Member) -> None:
+    def _check_fit(self, name: Member, hello: Hello) -> None:
         if name not in self._places:
             raise ConfigError(
                 f"{name} has no place: the engine has {', '.join(map(str, self._places))}"
             )
-        if name in self._nodes:
-            raise ConfigError(
-                f"{name} is there already (pid {self._nodes[name].hello.pid}); each place is "
-                "taken once"
-            )
+        first = self._first = self._first or hello
+        if first.fingerprint != hello.fingerprint:
+            raise VersionMismatch(_difference(hello, first))
 
     def ready(self, member: Member, message: Ready) -> None:
         """Note that a node is ready.

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from app.launch.child_process import RoleCommand
+from app.launch.commands import node_commands, spare_commands
 from app.launch.engine import role_commands
 from tests.app.launch.engines import context_of, engine
 from tests.app.launch.roles import ROOT
@@ -80,10 +81,24 @@ def test_nodes_of_the_host_are_forked_and_others_executed() -> None:
     config = engine()
     assert forked(config) == {"attention 0", "expert 0", "expert 1"}
     assert forked(engine(transport="local")) == {"local node"}
-    assert forked(changed(config, {"plan.failover.standby": False})) == set()
+    assert forked(changed(config, {"plan.failover.standby": "none"})) == set()
     attention, *experts = config.plan.attention + config.plan.experts
     on_device = changed(config, {"plan.nodes": (replace(attention, device="cuda:0"), *experts)})
     assert forked(on_device) == {"expert 0", "expert 1"}
+
+
+def test_spare_nodes_are_further_processes_of_nodes_that_are_not_optional() -> None:
+    config = engine(expert_nodes=2)
+    plan = changed(config.plan, {"failover.standby": "weights", "failover.restart": True})
+    *others, last = plan.nodes
+    plan = changed(plan, {"nodes": (*others, replace(last, optional=True))})
+    nodes = {command.name: command for command in node_commands(plan, "ipc://@c")}
+    spares = {command.name: command for command in spare_commands(plan, "ipc://@c")}
+    assert sorted(spares) == ["spare attention 0", "spare expert 0"]
+    for name, spare in spares.items():
+        assert spare.part == "helper"
+        assert spare.argv == nodes[name.removeprefix("spare ")].argv
+    assert spare_commands(config.plan, "ipc://@c") == []
 
 
 @pytest.mark.parametrize(

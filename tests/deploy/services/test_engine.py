@@ -128,6 +128,7 @@ def test_a_draft_node_has_an_address_that_lasts() -> None:
         ({}, {"gateways": 0}, "--gateways 0: give a number between 1 and 1024"),
         ({"model.path": "/data/model"}, {}, "/data/model: a directory of this host"),
         ({"model.path": "./model"}, {}, "give /topspin/models/NAME"),
+        ({"failover.standby": "weights"}, {}, "failover.standby weights: a node's pod starts one"),
     ],
 )
 def test_what_no_cluster_runs_is_refused(

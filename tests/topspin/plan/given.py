@@ -183,6 +183,7 @@ GIVERS: dict[str, Giver] = {
     "several attention nodes": two_attention_nodes,
     "several expert nodes": two_expert_nodes,
     "optional nodes": optional_nodes,
+    "spare nodes": fields(failover__standby="weights", failover__restart=True),
     "stages": stages,
     "drafts by suffix": drafts("suffix"),
     "drafts by n-gram": drafts("ngram"),

@@ -311,6 +311,32 @@ CONFLICTS: Final = (
         "{node}: optional",
     ),
     Conflict(
+        "spare nodes",
+        "transport `local`",
+        "with transport local all nodes are one process; use shm or tcp, or failover.standby "
+        "imports",
+        "failover.standby weights",
+    ),
+    Conflict(
+        "spare nodes",
+        "`restart: false`",
+        "one takes a place by failover.restart (--restart on), which is off; set it to true",
+        "failover.standby weights",
+    ),
+    Conflict(
+        "spare nodes",
+        "stages",
+        "a stage and its attention node are lost together; leave out the stages, or use "
+        "failover.standby imports",
+        "failover.standby weights",
+    ),
+    Conflict(
+        "spare nodes",
+        "a GPU, kernels `triton`",
+        "a second process would take half of the device's memory; use failover.standby imports",
+        "failover.standby weights: {node}",
+    ),
+    Conflict(
         "`network`",
         "transport `local`",
         "it joins threads; use shm or tcp",

@@ -82,6 +82,11 @@ FEATURES: Final[dict[str, Feature]] = {
     ),
     "several expert nodes": Feature("expert nodes", lambda plan, node: len(plan.experts) > 1),
     "optional nodes": Feature("optional", lambda plan, node: node.optional),
+    "spare nodes": Feature(
+        "standby",
+        lambda plan, node: plan.failover.standby == "weights" and node.role != "draft",
+        "two processes for each node",
+    ),
     "stages": Feature("stages", lambda plan, node: plan.stages),
     "draft nodes": Feature("draft nodes", lambda plan, node: plan.drafts),
     "`cores`": Feature("cores", lambda plan, node: node.cores, "cores of their own"),

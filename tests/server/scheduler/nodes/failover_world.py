@@ -17,6 +17,7 @@ from server.scheduler.nodes.failover import Failover
 from server.scheduler.nodes.recovery import table_without
 from server.scheduler.nodes.roster import Member, Replicas, Roster
 from server.scheduler.nodes.side import NodeSide
+from server.scheduler.nodes.spares import Spares
 from server.scheduler.planning.outbox import Outbox
 from server.scheduler.traces import Tracer
 from tests.server.scheduler.engine import Engine, make_config
@@ -135,6 +136,7 @@ class World:
             clock=lambda: self.engine.now,
             log=log,
             report_dead=self._die,
+            spares=Spares(),
             may_be_local=may_be_local,
         )
 
