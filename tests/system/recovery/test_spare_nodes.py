@@ -65,3 +65,8 @@ def test_a_spare_takes_the_place_of_a_killed_node(
             assert "waiting for" not in output
             # The one that was killed is started again, as the spare.
             wait_for_spares(server, number)
+        streams = Streams(server.url, tiny.prompts, NUM_STEPS)
+        streams.wait_for_events(12)
+        server.kill("scheduler")
+        check_identical(streams.join(), expected)
+        wait_for_spares(server, number + 3)
