@@ -85,13 +85,12 @@ class NodeBatch:
 
     def add_decodes(self, seqs: list[Sequence]) -> None:
         """Plan one position of each of `seqs`, all of which have exactly one to feed."""
-        starts = [seq.num_planned for seq in seqs]
-        for seq, start in zip(seqs, starts, strict=True):
-            seq.num_planned = start + 1
+        for seq in seqs:
+            self.starts.append(seq.num_planned)
+            seq.num_planned += 1
             seq.num_in_flight += 1
         self.budget -= len(seqs)
         self.seqs += seqs
-        self.starts += starts
         self.counts += [1] * len(seqs)
         self.wanted += [SAMPLE] * len(seqs)
 
@@ -194,12 +193,15 @@ class AttentionReplica:
         batch = NodeBatch(budget=budget)
         if self._frames is not None:
             self._frames_left = self._frames.num_frames - self.num_frames_needed
-        ready = [
-            seq
-            for seq in self.decoding.values()
-            if seq.num_planned < seq.position_limit or seq.can_advance
-        ]
-        short = [seq for seq in ready if seq.num_planned == seq.capacity < seq.position_limit]
+        ready: list[Sequence] = []
+        short: list[Sequence] = []
+        for seq in self.decoding.values():
+            if seq.num_planned < seq.position_limit:
+                ready.append(seq)
+                if seq.num_planned == seq.capacity:
+                    short.append(seq)
+            elif seq.can_advance:
+                ready.append(seq)
         if short:
             stalled = self._grow(short, preempted)
             ready = [seq for seq in ready if not seq.closed and seq.seq_id not in stalled]

