@@ -127,7 +127,7 @@ def load_runner(
             _rehearse, dry, config, index=index, table_version=table_version, open_net=open_net
         )
         if config.attention.kv_cache_bytes is None:
-            num_graphs = dry.num_recordings(config)
+            num_graphs = dry.num_recordings
             if config.num_experts and open_net is None and config.link.transport != "cuda_ipc":
                 num_graphs = 0  # the host takes part in every layer
             use = measure(

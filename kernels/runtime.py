@@ -10,8 +10,7 @@ and no node. Called by the nodes at start-up, by m2n_comm and by attention_nodes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -52,9 +51,6 @@ class Stream(Protocol):
     def record(self, *, timed: bool = False) -> Event:
         """Return the event of all work enqueued here so far; `timed`: for Event.seconds_since."""
 
-    def wait_for(self, event: Event) -> None:
-        """Make later work of this stream wait for `event` (of any stream)."""
-
 
 class Runtime(Protocol):
     """One device."""
@@ -68,11 +64,6 @@ class Runtime(Protocol):
         """Return whether enqueued work runs concurrently with the host."""
 
     def current_stream(self) -> Stream: ...
-
-    def new_stream(self) -> Stream: ...
-
-    def on(self, stream: Stream) -> Any:
-        """Return a context manager in which kernels are enqueued on `stream`."""
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Return pinned, zeroed u8[num_bytes] on the host; copies to and from it do not wait."""
@@ -153,13 +144,6 @@ class HostRuntime:
     def current_stream(self) -> Stream:
         return _HOST_STREAM
 
-    def new_stream(self) -> Stream:
-        return _HOST_STREAM
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        yield
-
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
@@ -225,9 +209,6 @@ class _HostStream:
     def record(self, *, timed: bool = False) -> Event:
         return _HostEvent()
 
-    def wait_for(self, event: Event) -> None:
-        pass
-
 
 _HOST_STREAM: Final = _HostStream()
 
@@ -282,13 +263,6 @@ class CudaRuntime:
 
     def current_stream(self) -> Stream:
         return CudaStream(torch.cuda.current_stream(self.device))
-
-    def new_stream(self) -> Stream:
-        return CudaStream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-
-    def on(self, stream: Stream) -> Any:
-        assert isinstance(stream, CudaStream)
-        return torch.cuda.stream(stream.raw)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -358,16 +332,12 @@ class CudaStream:
     """A stream of a GPU."""
 
     def __init__(self, raw: torch.cuda.Stream) -> None:
-        self.raw = raw
+        self._raw = raw
 
     def record(self, *, timed: bool = False) -> Event:
         event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-        event.record(self.raw)
+        event.record(self._raw)
         return CudaEvent(event)
-
-    def wait_for(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        self.raw.wait_event(event.raw)
 
 
 class CudaEvent:

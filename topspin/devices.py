@@ -131,17 +131,17 @@ def auto_transport(nodes: NodePlaces) -> Literal["local", "cuda_ipc", "shm"]:
     return "shm"
 
 
-def auto_micro_batches(nodes: NodePlaces, transport: str, gpu_streams: int) -> int | None:
+def auto_micro_batches(nodes: NodePlaces, transport: str) -> int | None:
     """Return the value of `--micro-batches auto`; None: the scheduler decides by measurement.
 
     It measures both roles' times by the host's clock, which sees neither if kernels hand rows over.
-    In that case two micro-batches give overlap: between GPUs, or on two streams of one.
+    In that case two micro-batches give overlap between GPUs, and none within one.
     """
     if not nodes.num_experts:
         return None
     if transport == "cuda_ipc":
         return 2
-    return gpu_streams if transport == "local" and nodes.share_a_device else None
+    return 1 if transport == "local" and nodes.share_a_device else None
 
 
 def share_a_device(places: Sequence[Place]) -> bool:

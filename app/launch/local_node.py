@@ -153,7 +153,6 @@ class LocalNode:
                 index=index,
                 serves=[each.compute for each in experts],
                 table=welcome.table,
-                num_streams=config.execution.gpu_streams,
                 traces=[
                     None if runtime.is_asynchronous else runtime.stamps_of(each.trace)
                     for each in experts

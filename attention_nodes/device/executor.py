@@ -54,7 +54,7 @@ class PlacedStep(NamedTuple):
 
 
 class DeviceExecutor:
-    """Runs steps on one device's current stream; only nets fork to other streams and join."""
+    """Runs steps on one device's current stream."""
 
     keeps_tokens = True
 
@@ -166,10 +166,10 @@ class DeviceExecutor:
         self,
         net: AttentionNet,
         *,
-        micro_batches: Sequence[int],
+        num_micro_batches: int,
         check: Callable[[], None],
     ) -> None:
-        """Record every size for each of these numbers of micro-batches, the largest first.
+        """Record every size, the largest first.
 
         Call before the net's first begin(): recordable nets then send nothing to peers. All rows
         are padding: no sequence and no cache block is used.
@@ -177,13 +177,12 @@ class DeviceExecutor:
         if not self.sizes or not net.is_graph_safe:
             return
         empty = no_slices(self._num_groups)
-        keys = [(m, bucket) for bucket in reversed(self.sizes) for m in sorted(micro_batches)]
-        for done, (m, bucket) in enumerate(keys):
+        for done, bucket in enumerate(reversed(self.sizes)):
             if done % 8 == 0:
-                _log.info("recording decode steps: %d of %d sizes", done, len(keys))
+                _log.info("recording decode steps: %d of %d sizes", done, len(self.sizes))
             check()
             for _ in range(2):
-                placed = self._inputs.place([empty] * m, bucket)
+                placed = self._inputs.place([empty] * num_micro_batches, bucket)
                 self._replay(PlacedStep(placed, bucket, 0), net)
         self._runtime.synchronize()
 

@@ -69,10 +69,10 @@ class Executor(Protocol):
         self,
         net: AttentionNet,
         *,
-        micro_batches: Sequence[int],
+        num_micro_batches: int,
         check: Callable[[], None],
     ) -> None:
-        """Record every size for each of these numbers of micro-batches."""
+        """Record every size."""
 
     def forget(self) -> None:
         """Drop all recordings: their net is not used again."""

@@ -67,7 +67,7 @@ class HostExecutor:
         self,
         net: AttentionNet,
         *,
-        micro_batches: Sequence[int],
+        num_micro_batches: int,
         check: Callable[[], None],
     ) -> None:
         """Do nothing: steps are recorded as they come, in milliseconds."""

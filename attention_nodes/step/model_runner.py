@@ -152,12 +152,14 @@ class ModelRunner:
 
         Takes a while; `check` is called repeatedly meanwhile.
         """
-        micro_batches = _micro_batches(config)
-        self._executor.record_all(self._or_none(net), micro_batches=micro_batches, check=check)
+        self._executor.record_all(
+            self._or_none(net), num_micro_batches=config.micro_batches or 1, check=check
+        )
 
-    def num_recordings(self, config: NodeConfig) -> int:
+    @property
+    def num_recordings(self) -> int:
         """Return how many steps record_steps() records."""
-        return len(self._executor.sizes) * len(_micro_batches(config))
+        return len(self._executor.sizes)
 
     def warm_up_largest(self, config: NodeConfig) -> None:
         """Select keys as the largest step would, if sequences may."""
@@ -420,13 +422,3 @@ class ModelRunner:
         if self._sampler.needs_values(sampled) and self._table.has_pending(sampled):
             for launched in self._launched:
                 self._settle(launched)
-
-
-def _micro_batches(config: NodeConfig) -> tuple[int, ...]:
-    """Return the numbers of micro-batches for which decode steps are recorded at start.
-
-    Two are faster only if attention and experts compute at the same time.
-    """
-    if config.micro_batches is not None:
-        return (config.micro_batches,)
-    return (1, 2) if config.execution.gpu_streams == 2 else (1,)

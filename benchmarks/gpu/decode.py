@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.engine import fitting, open_engine
 from benchmarks.gpu.part import Part, open_part, parse, parser
 from benchmarks.gpu.timing import measure_bandwidths
-from benchmarks.gpu.workload import FULL, QUICK, Variant, Workload
+from benchmarks.gpu.workload import FULL, QUICK, Workload
 
 SECONDS: Final = 150.0
 GOALS: Final = {1: 0.60, 32: 0.75, 128: 0.75}
@@ -191,7 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser("decode", SECONDS)
     flags.add_argument("--batch", type=int, action="append", help="instead of 1, 32 and 128")
     flags.add_argument("--context", type=int, help="cached positions of each sequence")
-    flags.add_argument("--streams", type=int, choices=(1, 2), default=1)
     flags.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself")
     args = parse(flags, argv)
     part, runtime = open_part("decode", args)
@@ -201,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         context=base.context if args.context is None else args.context,
         batches=tuple(args.batch or base.batches),
     )
-    variant = Variant(not args.no_graphs, args.streams)
+    variant = "no graphs" if args.no_graphs else "graphs"
     on_gpu = runtime.is_asynchronous
     with part.attempt("the engine"):
         bytes_per_s = measure_bandwidths(part, runtime, is_quick=args.quick)
@@ -214,13 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"context {workload.context} instead of {asked.context}: the memory has no more"
                 )
         begin = time.perf_counter()
-        engine = open_engine(workload, args.device, variant)
+        engine = open_engine(workload, args.device, cuda_graphs=not args.no_graphs)
         built_s = time.perf_counter() - begin
         part.figure(
-            f"{workload.name}, {variant.name}: built in {built_s:.1f} s",
+            f"{workload.name}, {variant}: built in {built_s:.1f} s",
             of="engine",
             model=workload.name,
-            variant=variant.name,
+            variant=variant,
             seconds=built_s,
         )
         for batch in workload.batches:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attention_nodes.step import kv_cache
 from attention_nodes.step.model_runner import MAX_LAUNCHED
-from benchmarks.gpu.workload import Variant, Workload
+from benchmarks.gpu.workload import Workload
 from benchmarks.kernels.byte_floor import decode_floor
 from deploy.rig.nodes import Rig, model_of
 from kernels.runtime import DeviceMemory, Runtime, open_runtime
@@ -43,15 +43,11 @@ KEPT_SHARE = 0.93
 
 @dataclass(eq=False)
 class _Pass:
-    """One run of a step's layers by the host: the slots [T, K] of each layer, micro-batch."""
+    """One run of a step's layers by the host: the slots [T, K] of each layer."""
 
     is_recorded: bool
     """Whether it can be run again without the host."""
-    slots: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    def rows(self) -> tuple[int, ...]:
-        """Return the rows of each micro-batch, padding included."""
-        return tuple(len(slots) for (layer, _), slots in sorted(self.slots.items()) if layer == 0)
+    slots: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Touched:
@@ -63,19 +59,19 @@ class Touched:
 
     def __init__(self, is_recording: Callable[[], bool]) -> None:
         self._is_recording = is_recording
-        self._recorded: dict[tuple[int, ...], _Pass] = {}
+        self._recorded: dict[int, _Pass] = {}
         self._last: _Pass | None = None
 
     def watch(self, compute: Callable[[ExpertBatch], Tensor]) -> Callable[[ExpertBatch], Tensor]:
         """Return `compute` with a record of its batches' slots."""
 
         def serve(batch: ExpertBatch) -> Tensor:
-            if batch.layer == 0 and batch.micro_batch == 0:
+            if batch.layer == 0:
                 self._last = _Pass(self._is_recording())
             assert self._last is not None
-            self._last.slots[batch.layer, batch.micro_batch] = batch.slots
+            self._last.slots[batch.layer] = batch.slots
             if self._last.is_recorded:
-                self._recorded[self._last.rows()] = self._last
+                self._recorded[len(batch.slots)] = self._last
             return compute(batch)
 
         return serve
@@ -84,36 +80,27 @@ class Touched:
         """Forget the previous step; recordings stay."""
         self._last = None
 
-    def counts(self, rows: tuple[int, ...]) -> list[int]:
+    def counts(self, rows: int) -> list[int]:
         """Return the number of different slots that the last step touched, per layer.
 
-        `rows` are the micro-batches' rows without padding. Reads from the device.
+        `rows` are the step's rows without padding. Reads from the device.
         """
         step = self._last
         if step is None:
             # The host did not run it: the step was a replay of the smallest recording that fits.
-            fitting = [
-                size
-                for size in self._recorded
-                if len(size) == len(rows) and all(a >= b for a, b in zip(size, rows, strict=True))
-            ]
+            fitting = [size for size in self._recorded if size >= rows]
             assert fitting, f"no step of {rows} rows was recorded"
             step = self._recorded[min(fitting)]
-        by_layer: dict[int, set[int]] = {}
-        for (layer, _), slots in step.slots.items():
-            by_layer.setdefault(layer, set()).update(slots.flatten().tolist())
-        return [len(by_layer[layer] - {-1}) for layer in sorted(by_layer)]
+        touched = [set(slots.flatten().tolist()) for _, slots in sorted(step.slots.items())]
+        return [len(slots - {-1}) for slots in touched]
 
 
 class GpuEngine:
     """One model with random weights on one device, greedy, as a node runs it."""
 
-    def __init__(
-        self, model: ModelConfig, config: NodeConfig, runtime: Runtime, *, num_micro_batches: int
-    ) -> None:
+    def __init__(self, model: ModelConfig, config: NodeConfig, runtime: Runtime) -> None:
         """Draw the weights and fill the cache; `config` is an attention node's, resolved."""
         self.model = model
-        self._num_micro_batches = num_micro_batches
         self._rig = rig = Rig(model, config, runtime=runtime)
         block_bytes = kv_cache.bytes_per_block(
             kv_cache.layer_specs(model, rig.dtype), block_size=BLOCK_SIZE
@@ -131,7 +118,7 @@ class GpuEngine:
         # In random order, as after a while of serving.
         blocks = np.random.default_rng(SEED).permutation(num_blocks).tolist()
         self._batch = rig.batch(blocks)
-        self._rows: tuple[int, ...] = ()
+        self._rows = 0
         self.last_result: StepResult | None = None
 
     def start_decode(self, batch: int, context: int) -> None:
@@ -141,7 +128,7 @@ class GpuEngine:
 
     def decode_step(self) -> None:
         """Launch one step of all sequences; the one before it may still be running."""
-        self._launch(self._batch.decode(self._num_micro_batches))
+        self._launch(self._batch.decode())
 
     def prefill(self, num_tokens: int) -> None:
         """Drop all sequences and launch the prefill of one prompt of `num_tokens` tokens."""
@@ -184,7 +171,7 @@ class GpuEngine:
         while self._runner.num_launched >= MAX_LAUNCHED:
             self.last_result = self._runner.collect()
         self._touched.begin_step()
-        self._rows = tuple(len(each.wanted) for each in plan.micro_batches)
+        self._rows = sum(len(each.wanted) for each in plan.micro_batches)
         self._runner.launch(plan, self._net, index=0)
 
 
@@ -196,7 +183,7 @@ def _recording_on(runtime: Runtime) -> Callable[[], bool]:
 
 
 def node_config(
-    model: ModelConfig, workload: Workload, device: str, variant: Variant
+    model: ModelConfig, workload: Workload, device: str, *, cuda_graphs: bool
 ) -> NodeConfig:
     """Return the settings of a node with just enough cache for `workload`."""
     assert model.moe is not None
@@ -220,8 +207,7 @@ def node_config(
         kernels="triton",
         attention_device=device,
         expert_device=device,
-        recordings=variant.cuda_graphs,
-        gpu_streams=variant.gpu_streams,
+        recordings=cuda_graphs,
         trace=TraceSection(enabled=False),
     ).for_node()
 
@@ -251,10 +237,8 @@ def fitting(workload: Workload, memory: DeviceMemory) -> Workload:
     )
 
 
-def open_engine(workload: Workload, device: str, variant: Variant) -> GpuEngine:
-    """Build the engine of one variant. Raises ConfigError if the machine cannot run it."""
+def open_engine(workload: Workload, device: str, *, cuda_graphs: bool) -> GpuEngine:
+    """Build the engine of a workload. Raises ConfigError if the machine cannot run it."""
     model = model_of(workload.fields)
-    config = node_config(model, workload, device, variant)
-    runtime = open_runtime(config.node.device)
-    # With two streams the experts of one half overlap with the attention of the other half.
-    return GpuEngine(model, config, runtime, num_micro_batches=variant.gpu_streams)
+    config = node_config(model, workload, device, cuda_graphs=cuda_graphs)
+    return GpuEngine(model, config, open_runtime(config.node.device))

@@ -64,20 +64,6 @@ TINY: Final[Fields] = {
 
 
 @dataclass(frozen=True)
-class Variant:
-    """How an engine runs its steps."""
-
-    cuda_graphs: bool
-    gpu_streams: int
-
-    @property
-    def name(self) -> str:
-        """Return its name in the table."""
-        graphs = "graphs" if self.cuda_graphs else "no graphs"
-        return f"{graphs}, {self.gpu_streams} stream{'s' if self.gpu_streams > 1 else ''}"
-
-
-@dataclass(frozen=True)
 class Workload:
     """A model's shape and its use."""
 

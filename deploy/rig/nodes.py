@@ -128,7 +128,6 @@ class Rig:
             index=0,
             serves=[serve],
             table=table_of(self.model),
-            num_streams=self.config.execution.gpu_streams,
         )
 
     def _attention_weights(self) -> AttentionWeights:

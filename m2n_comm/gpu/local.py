@@ -1,24 +1,10 @@
 """M2N within one device: attention and all expert nodes of one process on one GPU.
 
 Implements AttentionNet. No frames and no windows: dispatch() turns logical experts into the slots
-of each expert node, on the device, and enqueues the nodes' computing; combine() joins. The host
+of each expert node, on the device, and enqueues the nodes' computing; combine() adds. The host
 never reads a tensor, for any number of rows, so a graph can hold a whole step. Knows no weights:
 `serves` are Experts.compute of the nodes, in node order. Called by attention_nodes.step.rally;
 composed by app.launch.local_node and benchmarks.
-
-With one stream everything is in order. With two the experts have a separate stream: the attention
-half of one micro-batch and the experts of another then share the device. A dispatch forks (the
-experts' stream waits for the caller's work so far), combine() of the same micro-batch joins (the
-caller's stream waits for those experts and for no later ones). Inside a recording that is a fork
-and a join of the graph, and after the last combine() of a step everything is joined.
-
-Memory that crosses streams needs no copies and no static buffers, for two reasons. The experts'
-inputs (rows, routing) are held here until combine() has made the caller's stream wait for the
-experts; if the allocator reuses them on that stream, the reuse comes after the wait. The experts'
-own memory is allocated after the wait of some dispatch, so after all work that the caller enqueued
-before it, including reads of earlier partial sums that are freed now. The caller's duty: tensors
-passed to dispatch() stay unchanged until combine(), and a partial sum is read on the stream on
-which it was combined.
 
 On one device reading a second copy of an expert gains nothing: the first replica, in node order,
 serves all.
@@ -37,7 +23,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.runtime import Event, Runtime
+from kernels.runtime import Runtime
 from m2n_comm.net import ExpertBatch, NetShape, NetTimes, Serve
 from m2n_comm.rules import AttentionRules
 from topspin.errors import ConfigError
@@ -82,16 +68,15 @@ class _Route(NamedTuple):
 
 @dataclass(slots=True)
 class _DeviceDispatch:
-    """A dispatch that is not combined yet. `read` keeps the experts' inputs allocated.
+    """A dispatch that is not combined yet: its rows with their routing, and the nodes' answers.
 
     `partials` are empty if combine() computes them.
     """
 
     layer: int
     size: torch.Size
-    read: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    rows: tuple[Tensor, Tensor, Tensor, Tensor | None]
     partials: list[Tensor]
-    done: Event | None
 
 
 class DeviceNet:
@@ -112,18 +97,15 @@ class DeviceNet:
         index: int,
         serves: Sequence[Serve],
         table: ExpertTable,
-        num_streams: int = 1,
         slots: LocalSlots | None = None,
         traces: Sequence[Stamps | None] = (),
     ) -> None:
         """Compute with `serves`, one per node of `table`, as attention node `index`.
 
-        `num_streams` 2 gives the experts a separate stream. `slots` turns experts into slots; None:
-        the kernel on a GPU, torch on the host. `traces` get the stamps of the nodes, on the host.
-        Raises ConfigError for settings that only make sense
+        `slots` turns experts into slots; None: the kernel on a GPU, torch on the host. `traces` get
+        the stamps of the nodes, on the host. Raises ConfigError for settings that only make sense
         between processes, ProtocolError for a wrong table.
         """
-        assert num_streams in (1, 2)
         _check_shape(shape)
         self.shape = shape
         self.trace: Stamps | None = None
@@ -131,7 +113,6 @@ class DeviceNet:
         self._serves = tuple(serves)
         self._traces = traces or (None,) * len(self._serves)
         self._slots = slots or slots_on(runtime.device)
-        self._stream = runtime.new_stream() if num_streams == 2 else None
         self._rules: AttentionRules[_DeviceDispatch, _Route] = AttentionRules(
             index,
             shape,
@@ -190,19 +171,11 @@ class DeviceNet:
         with self._rules:
             assert self._rules.flights[micro_batch] is None, "combine() the last dispatch first"
             self._rules.check_rows(hidden, experts, weights)
-            read = (hidden, experts, weights, num_rows)
+            rows = (hidden, experts, weights, num_rows)
             partials: list[Tensor] = []
-            done = None
-            if self._stream is None and self._runtime.is_asynchronous:
-                partials = self._serve(micro_batch, layer, *read)
-            elif self._stream is not None:
-                self._stream.wait_for(self._runtime.current_stream().record())
-                with self._runtime.on(self._stream):
-                    partials = self._serve(micro_batch, layer, *read)
-                done = self._stream.record()
-            self._rules.flights[micro_batch] = _DeviceDispatch(
-                layer, hidden.shape, read, partials, done
-            )
+            if self._runtime.is_asynchronous:
+                partials = self._serve(micro_batch, layer, *rows)
+            self._rules.flights[micro_batch] = _DeviceDispatch(layer, hidden.shape, rows, partials)
 
     def _serve(
         self,
@@ -245,9 +218,7 @@ class DeviceNet:
         """
         with self._rules:
             flight = self._rules.flight(micro_batch, layer, out)
-            partials = flight.partials or self._serve(micro_batch, layer, *flight.read)
-        if flight.done is not None:
-            self._runtime.current_stream().wait_for(flight.done)
+            partials = flight.partials or self._serve(micro_batch, layer, *flight.rows)
         self._rules.flights[micro_batch] = None
         first, *others = partials
         if others:
@@ -269,10 +240,6 @@ class DeviceNet:
 
     def close(self) -> None:
         """Release all memory; safe to call twice."""
-        for flight in self._rules.flights:
-            if flight is not None and flight.done is not None:
-                # The experts may still read tensors that are released here.
-                self._runtime.current_stream().wait_for(flight.done)
         self._rules.close()
         self._serves = ()
 

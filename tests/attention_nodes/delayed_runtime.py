@@ -44,9 +44,6 @@ class DelayedRuntime(HostRuntime):
     def current_stream(self) -> Stream:
         return self._stream
 
-    def new_stream(self) -> Stream:
-        return self._stream
-
     def host_buffer(self, num_bytes: int) -> Tensor:
         buffer = super().host_buffer(num_bytes)
         self._pinned[buffer.untyped_storage().data_ptr()] = buffer
@@ -128,9 +125,6 @@ class _DelayedStream:
 
     def record(self, *, timed: bool = False) -> DelayedEvent:
         return self._runtime.record()
-
-    def wait_for(self, event: Event) -> None:
-        pass
 
 
 class _Copies(TorchDispatchMode):

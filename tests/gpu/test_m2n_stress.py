@@ -118,10 +118,10 @@ def run_at_once(sides: Sides, stress: Stress, device: torch.device) -> None:
     attention = runtime.capture(repeated(sides.send, sides.receive))
     expert = runtime.capture(repeated(sides.serve))
     runtime.synchronize()
-    streams = runtime.new_stream(), runtime.new_stream()
+    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
     for _ in range(stress.frames // stress.per_graph):
         for stream, replay in zip(streams, (expert, attention), strict=True):
-            with runtime.on(stream):
+            with torch.cuda.stream(stream):
                 replay()
     runtime.synchronize()
 

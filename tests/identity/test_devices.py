@@ -81,7 +81,7 @@ def check(case: Case, *, is_sampled: bool = False, **settings: Any) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gpu_streams": 2, "micro_batches": 2},
+        {"micro_batches": 2},
         pytest.param({"recordings": False, "expert_nodes": 2, "is_sampled": True}, marks=slow),
     ],
 )
@@ -91,21 +91,15 @@ def test_attention_and_experts_on_one_device(case_of: CaseOf, settings: dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "micro_batches", "gpu_streams", "recordings", "expert_nodes"),
-    cover_pairs(MOE_VARIANTS, (1, 2, 3), (1, 2), (True, False), (1, 3)),
+    ("variant", "micro_batches", "recordings", "expert_nodes"),
+    cover_pairs(MOE_VARIANTS, (1, 2, 3), (True, False), (1, 3)),
 )
 def test_families_on_one_device(
-    case_of: CaseOf,
-    variant: str,
-    micro_batches: int,
-    gpu_streams: int,
-    recordings: bool,
-    expert_nodes: int,
+    case_of: CaseOf, variant: str, micro_batches: int, recordings: bool, expert_nodes: int
 ) -> None:
     check(
         case_of(variant),
         micro_batches=micro_batches,
-        gpu_streams=gpu_streams,
         recordings=recordings,
         expert_nodes=expert_nodes,
     )
@@ -207,10 +201,7 @@ def test_attention_on_the_cpu_and_experts_on_a_device(case_of: CaseOf, transport
 
 
 @slow
-@pytest.mark.parametrize("settings", [{}, {"gpu_streams": 2, "micro_batches": 2}])
-def test_experts_move_on_a_device_while_requests_run(
-    case_of: CaseOf, settings: dict[str, Any]
-) -> None:
+def test_experts_move_on_a_device_while_requests_run(case_of: CaseOf) -> None:
     """A recording for one table is not replayed for the next."""
     case = case_of("mixtral")
     chosen = prompts_of(case)[:MAX_NUM_SEQS]
@@ -219,7 +210,7 @@ def test_experts_move_on_a_device_while_requests_run(
         (1, 2),
         **only_copies(2),
         max_num_seqs=MAX_NUM_SEQS,
-        **{**ON_ONE, **settings},
+        **ON_ONE,
     )
     tables = random_tables((5, 5), seed=3)
     with Engine(config) as engine:

@@ -166,16 +166,14 @@ def test_a_dense_model_on_a_gpu_has_one_attention_node_per_process() -> None:
 
 
 def test_micro_batches_are_for_overlap_where_nobody_measures() -> None:
-    cases: list[tuple[str, str, str, int, int | None]] = [
-        ("cpu", "cpu", "shm", 1, None),
-        ("cpu", "cpu", "local", 1, None),
-        ("cuda", "cpu", "shm", 1, None),
-        ("cuda", "cpu", "local", 1, None),
-        ("cuda", "cuda", "local", 1, 1),
-        ("cuda", "cuda", "local", 2, 2),
-        ("cuda", "cuda", "cuda_ipc", 1, 2),
+    cases: list[tuple[str, str, str, int | None]] = [
+        ("cpu", "cpu", "shm", None),
+        ("cpu", "cpu", "local", None),
+        ("cuda", "cpu", "shm", None),
+        ("cuda", "cpu", "local", None),
+        ("cuda", "cuda", "local", 1),
+        ("cuda", "cuda", "cuda_ipc", 2),
     ]
-    for attention, experts, transport, gpu_streams, want in cases:
-        assert auto_micro_batches(nodes(attention, experts), transport, gpu_streams) == want
-        dense = nodes(attention, experts, num_experts=0)
-        assert auto_micro_batches(dense, transport, gpu_streams) is None
+    for attention, experts, transport, want in cases:
+        assert auto_micro_batches(nodes(attention, experts), transport) == want
+        assert auto_micro_batches(nodes(attention, experts, num_experts=0), transport) is None

@@ -94,7 +94,7 @@ def resolve(
         asked["prefix_caching"] = False
     if short.kernels == "reference" and on_gpu:
         asked["recordings"] = False  # plain torch reads tensors on the host, which no graph does
-    transport, execution = asked["transport"], part(ExecutionPolicy, asked)
+    transport = asked["transport"]
     plan = EnginePlan(
         model=part(PlannedModel, asked),
         precision=_precision(short, model, nodes),
@@ -111,11 +111,11 @@ def resolve(
                 window_rows=GPU_WINDOW_ROWS if transport == "cuda_ipc" else WINDOW_ROWS,
             ),
         ),
-        execution=execution,
+        execution=part(ExecutionPolicy, asked),
         scheduling=part(
             SchedulingPolicy,
             asked,
-            micro_batches=auto_micro_batches(nodes, transport, execution.gpu_streams),
+            micro_batches=auto_micro_batches(nodes, transport),
         ),
         speculation=asked.get("speculation"),
         balance=asked.get("balance", BalancePolicy()),

@@ -122,10 +122,8 @@ class ExecutionPolicy(Section, frozen=True, kw_only=True):
 
     `deterministic`: a request's logits have the same bits on any layout, in any batch, after any
     replay, with the kernels of that name. A node's decode step is recorded once per size and
-    replayed with `recordings`: a CUDA graph on a GPU, a program of compiled calls on a CPU. With 2
-    `gpu_streams` attention and experts that share one GPU overlap, on a stream each and with two
-    micro-batches unless told otherwise. An idle OpenMP thread looks for work `spin_count` times
-    before it sleeps.
+    replayed with `recordings`: a CUDA graph on a GPU, a program of compiled calls on a CPU. An idle
+    OpenMP thread looks for work `spin_count` times before it sleeps.
     """
 
     deterministic: Annotated[
@@ -142,7 +140,6 @@ class ExecutionPolicy(Section, frozen=True, kw_only=True):
             constant=False,
         ),
     ] = True
-    gpu_streams: Annotated[int, Meta(ge=1, le=2)] = 1
     spin_count: Annotated[int, Meta(ge=0, le=2**31 - 1)] = SPIN_COUNT
 
 

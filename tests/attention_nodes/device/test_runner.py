@@ -31,7 +31,6 @@ from tests.attention_nodes.plans import (
 )
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
-from tests.structs import changed
 from tests.weights import load_expert_weights
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.plan.spec import NodeConfig
@@ -202,7 +201,7 @@ def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
 
 
 def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
-    """With a fixed number of micro-batches for that number, else for the numbers that pay."""
+    """With a fixed number of micro-batches for that number, else for one."""
     node = Node(mixtral, recordings=True)
     cache = node.runner._decoder.kv
     before = [each.clone() for each in (*cache.keys, *cache.values)]
@@ -212,15 +211,13 @@ def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
     assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
     assert all((each == -1).all() for experts in node.experts for each in experts.seen)
     with torch.inference_mode():
-        config = changed(node.config, {"execution.gpu_streams": 2, "micro_batches": None})
-        node.runner.record_steps(node.net, config, check=lambda: None)
-        assert node.num_recordings == 6
-        node.runner._executor.forget()
-        config = msgspec.structs.replace(node.config, micro_batches=2)
-        node.runner.record_steps(node.net, config, check=lambda: None)
-    assert node.num_recordings == 3
-    recorded = node.runner._executor._recordings._replays  # type: ignore[attr-defined]
-    assert {m for m, _ in recorded} == {2}
+        for asked, m in ((None, 1), (2, 2)):
+            node.runner._executor.forget()
+            config = msgspec.structs.replace(node.config, micro_batches=asked)
+            node.runner.record_steps(node.net, config, check=lambda: None)
+            assert node.num_recordings == node.runner.num_recordings == 3
+            recorded = node.runner._executor._recordings._replays  # type: ignore[attr-defined]
+            assert {number for number, _ in recorded} == {m}
 
 
 def test_recorded_steps_run_ahead_of_a_device_that_is_late(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.engine import Touched, fitting, open_engine
-from benchmarks.gpu.workload import FULL, QUICK, Variant
+from benchmarks.gpu.workload import FULL, QUICK
 from benchmarks.kernels.byte_floor import expert_numbers
 from kernels.runtime import DeviceMemory
 from m2n_comm.net import ExpertBatch
@@ -32,9 +32,9 @@ def ints(packed: bytes) -> list[int]:
     return np.frombuffer(packed, dtype="<i4").tolist()
 
 
-def drive(variant: Variant) -> tuple[list[list[int]], dict[str, float]]:
+def drive(*, cuda_graphs: bool) -> tuple[list[list[int]], dict[str, float]]:
     """Prefill, decode one sequence, then two; return the tokens and the last step's byte floor."""
-    engine = open_engine(TINY, DEVICE, variant)
+    engine = open_engine(TINY, DEVICE, cuda_graphs=cuda_graphs)
     model = engine.model
     assert model.moe is not None
     one_expert = expert_numbers(model) * 4
@@ -65,16 +65,10 @@ def drive(variant: Variant) -> tuple[list[list[int]], dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_all_variants_compute_the_same() -> None:
-    plain = drive(Variant(cuda_graphs=False, gpu_streams=1))
+def test_recordings_compute_the_same() -> None:
+    plain = drive(cuda_graphs=False)
     assert [len(each) for each in plain[0]] == [1, 1, 2]
-    assert drive(Variant(cuda_graphs=True, gpu_streams=2)) == plain
-
-
-@pytest.mark.slow
-def test_recordings_on_one_stream_compute_the_same() -> None:
-    plain = drive(Variant(cuda_graphs=False, gpu_streams=1))
-    assert drive(Variant(cuda_graphs=True, gpu_streams=1)) == plain
+    assert drive(cuda_graphs=True) == plain
 
 
 def test_it_needs_no_package_of_servers_or_of_cpu_kernels() -> None:
@@ -89,10 +83,10 @@ def test_it_needs_no_package_of_servers_or_of_cpu_kernels() -> None:
     assert found.returncode == 0, found.stderr
 
 
-def make_batch(layer: int, micro_batch: int, slots: list[list[int]]) -> ExpertBatch:
+def make_batch(layer: int, slots: list[list[int]]) -> ExpertBatch:
     empty = torch.empty(len(slots), 0)
     return ExpertBatch(
-        micro_batch, layer, 0, empty, torch.tensor(slots, dtype=torch.int32), empty, (len(slots),)
+        0, layer, 0, empty, torch.tensor(slots, dtype=torch.int32), empty, (len(slots),)
     )
 
 
@@ -105,20 +99,18 @@ def test_touched_reads_what_a_replay_has_written() -> None:
     for size in (4, 2):
         touched.begin_step()
         for layer in (0, 1):
-            for mb in (0, 1):
-                recorded[size, layer, mb] = make_batch(layer, mb, [[-1, -1]] * size)
-                serve(recorded[size, layer, mb])
+            recorded[size, layer] = make_batch(layer, [[-1, -1]] * size)
+            serve(recorded[size, layer])
     is_recording = False
     touched.begin_step()
     for layer in (0, 1):
-        serve(make_batch(layer, 0, [[0, 1], [1, 2], [-1, -1]]))
-    assert touched.counts((2,)) == [3, 3]
+        serve(make_batch(layer, [[0, 1], [1, 2], [-1, -1]]))
+    assert touched.counts(2) == [3, 3]
     # A replay: the recorded tensors change without the host.
     touched.begin_step()
-    recorded[4, 0, 0].slots[:3] = torch.tensor([[5, 6], [6, 7], [8, 5]])
-    recorded[4, 0, 1].slots[:2] = torch.tensor([[9, 6], [6, 7]])
-    assert touched.counts((3, 2)) == [5, 0]
-    assert touched.counts((2, 2)) == [0, 0]
+    recorded[4, 0].slots[:3] = torch.tensor([[5, 6], [6, 7], [8, 5]])
+    assert touched.counts(3) == [4, 0]
+    assert touched.counts(2) == [0, 0]
 
 
 def test_the_context_is_what_fits_beside_the_weights() -> None:

@@ -1,27 +1,22 @@
-"""M2N within one device: sums, padding, recordings, tables, and the order over two streams."""
+"""M2N within one device: sums, padding, recordings, and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention_nodes.step.rally import RowsInFlight
-from attention_nodes.step.rally import rally as rally_layers
 from kernels.runtime import HostRuntime, NoSync, Runtime
 from kernels.triton.router.launches import local_slots as triton_slots
 from m2n_comm.gpu.local import DeviceNet, LocalSlots, home_slots, local_slots
 from m2n_comm.net import ExpertBatch, NetShape
-from tests.m2n_comm.gpu.stream_graph import StreamGraph, call
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,
     FakeExperts,
     Fleet,
-    Rows,
     make_shape,
     make_table,
     make_ticket,
@@ -40,8 +35,6 @@ def make_net(
     *,
     shape: NetShape | None = None,
     table: ExpertTable | None = None,
-    runtime: Runtime | None = None,
-    num_streams: int = 1,
     slots: LocalSlots | None = None,
     wrap: Callable[[Any], Any] = lambda serve: serve,
 ) -> DeviceNet:
@@ -50,14 +43,19 @@ def make_net(
     table = table or make_table(shape, num_nodes)
     fake = FakeExperts(shape, NUM_EXPERTS)
     return DeviceNet(
-        runtime or HostRuntime(),
+        HostRuntime(),
         shape,
         index=0,
         serves=[wrap(fake.serve(table, node)) for node in range(num_nodes)],
         table=table,
-        num_streams=num_streams,
         slots=slots,
     )
+
+
+class QueueingRuntime(HostRuntime):
+    """Is treated as a GPU: experts' work is enqueued by dispatch()."""
+
+    is_asynchronous = True  # type: ignore[misc,assignment]
 
 
 class NothingIsLookedAt(DeviceNet):
@@ -73,19 +71,17 @@ class NothingIsLookedAt(DeviceNet):
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "num_streams", "payload"),
-    cover_pairs((1, 2, 3), (1, 2), (torch.float32, torch.bfloat16)),
+    ("num_nodes", "runtime", "payload"),
+    cover_pairs((1, 2, 3), (HostRuntime(), QueueingRuntime()), (torch.float32, torch.bfloat16)),
 )
 def test_sums_equal_the_dense_reference(
-    num_nodes: int, num_streams: int, payload: torch.dtype
+    num_nodes: int, runtime: Runtime, payload: torch.dtype
 ) -> None:
     shape = make_shape(payload=payload)
     table = make_table(shape, num_nodes)
     fake = FakeExperts(shape, NUM_EXPERTS)
     serves = [fake.serve(table, node) for node in range(num_nodes)]
-    net = NothingIsLookedAt(
-        HostRuntime(), shape, index=0, serves=serves, table=table, num_streams=num_streams
-    )
+    net = NothingIsLookedAt(runtime, shape, index=0, serves=serves, table=table)
     tickets = [make_ticket(step, m=1 + step % 4) for step in range(1, 9)]
     rows_of = mixed_rows(shape)
     results = Fleet("local", shape, [net], [], serves, table).check(tickets, rows_of)
@@ -147,9 +143,7 @@ def test_a_step_is_routed_by_the_table_of_its_ticket() -> None:
 
         return serve
 
-    net = DeviceNet(
-        HostRuntime(), shape, index=0, serves=[serve_of(0), serve_of(1)], table=old, num_streams=2
-    )
+    net = DeviceNet(HostRuntime(), shape, index=0, serves=[serve_of(0), serve_of(1)], table=old)
     rows = random_rows(shape, 5, seed=4)
     want = fake.expected(old, 0, rows)
 
@@ -245,149 +239,3 @@ def test_an_experts_error_fails_the_step_and_the_net() -> None:
         net.begin(make_ticket(1))
     net.close()
     net.close()
-
-
-# The order over two streams.
-
-
-class ToyDecoder:
-    """Attention is a product, routing is fixed, the shared expert is a sum."""
-
-    def __init__(self, graph: StreamGraph, shape: NetShape, rows: dict[int, Rows]) -> None:
-        self.layers = [SimpleNamespace(idx=idx, moe_idx=idx) for idx in range(shape.num_layers)]
-        self._graph = graph
-        self._rows = rows
-        self._mix = torch.randn(shape.hidden_size, shape.hidden_size) / shape.hidden_size
-
-    def attention_half(self, layer: Any, residual: Tensor, delta: Any, inputs: Any) -> Tensor:
-        self.micro_batch = inputs.micro_batch
-        with self._graph.label("attention", layer.idx, inputs.micro_batch):
-            if delta is not None:
-                residual += delta
-            residual += residual @ self._mix
-            return residual * 0.5
-
-    def route(self, layer: Any, normed: Tensor) -> Any:
-        rows = self._rows[self.micro_batch]
-        with self._graph.label("route", layer.idx, self.micro_batch):
-            # New tensors without other references, as from a router.
-            return SimpleNamespace(experts=rows.experts + 0, weights=rows.weights * 1.0)
-
-    def local_mlp(self, layer: Any, normed: Tensor) -> Tensor:
-        with self._graph.label("shared", layer.idx, self.micro_batch):
-            return normed + 1.0
-
-
-def play(
-    net_of: Callable[..., DeviceNet] = DeviceNet,
-    *,
-    num_nodes: int = 1,
-    num_streams: int = 2,
-    ignores_waits: int | None = None,
-) -> tuple[StreamGraph, list[Tensor]]:
-    """Run two steps of two micro-batches; return the recording and the residuals."""
-    torch.manual_seed(1)
-    shape = make_shape(num_layers=3)
-    table = make_table(shape, num_nodes)
-    fake = FakeExperts(shape, NUM_EXPERTS)
-    graph = StreamGraph()
-
-    def serve_of(node: int) -> Any:
-        serve = fake.serve(table, node)
-
-        def labelled(batch: ExpertBatch) -> Tensor:
-            with graph.label("experts", batch.layer, batch.micro_batch):
-                return serve(batch)
-
-        return labelled
-
-    serves = [serve_of(node) for node in range(num_nodes)]
-    net = net_of(graph, shape, index=0, serves=serves, table=table, num_streams=num_streams)
-    if ignores_waits is not None:
-        graph.streams[ignores_waits].ignores_waits = True
-    rows = {mb: random_rows(shape, 4, seed=mb) for mb in range(2)}
-    decoder: Any = ToyDecoder(graph, shape, rows)
-    residuals = [rows[mb].hidden.clone() for mb in range(2)]
-
-    def body() -> None:
-        for step in (1, 2):
-            net.begin(make_ticket(step, m=2))
-            flights = [
-                RowsInFlight(
-                    inputs=SimpleNamespace(micro_batch=mb, num_rows=None),  # type: ignore[arg-type]
-                    residual=residuals[mb],
-                    combined=torch.empty_like(residuals[mb]),
-                )
-                for mb in range(2)
-            ]
-            rally_layers(decoder, net, flights)
-            with graph.label("logits", step):
-                for residual in residuals:
-                    residual.sum()
-
-    call(body, graph)
-    return graph, residuals
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_two_streams_race_nowhere(num_nodes: int) -> None:
-    graph, residuals = play(num_nodes=num_nodes)
-    assert graph.problems == []
-    assert {op.stream for op in graph.ops if op.label[:1] == ("experts",)} == {1}
-    assert {op.stream for op in graph.ops if op.label[:1] == ("attention",)} == {0}
-    _, in_order = play(num_nodes=num_nodes, num_streams=1)
-    for got, want in zip(residuals, in_order, strict=True):
-        assert torch.equal(got, want)
-
-
-def test_attention_of_one_micro_batch_runs_beside_the_experts_of_the_other() -> None:
-    first_step, _ = play()
-    # Only the first step, so that labels are unique.
-    end = next(idx for idx, op in enumerate(first_step.ops) if op.label == ("logits", 1))
-    del first_step.ops[end + 1 :]
-    for layer in range(3):
-        for other in (0, 1):
-            assert first_step.depends(("experts", layer, other), ("attention", layer, other))
-        assert not first_step.depends(("attention", layer, 1), ("experts", layer, 0))
-        assert not first_step.depends(("shared", layer, 1), ("experts", layer, 1))
-        if layer:
-            for other in (0, 1):
-                assert first_step.depends(
-                    ("attention", layer, other), ("experts", layer - 1, other)
-                )
-            assert not first_step.depends(("attention", layer, 0), ("experts", layer - 1, 1))
-    # Everything is joined: a graph could end here.
-    last = first_step.ops[-1]
-    assert all(last.follows(op) for op in first_step.ops)
-
-
-class ForgetsWhatIsRead(DeviceNet):
-    """Does not keep references to rows and routing until the experts have read them."""
-
-    def dispatch(self, micro_batch: int, *args: Any) -> None:
-        super().dispatch(micro_batch, *args)
-        flight = self._rules.flights[micro_batch]
-        assert flight is not None
-        flight.read = ()
-
-
-def test_what_is_in_the_air_at_the_end_is_not_given_out_before_its_time() -> None:
-    graph = StreamGraph()
-    net = make_net(runtime=graph, num_streams=2)
-    rows = random_rows(net.shape, 3, seed=1)
-
-    def body() -> None:
-        net.dispatch(0, 0, rows.hidden + 0, rows.experts + 0, rows.weights * 1)
-        net.close()
-        torch.empty(3, net.shape.hidden_size).zero_()
-
-    call(body, graph)
-    assert max(op.stream for op in graph.ops) == 1
-    assert graph.ops[-1].follows(next(op for op in reversed(graph.ops) if op.stream == 1))
-    assert graph.problems == []
-
-
-def test_the_check_finds_what_is_wrong() -> None:
-    assert play(ForgetsWhatIsRead)[0].problems
-    assert play(ignores_waits=0)[0].problems
-    assert play(ignores_waits=1)[0].problems

@@ -227,7 +227,6 @@ GIVERS: dict[str, Giver] = {
     "attention and experts on one GPU, in one process": both(
         nodes(**ON_GPU), link(transport="local")
     ),
-    "`gpu_streams` 2": fields(execution__gpu_streams=2),
     "`cores`": first(cores=(0,)),
     "`network`": HERE,
     "kernels `cpu`, `deterministic`": nodes(kernels="cpu"),
@@ -241,7 +240,6 @@ GIVERS: dict[str, Giver] = {
     "attention and experts on one GPU, transport `cuda_ipc`": both(
         nodes(**ON_GPU), link(transport="cuda_ipc")
     ),
-    "nodes on several devices, or in several processes": link(transport="shm"),
     "unequal `num_threads`": first(-1, num_threads=2),
     "another payload": link(payload="fp8"),
     "`deterministic` with another payload": both(

@@ -80,9 +80,9 @@ def test_roles_have_kernels_of_their_own_and_plain_torch_on_a_gpu_is_not_recorde
     assert plan(kernels="reference").execution.recordings
 
 
-def test_two_streams_have_two_micro_batches_unless_told() -> None:
-    both: dict[str, Any] = {"attention_device": "cuda", "expert_device": "cuda", "gpu_streams": 2}
-    assert plan(**both).scheduling.micro_batches == 2
+def test_micro_batches_within_a_gpu_are_one_unless_told() -> None:
+    both: dict[str, Any] = {"attention_device": "cuda", "expert_device": "cuda"}
+    assert plan(**both).scheduling.micro_batches == 1
     assert plan(**both, micro_batches=3).scheduling.micro_batches == 3
 
 

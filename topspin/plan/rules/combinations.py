@@ -234,13 +234,6 @@ CONFLICTS: Final = (
         "{plan.link.transport}",
     ),
     Conflict(
-        "`gpu_streams` 2",
-        "nodes on several devices, or in several processes",
-        "only attention and experts on one GPU, in one process, overlap on two streams; leave it "
-        "out",
-        "execution.gpu_streams {plan.execution.gpu_streams}",
-    ),
-    Conflict(
         "layers that are local when measured",
         "attention and experts on one GPU, in one process",
         "attention and experts share a device, where no layer has a hop; leave it out",

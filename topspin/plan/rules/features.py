@@ -76,7 +76,6 @@ FEATURES: Final[dict[str, Feature]] = {
     "attention and experts on one GPU, in one process": Feature(
         "processes", lambda plan, node: plan.shares_device, _GPU
     ),
-    "`gpu_streams` 2": Feature("streams", lambda plan, node: plan.execution.gpu_streams > 1, _GPU),
     "several attention nodes": Feature(
         "attention nodes", lambda plan, node: len(plan.attention) > 1
     ),
@@ -159,7 +158,6 @@ CONDITIONS: Final[dict[str, IsIn]] = {
     "attention and experts on one GPU, transport `cuda_ipc`": lambda plan, node: (
         plan.shares_device or plan.link.transport == "cuda_ipc"
     ),
-    "nodes on several devices, or in several processes": lambda plan, node: not plan.shares_device,
     "unequal `num_threads`": lambda plan, node: (
         node.role in ("attention", "expert") and node.num_threads != plan.attention[0].num_threads
     ),

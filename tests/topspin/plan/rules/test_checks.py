@@ -32,7 +32,7 @@ from topspin.plan.spec import EnginePlan, LinkSpec
 
 def on_one_gpu(*, link: LinkSpec = LOCAL, **fields: Any) -> EnginePlan:
     nodes = replace(ATTENTION, **ON_GPU, **fields), replace(EXPERT, **ON_GPU)
-    return made_of(*nodes, link=link, execution=ExecutionPolicy(gpu_streams=2))
+    return made_of(*nodes, link=link)
 
 
 def changed(*, link: LinkSpec = LINK, **fields: Any) -> EnginePlan:
