@@ -1,10 +1,9 @@
 """Rotates a layer's queries and writes its keys and values to the cache, in one launch.
 
-QK-norm (of each head or of all heads together), rotary embedding and the paged KV write:
-each row of q, k and v is read once and written once. A program owns some heads of one
-token, either of q or of k and v. The rounding points are those of `kernels.reference`; a
-cache of float8_e4m3fn holds k / k_scale and v / v_scale, saturated. Called by attention
-nodes whose device is a GPU. Letters as in `kernels.contracts`.
+QK-norm of each head, rotary embedding and the paged KV write: each row of q, k and v is read once
+and written once. A program owns some heads of one token, either of q or of k and v. The rounding
+points are those of `kernels.reference`; a cache of float8_e4m3fn holds k / k_scale and v / v_scale,
+saturated. Called by attention nodes whose device is a GPU. Letters as in `kernels.contracts`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,9 @@ from torch import Tensor
 
 from kernels.triton.runtime import rounded
 
-NO_NORM: Final = 0
-HEAD_NORM: Final = 1
-FULL_NORM: Final = 2
-
 CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 HEADS_AT_ONCE: Final = 4
-"""Heads that a program of one warp takes, unless a norm spans all of them."""
+"""Heads that a program of one warp takes."""
 
 
 @triton.jit
@@ -32,25 +27,19 @@ def _normed(
     low: tl.tensor,
     high: tl.tensor,
     weight: tl.tensor,
-    low_place: tl.tensor,
-    inside: tl.tensor,
+    column: tl.tensor,
     half: tl.tensor,
-    num_heads: tl.tensor,
     eps: tl.tensor,
     dtype: tl.constexpr,
-    NORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Norm a tile of heads [HEADS, HALF], given as its halves, by head or as one row."""
+    """Norm each head of a tile [HEADS, HALF], given as its halves; `column` is arange(HALF)."""
     squares = low * low + high * high
-    if NORM == 1:
-        inverse = tl.rsqrt(tl.sum(squares, axis=1) / (2 * half) + eps)[:, None]
-    else:
-        whole = tl.sum(tl.sum(squares, axis=1), axis=0)
-        inverse = tl.rsqrt(whole / (2 * half * num_heads) + eps)
-    low_weight = tl.load(weight + low_place, mask=inside, other=0.0).to(tl.float32)
-    high_weight = tl.load(weight + low_place + half, mask=inside, other=0.0).to(tl.float32)
-    low = rounded(low * inverse, dtype).to(tl.float32) * low_weight
-    high = rounded(high * inverse, dtype).to(tl.float32) * high_weight
+    inverse = tl.rsqrt(tl.sum(squares, axis=1) / (2 * half) + eps)[:, None]
+    known = column < half
+    low_weight = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
+    high_weight = tl.load(weight + column + half, mask=known, other=0.0).to(tl.float32)
+    low = rounded(low * inverse, dtype).to(tl.float32) * low_weight[None, :]
+    high = rounded(high * inverse, dtype).to(tl.float32) * high_weight[None, :]
     return rounded(low, dtype).to(tl.float32), rounded(high, dtype).to(tl.float32)
 
 
@@ -76,10 +65,8 @@ def _rotated(
     place = head[:, None] * head_stride + column[None, :]
     low = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(x + place + half, mask=inside, other=0.0).to(tl.float32)
-    if NORM != 0:
-        # A weight for all heads together has a row per head, a weight for single heads one row.
-        low_place = column[None, :] + (head * (2 * half * (NORM - 1)))[:, None]
-        low, high = _normed(low, high, norm, low_place, inside, half, num_heads, eps, dtype, NORM)
+    if NORM:
+        low, high = _normed(low, high, norm, column, half, eps, dtype)
     known = column < half
     low_cos = rounded(tl.load(cos + column, mask=known, other=0.0).to(tl.float32), dtype)
     low_sin = rounded(tl.load(sin + column, mask=known, other=0.0).to(tl.float32), dtype)
@@ -185,18 +172,13 @@ def _rotate_and_store(
             tl.store(place, rounded(value, v_cache.dtype.element_ty), mask=inside)
 
 
-def _norm_kind(norm: Tensor | None, heads: Tensor, what: str) -> int:
-    """Return the kind of a norm; checks that its weight spans one head or all of them."""
+def _check_norm(norm: Tensor | None, heads: Tensor, what: str) -> None:
     if norm is None:
-        return NO_NORM
-    num_heads, head_dim = heads.shape[1:]
+        return
     if norm.dtype != heads.dtype or not norm.is_contiguous():
         raise ValueError(f"{what} is {norm.dtype}, its heads are {heads.dtype}")
-    if norm.shape == (head_dim,):
-        return HEAD_NORM
-    if norm.shape == (num_heads * head_dim,):
-        return FULL_NORM
-    raise ValueError(f"{what} {tuple(norm.shape)} fits neither a head of {head_dim} nor all")
+    if norm.shape != heads.shape[2:]:
+        raise ValueError(f"{what} {tuple(norm.shape)} for heads of {heads.shape[2]}")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> None:
@@ -244,28 +226,26 @@ def rotate_and_store(
 ) -> None:
     """Norm q [T, N, D] and k [T, G, D], rotate both, store k and v [T, G, D] in the cache.
 
-    Extends `kernels.reference.rotate_and_store`: a norm's weight is [D] (each head
-    separately) or [N * D], [G * D] (all heads of a token as one row); a row with a
-    negative slot is not stored (padding); the scales are those of a float8_e4m3fn cache. q is
-    changed in place, k and v are only read. Raises ValueError for tensors that do not fit
-    together.
+    Extends `kernels.reference.rotate_and_store`: a row with a negative slot is not stored
+    (padding); the scales are those of a float8_e4m3fn cache. q is changed in place, k and v are
+    only read. Raises ValueError for tensors that do not fit together.
     """
     _check(q, k, v, cos, sin, slots)
     _check_caches(k, v, k_cache, v_cache)
-    kinds = _norm_kind(q_norm, q, "q_norm"), _norm_kind(k_norm, k, "k_norm")
+    _check_norm(q_norm, q, "q_norm")
+    _check_norm(k_norm, k, "k_norm")
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], head_dim // 2
     if num_tokens == 0:
         return
-    heads = max(num_heads, num_kv_heads) if FULL_NORM in kinds else HEADS_AT_ONCE
-    heads = triton.next_power_of_2(heads)
-    parts = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    parts = triton.cdiv(num_heads, HEADS_AT_ONCE) + triton.cdiv(num_kv_heads, HEADS_AT_ONCE)
     _rotate_and_store[(num_tokens, parts)](
         q, k, v, cos, sin, k_cache, v_cache, slots,
         q if q_norm is None else q_norm, k if k_norm is None else k_norm,
         num_heads, num_kv_heads, half, v.shape[2], cos.shape[1] - half,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0), *k_cache.stride()[:3], 1.0 / k_scale, 1.0 / v_scale, eps,
-        Q_NORM=kinds[0], K_NORM=kinds[1], BLOCK_SIZE=k_cache.shape[1], HEADS=heads,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, BLOCK_SIZE=k_cache.shape[1],
+        HEADS=HEADS_AT_ONCE,
         HALF=triton.next_power_of_2(half), VALUES=triton.next_power_of_2(v.shape[2]), num_warps=1,
     )  # fmt: skip

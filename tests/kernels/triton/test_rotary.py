@@ -1,4 +1,4 @@
-"""The fused rotary kernel beside its op: norms of all heads, scaled caches, padding rows."""
+"""The fused rotary kernel beside its op: scaled caches, padding rows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from kernels import reference
 from kernels.contracts import HeadRows
 from kernels.triton.rotary import rotate_and_store
 from tests.kernels.cases.attention import Heads
-from tests.pairwise import cover_values
 
 BLOCK_SIZE = 4
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {
-    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    # Norms add in another order, so the last bit of a factor may differ.
-    torch.bfloat16: {"rtol": 2e-2, "atol": 3e-2},
-}
 
 
 class Inputs(NamedTuple):
@@ -48,23 +42,6 @@ def draw(
 def caches(heads: Heads, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     both = torch.zeros(2, 6, BLOCK_SIZE, heads.kv, heads.dim, device=device).to(dtype)
     return both[0], both[1]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "heads"), cover_values(DTYPES, [Heads(9, 3, 64), Heads(8, 1, 80)])
-)
-def test_norm_of_all_heads(heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
-    """As in OLMoE: a token's heads are one row, with one root mean square."""
-    given = draw(2, heads, dtype, device, width=heads.dim // 2)
-    q_norm = torch.rand(heads.query * heads.dim, device=device).add(0.5).to(dtype)
-    k_norm = torch.rand(heads.kv * heads.dim, device=device).add(0.5).to(dtype)
-    q = reference.rms_norm(given.q.flatten(1), q_norm, eps=1e-3).view(given.q.shape)
-    k = reference.rms_norm(given.k.flatten(1), k_norm, eps=1e-3).view(given.k.shape)
-    wanted, found = caches(heads, dtype, device), caches(heads, dtype, device)
-    reference.rotate_and_store(HeadRows(q, k, given.v, *given[3:5], *wanted, given.slots))
-    rotate_and_store(*given[:5], *found, given.slots, q_norm=q_norm, k_norm=k_norm, eps=1e-3)
-    torch.testing.assert_close(given.q, q, **TOLERANCE[dtype])
-    torch.testing.assert_close(found[0], wanted[0], **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -94,7 +94,7 @@ def compile_norms() -> None:
 
 
 def compile_rotary(
-    cache: torch.dtype, norm: int, *, head_dim: int = 128, values: int = 128
+    cache: torch.dtype, *, norm: bool, head_dim: int = 128, values: int = 128
 ) -> None:
     pointers = dict.fromkeys(("q", "k", "v", "q_norm", "k_norm"), "*bf16")
     pointers |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
@@ -175,9 +175,9 @@ def compile_retrieval(q: torch.dtype, head_dim: int) -> None:
 def main() -> None:
     bf16, fp32, fp8 = NAMES
     compile_norms()
-    for cache, norm in ((bf16, 0), (bf16, 1), (fp8, 2), (fp32, 1)):
-        compile_rotary(cache, norm)
-    compile_rotary(bf16, 0, head_dim=64, values=512)
+    for cache, norm in ((bf16, False), (bf16, True), (fp8, True), (fp32, True)):
+        compile_rotary(cache, norm=norm)
+    compile_rotary(bf16, norm=False, head_dim=64, values=512)
     compile_attention(bf16, bf16, 128)
     compile_attention(bf16, bf16, 128, extras=True)
     compile_attention(bf16, bf16, 128, tree=True)
