@@ -2,8 +2,8 @@
 
 QK-norm of each head, rotary embedding and the paged KV write: each row of q, k and v is read once
 and written once. A program owns some heads of one token, either of q or of k and v. The rounding
-points are those of `kernels.reference`; a cache of float8_e4m3fn holds k / k_scale and v / v_scale,
-saturated. Called by attention nodes whose device is a GPU. Letters as in `kernels.contracts`.
+points are those of `kernels.reference`; a cache of float8_e4m3fn holds saturated numbers. Called by
+attention nodes whose device is a GPU. Letters as in `kernels.contracts`.
 """
 
 from __future__ import annotations
@@ -85,16 +85,11 @@ def _rotated(
 
 @triton.jit
 def _store(
-    place: tl.tensor,
-    half: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    factor: tl.tensor,
-    inside: tl.tensor,
+    place: tl.tensor, half: tl.tensor, low: tl.tensor, high: tl.tensor, inside: tl.tensor
 ) -> None:
     dtype: tl.constexpr = place.dtype.element_ty
-    tl.store(place, rounded(low * factor, dtype), mask=inside)
-    tl.store(place + half, rounded(high * factor, dtype), mask=inside)
+    tl.store(place, rounded(low, dtype), mask=inside)
+    tl.store(place + half, rounded(high, dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -124,8 +119,6 @@ def _rotate_and_store(
     cache_block: tl.tensor,
     cache_slot: tl.tensor,
     cache_head: tl.tensor,
-    k_factor: tl.tensor,
-    v_factor: tl.tensor,
     eps: tl.tensor,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
@@ -163,11 +156,11 @@ def _rotate_and_store(
             to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
             place = to + head[:, None] * cache_head + column[None, :]
             first, second = first.to(tl.float32), second.to(tl.float32)
-            _store(k_cache + place, half, first, second, k_factor, inside)
+            _store(k_cache + place, half, first, second, inside)
             number = tl.arange(0, VALUES)
             inside = (head < num_kv_heads)[:, None] & (number < num_values)[None, :]
             source = v + token * v_row + head[:, None] * v_head + number[None, :]
-            value = tl.load(source, mask=inside, other=0.0).to(tl.float32) * v_factor
+            value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
             place = v_cache + to + head[:, None] * cache_head + number[None, :]
             tl.store(place, rounded(value, v_cache.dtype.element_ty), mask=inside)
 
@@ -221,14 +214,12 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> None:
     """Norm q [T, N, D] and k [T, G, D], rotate both, store k and v [T, G, D] in the cache.
 
     Extends `kernels.reference.rotate_and_store`: a row with a negative slot is not stored
-    (padding); the scales are those of a float8_e4m3fn cache. q is changed in place, k and v are
-    only read. Raises ValueError for tensors that do not fit together.
+    (padding). q is changed in place, k and v are only read. Raises ValueError for tensors that do
+    not fit together.
     """
     _check(q, k, v, cos, sin, slots)
     _check_caches(k, v, k_cache, v_cache)
@@ -244,8 +235,8 @@ def rotate_and_store(
         q if q_norm is None else q_norm, k if k_norm is None else k_norm,
         num_heads, num_kv_heads, half, v.shape[2], cos.shape[1] - half,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        cos.stride(0), *k_cache.stride()[:3], 1.0 / k_scale, 1.0 / v_scale, eps,
+        cos.stride(0), *k_cache.stride()[:3], eps,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, BLOCK_SIZE=k_cache.shape[1],
-        HEADS=HEADS_AT_ONCE,
-        HALF=triton.next_power_of_2(half), VALUES=triton.next_power_of_2(v.shape[2]), num_warps=1,
+        HEADS=HEADS_AT_ONCE, HALF=triton.next_power_of_2(half),
+        VALUES=triton.next_power_of_2(v.shape[2]), num_warps=1,
     )  # fmt: skip

@@ -237,13 +237,12 @@ def _attend_rows(
 @triton.jit
 def _store_rows(
     out: tl.tensor, acc: tl.tensor, total: tl.tensor, start: tl.tensor, num_new: tl.tensor,
-    first_row: tl.tensor, kv_head: tl.tensor, v_scale: tl.tensor,
-    out_row: tl.tensor, out_head: tl.tensor,
+    first_row: tl.tensor, kv_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
     GROUP: tl.constexpr, VALUES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write weighted means of rows first_row .. that belong to the sequence."""
     row, column = first_row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    mean = acc * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    mean = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     place = (start + row // GROUP).to(tl.int64) * out_row + (
         kv_head * GROUP + row % GROUP
     ) * out_head
@@ -281,7 +280,7 @@ def attend_short(
     partial: tl.tensor, scores: tl.tensor, query_start: tl.tensor, context_lens: tl.tensor,
     block_tables: tl.tensor, tree: tl.tensor, tree_lens: tl.tensor, sinks: tl.tensor,
     num_rows: tl.tensor, num_seqs: tl.tensor, num_heads: tl.tensor, window: tl.tensor,
-    scale: tl.tensor, v_scale: tl.tensor, min_chunk: tl.tensor,
+    scale: tl.tensor, min_chunk: tl.tensor,
     q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
     table_row: tl.tensor, table_head: tl.tensor, tree_row: tl.tensor,
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
@@ -308,7 +307,7 @@ def attend_short(
         padding = num_rows - start
         for row in range(split * BLOCK_M, padding * GROUP, SPLITS * BLOCK_M):
             _store_rows(
-                out, acc, total, start, padding, row, kv_head, v_scale, out_row, out_head,
+                out, acc, total, start, padding, row, kv_head, out_row, out_head,
                 GROUP, VALUES, BLOCK_M, BLOCK_D,
             )  # fmt: skip
         return
@@ -329,7 +328,7 @@ def attend_short(
     )  # fmt: skip
     if SPLITS == 1:
         _store_rows(
-            out, acc, total, start, num_new, first_row, kv_head, v_scale, out_row, out_head,
+            out, acc, total, start, num_new, first_row, kv_head, out_row, out_head,
             GROUP, VALUES, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     else:
@@ -350,7 +349,7 @@ def attend_short(
 def combine_splits(
     partial: tl.tensor, scores: tl.tensor, out: tl.tensor, query_start: tl.tensor,
     context_lens: tl.tensor, tree_lens: tl.tensor, num_heads: tl.tensor, window: tl.tensor,
-    v_scale: tl.tensor, min_chunk: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
+    min_chunk: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
     SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, TREE_LENS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -375,7 +374,7 @@ def combine_splits(
     total = tl.sum(weight, axis=0)
     inside = was_written[:, None] & (column < VALUES)[None, :]
     mean = tl.load(partial + place[:, None] * VALUES + column[None, :], mask=inside, other=0.0)
-    result = tl.sum(mean * weight[:, None], axis=0) * (v_scale / tl.where(total > 0.0, total, 1.0))
+    result = tl.sum(mean * weight[:, None], axis=0) * (1.0 / tl.where(total > 0.0, total, 1.0))
     to = out + (start + query).to(tl.int64) * out_row + head * out_head + column
     tl.store(to, rounded(result, out.dtype.element_ty), mask=column < VALUES)
 
@@ -385,7 +384,7 @@ def attend_long(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
     query_start: tl.tensor, context_lens: tl.tensor, block_tables: tl.tensor,
     tree: tl.tensor, tree_lens: tl.tensor, sinks: tl.tensor, num_seqs: tl.tensor,
-    window: tl.tensor, scale: tl.tensor, v_scale: tl.tensor,
+    window: tl.tensor, scale: tl.tensor,
     q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
     table_row: tl.tensor, table_head: tl.tensor, tree_row: tl.tensor,
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
@@ -426,6 +425,6 @@ def attend_long(
         BLOCK_SIZE, WINDOW, TREE, SINKS,
     )  # fmt: skip
     _store_rows(
-        out, acc, total, start, num_new, first_row, kv_head, v_scale, out_row, out_head,
+        out, acc, total, start, num_new, first_row, kv_head, out_row, out_head,
         GROUP, VALUES, BLOCK_M, BLOCK_D,
     )  # fmt: skip

@@ -208,7 +208,7 @@ def paged_attention(
     codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Implement `kernels.reference.paged_attention`; `attend` has further options.
+    """Implement `kernels.reference.paged_attention`; `attend` takes tiles too.
 
     A retrieval needs its bounds, and contiguous caches.
     """
@@ -253,8 +253,6 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
     out: Tensor | None = None,
     tiles: AttentionTiles | None = None,
 ) -> Tensor:
@@ -263,15 +261,14 @@ def attend(
     Values may be latents, as in `kernels.reference.paged_attention`.
     Scores, softmax and sums are fp32; weights are rounded to q's dtype before they multiply
     values. `sinks` [N] are logits, one per head, that take part in the softmax but have no
-    value (gpt-oss). A float8_e4m3fn cache holds k / k_scale and v / v_scale; with bf16
-    queries products are in fp16, which represents all of its numbers. Raises ValueError for
-    tensors that do not fit together.
+    value (gpt-oss). With a float8_e4m3fn cache and bf16 queries products are in fp16, which
+    represents all of the cache's numbers. Raises ValueError for tensors that do not fit together.
     """
     out = q.new_empty(*q.shape[:2], v_cache.shape[3]) if out is None else out
     _check(q, k_cache, v_cache, out, sinks)
     _check_meta(meta, len(q))
-    if scale * k_scale <= 0.0:
-        raise ValueError(f"scores are scaled by {scale} * {k_scale}, which is not positive")
+    if scale <= 0.0:
+        raise ValueError(f"scores are scaled by {scale}, which is not positive")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"a sliding window of {sliding_window} sees nothing")
     num_rows, num_heads, head_dim = q.shape
@@ -292,7 +289,7 @@ def attend(
     batch = _Batch(
         q=q, k_cache=k_cache, v_cache=v_cache, out=out, meta=meta, tree=tree,
         tree_lens=tree_lens, sinks=q if sinks is None else sinks, window=sliding_window or 0,
-        scale=scale * k_scale * math.log2(math.e), v_scale=v_scale,
+        scale=scale * math.log2(math.e),
         strides=(
             *q.stride()[:2], *out.stride()[:2], meta.block_tables.stride(0), table_head,
             tree.stride(0),
@@ -336,7 +333,6 @@ class _Batch(NamedTuple):
     sinks: Tensor
     window: int
     scale: float
-    v_scale: float
     strides: tuple[int, ...]
     shape: dict[str, int | bool]
 
@@ -355,16 +351,15 @@ def _launch_short(batch: _Batch, plan: Plan, tiles: AttentionTiles) -> None:
     attend_short[grid](
         q, batch.k_cache, batch.v_cache, batch.out, partial, scores, meta.query_start,
         meta.context_lens, meta.block_tables, batch.tree, batch.tree_lens, batch.sinks,
-        num_rows, num_seqs, num_heads, batch.window, batch.scale, batch.v_scale,
-        plan.min_chunk, *batch.strides, **shape, SPLITS=plan.splits, BLOCK_M=plan.short_rows,
-        BLOCK_N=tiles.short_keys, num_warps=tiles.warps_of(plan.short_rows),
-        num_stages=tiles.short_stages,
+        num_rows, num_seqs, num_heads, batch.window, batch.scale, plan.min_chunk, *batch.strides,
+        **shape, SPLITS=plan.splits, BLOCK_M=plan.short_rows, BLOCK_N=tiles.short_keys,
+        num_warps=tiles.warps_of(plan.short_rows), num_stages=tiles.short_stages,
     )  # fmt: skip
     if plan.splits > 1:
         width = min(shape["BLOCK_D"], COMBINED)
         combine_splits[(num_seqs * short_len, num_heads, triton.cdiv(value_dim, width))](
             partial, scores, batch.out, meta.query_start, meta.context_lens, batch.tree_lens,
-            num_heads, batch.window, batch.v_scale, plan.min_chunk, *batch.out.stride()[:2],
+            num_heads, batch.window, plan.min_chunk, *batch.out.stride()[:2],
             SHORT_LEN=short_len, SPLITS=plan.splits, VALUES=value_dim, BLOCK_N=tiles.short_keys,
             BLOCK_D=width, WINDOW=shape["WINDOW"], TREE_LENS=shape["TREE_LENS"],
             num_warps=4,
@@ -377,7 +372,7 @@ def _launch_long(batch: _Batch, tiles: AttentionTiles) -> None:
     attend_long[(batch.k_cache.shape[2], num_tiles)](
         batch.q, batch.k_cache, batch.v_cache, batch.out, meta.query_start, meta.context_lens,
         meta.block_tables, batch.tree, batch.tree_lens, batch.sinks, num_seqs, batch.window,
-        batch.scale, batch.v_scale, *batch.strides, **batch.shape, BLOCK_M=tiles.long_rows,
+        batch.scale, *batch.strides, **batch.shape, BLOCK_M=tiles.long_rows,
         BLOCK_N=tiles.long_keys, num_warps=tiles.long_warps,
         num_stages=tiles.stages_of(has_tree=bool(batch.shape["TREE"])),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Paged attention beside its op: scales, tiles and plans."""
+"""Paged attention beside its op: tiles and plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kernels.triton.attention.launches import (
 )
 from tests.kernels.cases.attention import AttentionCase, Heads, attention_case, placed
 from tests.kernels.triton.tiles import SMALL_TILES
-from tests.pairwise import cover_values
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -38,22 +37,6 @@ def compare(
     result = attend(*arguments, scale=0.2, sliding_window=window, out=out, tiles=tiles)
     assert result is out
     torch.testing.assert_close(result, wanted, **TOLERANCE[case.q.dtype])
-
-
-@pytest.mark.parametrize(("dtype", "rows"), cover_values(DTYPES, [(1, 1), (12, 1)]))
-def test_fp8_cache(rows: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    case = attention_case([50, 37], rows, heads=Heads(4, 2, 64), block_size=4, dtype=dtype)
-    case = placed(case, device)
-    k_cache = (case.k_cache.float() / 0.5).to(torch.float8_e4m3fn)
-    v_cache = (case.v_cache.float() / 0.25).to(torch.float8_e4m3fn)
-    out = attend(
-        case.q, k_cache, v_cache, case.meta,
-        scale=0.2, k_scale=0.5, v_scale=0.25, tiles=SMALL_TILES,
-    )  # fmt: skip
-    wanted = reference.paged_attention(
-        case.q, k_cache.float() * 0.5, v_cache.float() * 0.25, case.meta, scale=0.2
-    )
-    torch.testing.assert_close(out, wanted, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

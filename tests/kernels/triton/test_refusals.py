@@ -87,7 +87,7 @@ CALLS: list[tuple[Callable[[Good], object], str]] = [
     (lambda g: g.attend(v_cache=g.v_cache[..., :8]), r"values .* 8\) are not the first .* 16\)"),
     (lambda g: g.attend(**g.wide(320)), "heads of 256 numbers, not of 320"),
     (lambda g: g.attend(**g.wide(577, 512)), r"latents of 512 \+ 64 .* latents of 512 \+ 65"),
-    (lambda g: g.attend(scale=-0.5), r"scaled by -0\.5 \* 1\.0"),
+    (lambda g: g.attend(scale=-0.5), r"scaled by -0\.5, which"),
     (lambda g: g.attend(sliding_window=0), "a sliding window of 0"),
     (lambda g: g.attend(meta={"context_lens": g.meta.context_lens.long()}), "contiguous int32"),
     (lambda g: g.attend(meta={"tree_lens": g.meta.query_start}), r"\(2,\) for 1 sequences"),

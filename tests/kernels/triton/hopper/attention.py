@@ -37,7 +37,7 @@ SHARED_BYTES = {HOPPER: 227 * 1024, AMPERE: 163 * 1024}
 triton.knobs.nvidia.dump_ptxas_log = True
 
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
-FLOATS = ("scale", "v_scale", "k_factor", "v_factor", "eps", "epsilon")
+FLOATS = ("scale", "eps", "epsilon")
 SIZES = (
     "H", "F", "V", "num_in", "num_out", "split_size", "x_stride", "weight_stride", "scale_stride",
     "hidden_stride", "row_stride", "out_stride",
