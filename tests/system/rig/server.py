@@ -122,7 +122,10 @@ class Server:
     def pids_by_role(self) -> dict[str, int]:
         pids: dict[str, int] = {}
         for pid in descendants(self.process.pid):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has just ended
             role = next((ROLES[word] for word in words if word in ROLES), None)
             if role is not None:
                 index = words[words.index("--index") + 1] if "--index" in words else None
@@ -166,7 +169,11 @@ def descendants(pid: int) -> list[int]:
     """Return the pids of all processes below `pid`."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
+        try:
+            pids = children.read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        for child in pids:
             found += [int(child), *descendants(int(child))]
     return found
 
