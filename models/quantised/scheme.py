@@ -16,7 +16,7 @@ from models.checkpoints.checkpoint_index import TensorEntry
 from topspin.errors import CheckpointError
 from topspin.plan.precision import MXFP4_BITS
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "nvfp4"]
+Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "nvfp4", "q8_0", "q4_0", "q6_k"]
 
 EVERY: Final = "Linear"
 """The target that covers every projection."""
@@ -31,7 +31,7 @@ class Scheme:
     the inputs (compressed-tensors). gptq: words along the inputs of the transposed matrix. awq:
     along its outputs, in AWQ's order. mxfp4: pairs of e2m1 numbers in bytes, and powers of two as
     scales (OCP microscaling). nvfp4: the same pairs, fp8 numbers as scales, and a scale of the
-    whole matrix. `group_size`: inputs that share a scale; None: all of them, or `block` (outputs,
+    whole matrix. q8_0, q4_0, q6_k: GGUF's blocks of scales and codes, in one tensor. `group_size`: inputs that share a scale; None: all of them, or `block` (outputs,
     inputs). `symmetric`: the zero is in the middle of the codes and is not stored. `any_order`: the
     inputs of a group may lie anywhere (GPTQ's desc_act). `zero_offset` is added to a stored zero (1
     in GPTQ's first format).
@@ -49,6 +49,14 @@ class Scheme:
 
 NVFP4: Final = Scheme(layout="nvfp4", bits=MXFP4_BITS, group_size=16)
 """The only one of its layout."""
+
+
+GGUF_SCHEMES: Final[Mapping[str, Scheme]] = {
+    "Q4_0": Scheme(layout="q4_0", bits=4, group_size=32),
+    "Q6_K": Scheme(layout="q6_k", bits=6, group_size=16),
+    "Q8_0": Scheme(layout="q8_0", bits=8, group_size=32),
+}
+"""By the type of a tensor in a GGUF file, which says it alone."""
 
 
 class SchemeRule(NamedTuple):
@@ -122,6 +130,8 @@ def find_stored(
         return None
     module = name.removesuffix(".weight")
     entry = tensors.get(name)
+    if entry is not None and entry.dtype in GGUF_SCHEMES:
+        return StoredNames(GGUF_SCHEMES[entry.dtype], name, name, None, None)
     if entry is not None and entry.dtype not in _CODE_DTYPES:
         return None
     if entry is not None:
