@@ -20,20 +20,22 @@ _SCALE_BYTES: Final = 2
 """Of an fp16 number."""
 _Q8_0_BYTES: Final = _SCALE_BYTES + 32
 _Q4_0_BYTES: Final = _SCALE_BYTES + 32 // 2
-_Q6_K_SIZES: Final = (128, 64, 16, _SCALE_BYTES)
+_Q6_K_SIZES: Final = [128, 64, 16, _SCALE_BYTES]
 """The lower four bits of 256 codes, their upper two, 16 scales, and the scale of these."""
 
 
 def _q8_0(data: Tensor, scheme: Scheme, dtype: torch.dtype) -> StoredMatrix:
     """Unpack blocks of a scale and 32 signed bytes."""
-    scales, codes = data.view(len(data), -1, _Q8_0_BYTES).split((_SCALE_BYTES, 32), dim=-1)
+    blocks = data.view(len(data), -1, _Q8_0_BYTES)
+    scales, codes = torch.split(blocks, [_SCALE_BYTES, 32], dim=-1)
     # 128 above the signed byte, as bits.
     return _matrix((codes ^ 128).flatten(1), _fp16(scales), scheme, dtype)
 
 
 def _q4_0(data: Tensor, scheme: Scheme, dtype: torch.dtype) -> StoredMatrix:
     """Unpack blocks of a scale and 16 bytes, whose lower halves are the first 16 codes."""
-    scales, pairs = data.view(len(data), -1, _Q4_0_BYTES).split((_SCALE_BYTES, 16), dim=-1)
+    blocks = data.view(len(data), -1, _Q4_0_BYTES)
+    scales, pairs = torch.split(blocks, [_SCALE_BYTES, 16], dim=-1)
     codes = torch.cat((pairs & 15, pairs >> 4), dim=-1)
     return _matrix(codes.flatten(1), _fp16(scales), scheme, dtype)
 
@@ -41,12 +43,12 @@ def _q4_0(data: Tensor, scheme: Scheme, dtype: torch.dtype) -> StoredMatrix:
 def _q6_k(data: Tensor, scheme: Scheme, dtype: torch.dtype) -> StoredMatrix:
     """Unpack blocks of 256 codes in groups of 16; two halves of a block have the same layout."""
     blocks = data.view(len(data), -1, sum(_Q6_K_SIZES))
-    lower, upper, scales, whole = blocks.split(_Q6_K_SIZES, dim=-1)
-    lower = lower.unflatten(-1, (2, 1, 64))
-    lower = torch.cat((lower & 15, lower >> 4), dim=-2).unflatten(-1, (2, 32)).flatten(-3, -2)
-    upper = upper.unflatten(-1, (2, 1, 32))
+    lower, upper, scales, whole = torch.split(blocks, _Q6_K_SIZES, dim=-1)
+    lower = lower.reshape(-1, 2, 1, 64)
+    lower = torch.cat((lower & 15, lower >> 4), dim=-2).view(-1, 2, 4, 32)
+    upper = upper.reshape(-1, 2, 1, 32)
     upper = torch.cat([upper >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2)
-    codes = (lower | upper << 4).flatten(1)
+    codes = (lower | upper << 4).view(len(data), -1)
     of_groups = scales.contiguous().view(torch.int8).float() * _fp16(whole)[..., None]
     return _matrix(codes, of_groups.flatten(1), scheme, dtype)
 

@@ -1,7 +1,8 @@
 """Unpacks rows of a quantised matrix from the tensors of a checkpoint.
 
 Owns the layouts: plain codes, compressed-tensors' words, GPTQ's and AWQ's (both of the transposed
-matrix), mxfp4's and nvfp4's pairs, and GGUF's blocks (by models.quantised.gguf_blocks). Reads the tensors of the asked rows only. Knows no model and
+matrix), mxfp4's and nvfp4's pairs, and the reading of GGUF's blocks, which
+models.quantised.gguf_blocks unpacks. Reads the tensors of the asked rows only. Knows no model and
 no destination. Called by models.quantised.matrices.
 
 Sources: compressed-tensors (compressors; its converter of ModelOpt's nvfp4), AutoGPTQ

@@ -31,10 +31,10 @@ class Scheme:
     the inputs (compressed-tensors). gptq: words along the inputs of the transposed matrix. awq:
     along its outputs, in AWQ's order. mxfp4: pairs of e2m1 numbers in bytes, and powers of two as
     scales (OCP microscaling). nvfp4: the same pairs, fp8 numbers as scales, and a scale of the
-    whole matrix. q8_0, q4_0, q6_k: GGUF's blocks of scales and codes, in one tensor. `group_size`: inputs that share a scale; None: all of them, or `block` (outputs,
-    inputs). `symmetric`: the zero is in the middle of the codes and is not stored. `any_order`: the
-    inputs of a group may lie anywhere (GPTQ's desc_act). `zero_offset` is added to a stored zero (1
-    in GPTQ's first format).
+    whole matrix. q4_0 and the like: GGUF's blocks, of scales and codes in one tensor. `group_size`:
+    inputs that share a scale; None: all of them, or `block` (outputs, inputs). `symmetric`: the
+    zero is in the middle of the codes and is not stored. `any_order`: the inputs of a group may lie
+    anywhere (GPTQ's desc_act). `zero_offset` is added to a stored zero (1 in GPTQ's first format).
     """
 
     layout: Layout

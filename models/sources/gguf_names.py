@@ -69,7 +69,10 @@ _FIELDS: Final[Mapping[str, str]] = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-_REQUIRED: Final = tuple(_FIELDS)[:5] + ("attention.layer_norm_rms_epsilon",)
+_REQUIRED: Final = (
+    *("context_length", "block_count", "embedding_length", "feed_forward_length"),
+    *("attention.head_count", "attention.layer_norm_rms_epsilon"),
+)
 _ROPE: Final[Mapping[str, str]] = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -170,12 +173,10 @@ def _of_layer(
     match = _OF_LAYER.fullmatch(name)
     layer, stem, kind = (int(match[1]), match[2], match[3]) if match else (0, name, "")
     block, names = own.experts.blocks[0], own.experts
-    parts = _PARTS | (_NORMS if own.has_norms else {})
-    parts |= {"ffn_gate_inp": f"{block}.{names.router}"}
-    parts |= {
-        f"ffn_{part}_shexp": f"{block}.{names.shared}.{part}_proj"
-        for part in ("gate", "up", "down")
-    }
+    parts = {**_PARTS, **(_NORMS if own.has_norms else {})}
+    parts["ffn_gate_inp"] = f"{block}.{names.router}"
+    for part in ("gate", "up", "down"):
+        parts[f"ffn_{part}_shexp"] = f"{block}.{names.shared}.{part}_proj"
     stacked = {
         "ffn_gate_exps": names.gate,
         "ffn_up_exps": names.up,

@@ -1,8 +1,8 @@
 """Resolves a model's name to a checkpoint directory on this machine.
 
 Owns the meaning of a model's name (a directory, a GGUF file, the default model, or a HuggingFace
-hub id) and the place of the models that Topspin makes. Knows no checkpoint's contents; the CLI and every node call
-resolve_model. Imports no torch.
+hub id) and the place of the models that Topspin makes. Knows no checkpoint's contents; the CLI and
+every node call resolve_model. Imports no torch.
 """
 
 from __future__ import annotations
