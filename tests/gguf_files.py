@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -25,16 +27,23 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-_BLOCKS = {Kind.Q8_0: 32, Kind.Q4_0: 32}
+_LARGE = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 
 
 def write_gguf(
-    checkpoint: Path, file: Path, kind: Kind = Kind.F32, *, pre: str = "gpt-2", **metadata: Any
+    checkpoint: Path,
+    file: Path,
+    kind: Kind = Kind.F32,
+    *,
+    pre: str = "gpt-2",
+    mixed: Mapping[str, Kind] = MappingProxyType({}),
+    **metadata: Any,
 ) -> Path:
     """Write transformers' `checkpoint` as `file`, with matrices of a `kind`, and return it.
 
-    The checkpoint's matrices are replaced by the numbers that the file has. `metadata` has fields
-    beside those of the converter by their names, or None for one that is left out.
+    `mixed` has the kinds of others by a part of their names. The checkpoint's matrices are replaced
+    by the numbers that the file has. `metadata` has fields beside those of the converter by their
+    names, or None for one that is left out.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -44,12 +53,15 @@ def write_gguf(
     _add_tokenizer(writer, checkpoint, pre)
     tensors = load_file(checkpoint / "model.safetensors")
     stacked: dict[str, list[Any]] = {}
+    kinds: dict[str, Kind] = {}
     for name, tensor in sorted(tensors.items(), key=_by_expert):
-        data, own = _stored(name, tensor.numpy(), kind)
+        asked = next((mixed[part] for part in mixed if part in name), kind)
+        data, own = _stored(name, tensor.numpy(), asked)
         tensors[name] = torch.from_numpy(np.array(gguf.quants.dequantize(data, own), np.float32))
         match = _EXPERT.fullmatch(name)
         if match:
             stacked.setdefault(f"{match[1]}.{match[3]}", []).append(data)
+            kinds[f"{match[1]}.{match[3]}"] = own
             continue
         if architecture == gguf.MODEL_ARCH.LLAMA and re.search("[qk]_proj", name):
             is_query = "q_proj" in name
@@ -58,7 +70,7 @@ def write_gguf(
         writer.add_tensor(written, data.squeeze(0) if "expert_gate" in name else data, None, own)
     for name, matrices in stacked.items():
         written = names.get_name(name) + ".weight"
-        writer.add_tensor(written, np.stack(matrices), None, kind)
+        writer.add_tensor(written, np.stack(matrices), None, kinds[name])
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
     scaling = config.get("rope_parameters", {})
     if scaling.get("rope_type") == "llama3":
@@ -78,9 +90,24 @@ def _by_expert(item: tuple[str, Any]) -> tuple[str, int]:
 def _stored(name: str, values: Any, kind: Kind) -> tuple[Any, Kind]:
     """Return a tensor's data and kind: vectors, routers and odd rows stay in fp32."""
     is_router = name.endswith((".gate.weight", "expert_gate.weight"))
-    if values.ndim < 2 or is_router or values.shape[-1] % _BLOCKS.get(kind, 1):
+    width, size = gguf.GGML_QUANT_SIZES[kind]
+    if values.ndim < 2 or is_router or values.shape[-1] % width:
         return values, Kind.F32
-    return gguf.quants.quantize(values, kind), kind
+    if kind not in _LARGE:
+        return gguf.quants.quantize(values, kind), kind
+    return _random_blocks(values, width, size, kind), kind
+
+
+def _random_blocks(values: Any, width: int, size: int, kind: Kind) -> Any:
+    """Return blocks of random codes, about as large as `values`: no library here chooses such."""
+    rng = np.random.default_rng(values.size)
+    found = rng.integers(0, 256, (len(values), values.shape[-1] // width, size), dtype=np.uint8)
+    scale = np.float16(values.std() / 1500)
+    if kind == Kind.Q6_K:
+        found[..., -2:] = scale.reshape(1).view(np.uint8)
+    else:
+        found[..., :4] = np.array([4 * scale, 30 * scale], np.float16).view(np.uint8)
+    return found.reshape(len(values), -1)
 
 
 def _permuted(rows: Any, num_heads: int) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.quantised.coded import StoredMatrix
-from models.quantised.gguf_blocks import UNPACKERS
+from models.quantised.gguf_blocks import LAYOUTS, unpack
 from models.quantised.scheme import GGUF_SCHEMES, Scheme, StoredNames
 from topspin.errors import CheckpointError
 from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, MXFP4_GROUP
@@ -81,11 +81,11 @@ def read_rows(
         return _mxfp4(checkpoint, stored, shape, rows, dtype)
     if stored.scheme.layout == "nvfp4":
         return _nvfp4(checkpoint, stored, shape, rows, dtype)
-    if stored.scheme.layout in UNPACKERS:
+    if stored.scheme.layout in LAYOUTS:
         data = checkpoint.read_raw(
             stored.codes, tuple(GGUF_SCHEMES), index=shape.slice_idx, rows=rows
         )
-        return UNPACKERS[stored.scheme.layout](data, stored.scheme, dtype)
+        return unpack(data, stored.scheme, dtype)
     return _transposed(checkpoint, stored, shape, rows, dtype)
 
 

@@ -16,7 +16,20 @@ from models.checkpoints.checkpoint_index import TensorEntry
 from topspin.errors import CheckpointError
 from topspin.plan.precision import MXFP4_BITS
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "nvfp4", "q8_0", "q4_0", "q6_k"]
+Layout = Literal[
+    "plain",
+    "packed",
+    "gptq",
+    "awq",
+    "mxfp4",
+    "nvfp4",
+    "q4_0",
+    "q4_1",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "q8_0",
+]
 
 EVERY: Final = "Linear"
 """The target that covers every projection."""
@@ -53,6 +66,10 @@ NVFP4: Final = Scheme(layout="nvfp4", bits=MXFP4_BITS, group_size=16)
 
 GGUF_SCHEMES: Final[Mapping[str, Scheme]] = {
     "Q4_0": Scheme(layout="q4_0", bits=4, group_size=32),
+    "Q4_1": Scheme(layout="q4_1", bits=4, group_size=32, symmetric=False),
+    "Q4_K": Scheme(layout="q4_k", bits=4, group_size=32, symmetric=False),
+    # One bit more than there is: MXFP4_BITS would mean numbers of another kind.
+    "Q5_K": Scheme(layout="q5_k", bits=6, group_size=32, symmetric=False),
     "Q6_K": Scheme(layout="q6_k", bits=6, group_size=16),
     "Q8_0": Scheme(layout="q8_0", bits=8, group_size=32),
 }

@@ -55,6 +55,7 @@ def made(path: Path, variant: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) 
         pytest.param("olmoe", Kind.Q8_0, {"micro_batches": 2}, marks=MANY),
         pytest.param("qwen2_moe", Kind.Q4_0, {"expert_nodes": 2}, marks=MANY),
         pytest.param("llama3_rope", Kind.F32, {}, marks=MANY),
+        pytest.param("mixtral", Kind.Q4_1, {"expert_nodes": 2}, marks=MANY),
     ],
 )
 def test_tokens_are_transformers(
@@ -79,7 +80,7 @@ def test_tokens_are_transformers(
     [
         ("qwen3_moe", Kind.Q4_0, "int4"),
         pytest.param("qwen3_moe", Kind.Q8_0, "int8", marks=MANY),
-        pytest.param("mixtral", Kind.Q4_0, "int4", marks=MANY),
+        pytest.param("mixtral", Kind.Q4_1, "int4", marks=MANY),
     ],
 )
 def test_blocks_are_served_with_a_bounded_divergence(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.cpu.quantised import QuantisedOps
 from models.quantised.coded import StoredMatrix
-from models.quantised.gguf_blocks import UNPACKERS
+from models.quantised.gguf_blocks import unpack
 from models.quantised.scheme import GGUF_SCHEMES
 from topspin.plan.precision import Format
 
@@ -23,22 +23,22 @@ def blocks(kind: Kind, num_rows: int, *, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     per_block, size = gguf.GGML_QUANT_SIZES[kind]
     found = rng.integers(0, 256, (num_rows, WIDTH // per_block, size), dtype=np.uint8)
-    scales = rng.normal(0, 0.1, (num_rows, WIDTH // per_block, 1)).astype(np.float16)
-    where = slice(-2, None) if kind == Kind.Q6_K else slice(0, 2)
+    num_scales = 2 if kind in (Kind.Q4_1, Kind.Q4_K, Kind.Q5_K) else 1
+    scales = rng.normal(0, 0.1, (num_rows, WIDTH // per_block, num_scales)).astype(np.float16)
+    where = slice(-2, None) if kind == Kind.Q6_K else slice(0, 2 * num_scales)
     found[..., where] = scales.view(np.uint8)
     return found.reshape(num_rows, -1)
 
 
 def unpacked(kind: Kind, data: np.ndarray) -> StoredMatrix:
-    scheme = GGUF_SCHEMES[kind.name]
-    return UNPACKERS[scheme.layout](torch.from_numpy(data), scheme, torch.float32)
+    return unpack(torch.from_numpy(data), GGUF_SCHEMES[kind.name], torch.float32)
 
 
 def library(kind: Kind, data: np.ndarray) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(data, kind))
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q6_K, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Kind[name] for name in GGUF_SCHEMES], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
 def test_numbers_are_the_librarys_bit_for_bit(kind: Kind, num_rows: int) -> None:
     data = blocks(kind, num_rows)
@@ -47,13 +47,16 @@ def test_numbers_are_the_librarys_bit_for_bit(kind: Kind, num_rows: int) -> None
     assert int(found.codes.max()) < 1 << found.bits
 
 
-@pytest.mark.parametrize(("kind", "weight_format"), [(Kind.Q4_0, "int4"), (Kind.Q8_0, "int8")])
+@pytest.mark.parametrize(
+    ("kind", "weight_format"), [(Kind.Q4_0, "int4"), (Kind.Q4_1, "int4"), (Kind.Q8_0, "int8")]
+)
 def test_kernels_multiply_the_codes_themselves(kind: Kind, weight_format: Format) -> None:
-    """With steps of bf16's digits, and rows of 8 bits, nothing is rounded but the sums."""
+    """With steps and lows of bf16's digits, and rows of 8 bits, only the sums are rounded."""
     data = blocks(kind, 48).reshape(48, WIDTH // 32, -1)
-    steps = data[..., :2].copy().view(np.float16).astype(np.float32)
+    where = slice(0, 4 if kind == Kind.Q4_1 else 2)
+    steps = data[..., where].copy().view(np.float16).astype(np.float32)
     steps = torch.from_numpy(steps).bfloat16().half().numpy()
-    data[..., :2] = steps.view(np.uint8)
+    data[..., where] = steps.view(np.uint8)
     data = data.reshape(48, -1)
     rng = np.random.default_rng(1)
     codes = rng.integers(-127, 128, (3, WIDTH // 32, 32))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.description.config import load_model_config
+from models.quantised.precision import checkpoint_rules
 from models.sources.hub import resolve_model
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
@@ -42,9 +44,16 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPSPIN_CACHE", str(tmp_path / "cache"))
 
 
-def made(tmp_path: Path, variant: str, kind: Kind = Kind.F32, **fields: Any) -> tuple[Path, Path]:
+def made(
+    tmp_path: Path,
+    variant: str,
+    kind: Kind = Kind.F32,
+    *,
+    sizes: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,
+) -> tuple[Path, Path]:
     """Return transformers' checkpoint, and the GGUF file of the same numbers."""
-    plain = make_checkpoint(tmp_path / "plain", variant, **MODELS.get(variant, {}))
+    plain = make_checkpoint(tmp_path / "plain", variant, **{**MODELS.get(variant, {}), **sizes})
     return plain, write_gguf(plain, tmp_path / "tiny.gguf", kind, **fields)
 
 
@@ -76,6 +85,22 @@ def test_the_numbers_are_transformers(tmp_path: Path, variant: str, kind: Kind) 
     with torch.no_grad():
         expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits_of(resolve_model(str(file))), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_numbers_of_large_blocks_are_transformers(tmp_path: Path, kind: Kind) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    plain, file = made(tmp_path, "mixtral", kind, sizes=sizes, mixed={"v_proj": Kind.Q6_K})
+    with torch.no_grad():
+        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
+    path = resolve_model(str(file))
+    torch.testing.assert_close(logits_of(path), expected, atol=1e-3, rtol=1e-3)
+    on_cpu = {
+        rule.part: rule.format for rule in checkpoint_rules(path, load_model_config(path))["cpu"]
+    }
+    small = "int4" if kind == Kind.Q4_K else "int8"
+    # Where a part has matrices of two kinds, it has the larger format.
+    assert on_cpu == {"attention": "int8", "experts": small, "lm_head": small}
 
 
 def test_matrices_are_bit_for_bit_those_of_the_library(tmp_path: Path) -> None:
@@ -190,7 +215,7 @@ def bare(path: Path, architecture: str, tensors: dict[str, tuple[Any, Kind]]) ->
     ("architecture", "name", "kind", "message"),
     [
         ("gemma3", "token_embd.weight", Kind.F32, r"'gemma3': supported: llama, olmoe, qwen2moe"),
-        ("llama", "blk.0.attn_q.weight", Kind.Q4_1, r"blk.0.attn_q.weight is Q4_1; .*F32.*Q8_0"),
+        ("llama", "blk.0.attn_q.weight", Kind.Q5_1, r"blk.0.attn_q.weight is Q5_1; .*F32.*Q8_0"),
         ("llama", "blk.0.attn_qkv.weight", Kind.F32, r"blk.0.attn_qkv.weight is not one of"),
         ("llama", "blk.0.attn_q_norm.weight", Kind.F32, r"blk.0.attn_q_norm.weight is not one of"),
     ],
