@@ -146,7 +146,11 @@ def _add_metadata(writer: Any, config: dict[str, Any], metadata: dict[str, Any])
         fields["rope.scaling.yarn_beta_fast"] = rope["beta_fast"]
         fields["rope.scaling.yarn_beta_slow"] = rope["beta_slow"]
     for name, value in {**fields, **metadata}.items():
-        full = name if name.startswith(("general.", "split.")) else f"{writer.arch}.{name}"
+        full = (
+            name
+            if name.startswith(("general.", "split.", "tokenizer."))
+            else f"{writer.arch}.{name}"
+        )
         if isinstance(value, str):
             writer.add_string(full, value)
         elif isinstance(value, bool):

@@ -67,7 +67,7 @@ def _q5_k(blocks: Tensor) -> _Blocks:
 
 def _q6_k(blocks: Tensor) -> _Blocks:
     lower, upper, of_groups, whole = torch.split(blocks, [128, 64, 16, 2], dim=-1)
-    two = [each >> shift & 3 for each in upper.split(32, dim=-1) for shift in (0, 2, 4, 6)]
+    two = [each >> shift & 3 for each in torch.split(upper, 32, dim=-1) for shift in (0, 2, 4, 6)]
     codes = _halves(lower, 64) | torch.cat(two, dim=-1) << 4
     return _Blocks(codes, of_groups.contiguous().view(torch.int8).float() * _fp16(whole))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,9 +21,11 @@ from models.quantised.precision import checkpoint_rules
 from models.sources.hub import resolve_model
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
+from models.text.tokenizer_files import effective_tokenizer
 from tests.checkpoints import make_checkpoint, oracle_model
 from tests.gguf_files import write_gguf
 from tests.models.plain_model import plain_logits
+from tests.models.text.test_rank_file import TEXTS
 from tests.weights import load_attention_weights, load_expert_weights
 from topspin.errors import CheckpointError, ConfigError
 
@@ -174,6 +177,52 @@ def test_tokens_template_and_ends_are_the_checkpoints(tmp_path: Path) -> None:
     templates = [ChatTemplate.find(each) for each in (path, plain)]
     shown = [each and each.render(chat, add_generation_prompt=True) for each in templates]
     assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-4o"])
+def test_text_is_cut_as_transformers_cuts_it(tmp_path: Path, pre: str) -> None:
+    _, file = made(tmp_path, "llama", pre=pre)
+    loader = importlib.import_module("transformers").AutoTokenizer
+    wanted = loader.from_pretrained(tmp_path, gguf_file=file.name).backend_tokenizer
+    found = effective_tokenizer(resolve_model(str(file)))
+    for text in TEXTS:
+        cut = found.pre_tokenizer.pre_tokenize_str(text)
+        assert cut == wanted.pre_tokenizer.pre_tokenize_str(text)
+        if found.normalizer is None or found.normalizer.normalize_str(text) == text:
+            assert found.encode(text, add_special_tokens=False).ids == (
+                wanted.encode(text, add_special_tokens=False).ids
+            )
+
+
+@pytest.mark.parametrize(
+    ("pre", "fields", "around"),
+    [
+        ("llama-bpe", {}, ([256], [])),
+        ("llama-bpe", {"add_bos_token": False}, ([], [])),
+        ("qwen2", {}, ([], [])),
+        ("smollm", {"add_bos_token": True, "add_eos_token": True}, ([256], [257])),
+    ],
+)
+def test_tokens_around_a_text(
+    tmp_path: Path, pre: str, fields: dict[str, bool], around: tuple[list[int], list[int]]
+) -> None:
+    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    _, file = made(tmp_path, "llama", pre=pre, **named)
+    own = Tokenizer.from_directory(resolve_model(str(file)))
+    inner = own.encode("the 12", add_special_tokens=False)
+    assert own.encode("the 12", add_special_tokens=True) == around[0] + inner + around[1]
+
+
+def test_unused_tokens_are_no_text_and_turns_have_ends_of_their_own(tmp_path: Path) -> None:
+    _, file = made(tmp_path, "llama", **{"tokenizer.ggml.eot_token_id": 258})
+    path = resolve_model(str(file))
+    assert load_model_config(path).eos_token_ids == (257, 258)
+    own = Tokenizer.from_directory(path)
+    unused = load_model_config(path).vocab_size - 1
+    assert (
+        own.decode([own.encode("a", add_special_tokens=False)[0], unused], skip_special_tokens=True)
+        == "a"
+    )
 
 
 @pytest.mark.parametrize(
