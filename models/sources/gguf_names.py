@@ -259,7 +259,7 @@ def _llama_3_scaling(file: GgufFile, fields: ConfigFields) -> dict[str, Any]:
 def _check_rest(fields: ConfigFields, own: _Architecture, config: Mapping[str, Any]) -> None:
     """Raise ConfigError for a field of the metadata with a meaning that is not computed."""
     heads = fields.positive_int("attention.head_count")
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    head_dim = config.get("head_dim", fields.positive_int("embedding_length") // heads)
     known: dict[str, object] = {
         "vocab_size": config["vocab_size"],
         "attention.value_length": head_dim,
