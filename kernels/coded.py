@@ -41,11 +41,13 @@ def steps_and_lows(matrix: CodedMatrix, group: int) -> tuple[Tensor, Tensor]:
 
     A low is made of the rounded step, so that a zero in the middle of the codes stays 0.
     """
-    zeros = matrix.zeros
-    assert zeros is not None
+    zeros, lows = matrix.zeros, matrix.lows
     starts = torch.arange(0, matrix.shape[1], group, device=matrix.codes.device)
     where = starts // matrix.group
     steps = matrix.scales[:, where].bfloat16()
+    if lows is not None:
+        return steps, lows[:, where].bfloat16()
+    assert zeros is not None
     return steps, (zeros[:, where] * steps.float()).neg().bfloat16()
 
 

@@ -222,7 +222,8 @@ def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
 class CodedMatrix(Protocol):
     """A matrix [O, I] as a quantised checkpoint has it, to be packed without choosing new codes.
 
-    Number [o, i] is (codes[o, i] - zeros[o, g]) * scales[o, g], g being i // group.
+    Number [o, i] is (codes[o, i] - zeros[o, g]) * scales[o, g], g being i // group, or with lows
+    codes[o, i] * scales[o, g] + lows[o, g].
     """
 
     @property
@@ -236,6 +237,10 @@ class CodedMatrix(Protocol):
     @property
     def zeros(self) -> Tensor | None:
         """f32[O, G]; None: 0."""
+
+    @property
+    def lows(self) -> Tensor | None:
+        """f32[O, G], without zeros; None: zeros say it."""
 
     @property
     def group(self) -> int:

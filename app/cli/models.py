@@ -19,6 +19,7 @@ from rich.table import Table
 
 from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
 from deploy.placement.shapes import ModelShape, precision_by
+from models.checkpoints.checkpoint_index import GGUF_INDEX
 from models.description.config import ModelConfig, load_model_config
 from models.description.facts import facts_of
 from models.description.parts import LatentConfig, LayerConfig, MoeConfig, RouterConfig
@@ -26,6 +27,7 @@ from models.description.rope_config import RopeConfig
 from models.families import FAMILIES
 from models.families.family import FamilyParts
 from models.quantised.config import METHODS
+from models.sources.hub import resolve_model
 from topspin.errors import ConfigError
 from topspin.expert_activation import ExpertActivation
 from topspin.plan.precision import KERNEL_FORMATS, Rules, rules_of
@@ -46,7 +48,11 @@ _STRUCTURE: Final = ("layers", "latent", "moe", "router", "activation", "names")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument(
-        "directory", nargs="?", type=Path, metavar="DIR", help="of a checkpoint; none: all families"
+        "directory",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="of a checkpoint, or a GGUF file; none: all families",
     )
     parser.add_argument(
         "--expert-nodes", type=int, default=1, metavar="N", help="that share the experts (1)"
@@ -89,9 +95,12 @@ def _options(part: type) -> Iterator[str]:
 
 
 def _facts(parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    config = load_model_config(parsed.directory)
-    has_weights = any(parsed.directory.glob("*.safetensors"))
-    facts = facts_of(config, parsed.directory if has_weights else None)
+    directory = parsed.directory
+    if directory.is_file() or any(directory.glob("*.gguf")):
+        directory = resolve_model(str(directory))
+    config = load_model_config(directory)
+    has_weights = any(directory.glob("*.safetensors")) or (directory / GGUF_INDEX).exists()
+    facts = facts_of(config, directory if has_weights else None)
     shape = ModelShape.from_config(config, dtype=config.dtype)
     rules = rules_of(parsed.quantization) or facts.precision.get("cpu", ())
     precision = precision_by(rules)

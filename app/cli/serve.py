@@ -200,14 +200,15 @@ def check_draft_model(plan: EnginePlan, model: ModelConfig) -> None:
 def serve_config(asked: AskedEngine) -> ServeConfig:
     """Return the configuration of all processes: the model is a directory, with a name.
 
-    Without a name in its settings the model has its user's: a directory's last part, a hub id.
+    Without a name in its settings the model has its user's: the last part of a directory's or a
+    file's name, a hub id.
     """
     plan, gateway, path = asked
     path = path.resolve()
     names = gateway.served_names
     if not names:
-        is_directory = Path(plan.model.path).expanduser().is_dir()
-        names = (path.name if is_directory else plan.model.path,)
+        is_path = Path(plan.model.path).expanduser().exists()
+        names = (path.name if is_path else plan.model.path,)
     model = msgspec.structs.replace(plan.model, path=str(path))
     speculation = plan.speculation
     if speculation is not None and speculation.model not in (None, SELF_INT4):

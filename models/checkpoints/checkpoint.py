@@ -1,12 +1,14 @@
 """Reading tensors out of a checkpoint directory without holding its pages.
 
-Owns memory-mapped reading of single and sharded safetensors directly into the caller's buffers,
-with conversion, and the bound on how many mapped bytes stay resident. Knows no model: names and
-shapes come from models.checkpoints.weights. One thread at a time.
+Owns memory-mapped reading of single and sharded safetensors, and of a GGUF file, directly into the
+caller's buffers, with conversion, and the bound on how many mapped bytes stay resident. Knows no
+model: names and shapes come from models.checkpoints.weights. One thread at a time.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -153,6 +155,7 @@ class Checkpoint:
     ) -> Tensor:
         """Return a copy of tensor `name` in its stored dtype, one of `dtypes` ("I32").
 
+        Blocks of a GGUF file ("Q8_0") are u8, all those of a row one behind the other.
         `index` and `rows` as in read_into; `columns`, without these, is a range of dimension 1.
         Raises CheckpointError if the tensor is missing, unreadable, or of another dtype.
         """
@@ -171,6 +174,8 @@ class Checkpoint:
     def _view(self, name: str, entry: TensorEntry, where: Sequence[int | slice]) -> Tensor:
         """Return a part of a tensor in the mapped file; the caller calls _release afterwards."""
         self._tensors_read.add(name)
+        if self._index.is_gguf:
+            return _mapped(entry)[tuple(where)]
         handle = self._open(entry.file)
         try:
             found: Tensor
@@ -234,6 +239,26 @@ class Checkpoint:
                 raise CheckpointError(f"{file}: cannot be read: {error}") from error
             self._handle_file = file
         return self._handle
+
+
+def _mapped(entry: TensorEntry) -> Tensor:
+    """Return a tensor as it lies in its file, mapped while the result lives; blocks as bytes."""
+    first = entry.offset_bytes // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    before = entry.offset_bytes - first
+    try:
+        with entry.file.open("rb") as stream:
+            # A private mapping: torch takes no buffer that it could not write to.
+            pages = mmap.mmap(
+                stream.fileno(), before + entry.size_bytes, access=mmap.ACCESS_COPY, offset=first
+            )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{entry.file}: cannot be read: {error}") from error
+    found = torch.frombuffer(pages, dtype=torch.uint8, count=entry.size_bytes, offset=before)
+    dtype = _FLOAT_DTYPES.get(entry.dtype)
+    if dtype is not None:
+        return found.view(dtype).view(entry.shape)
+    rows = math.prod(entry.shape[:-1])
+    return found.view(*entry.shape[:-1], entry.size_bytes // rows)
 
 
 def _dtype_error(name: str, entry: TensorEntry, supported: Sequence[str]) -> CheckpointError:

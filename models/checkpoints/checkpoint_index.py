@@ -1,8 +1,9 @@
 """The index of a checkpoint's tensors and their files, read from safetensors headers only.
 
 Owns finding the shards (model.safetensors, or model.safetensors.index.json), parsing and
-checking their headers, and noticing that a file has changed since. Reads no tensor data and knows
-no model; imports no torch. models.checkpoints.checkpoint reads tensors with it.
+checking their headers, and noticing that a file has changed since. A GGUF file has its index beside
+config.json (models.sources.gguf_checkpoint writes it). Reads no tensor data and knows no model;
+imports no torch. models.checkpoints.checkpoint reads tensors with it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from topspin.errors import CheckpointError
 _MAX_HEADER_BYTES = 100_000_000
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+GGUF_INDEX: Final = "model.gguf.index.json"
+"""The file that says where a GGUF file is, and its tensors in it, by HuggingFace's names."""
 COMPUTED: Final = ".rotary_emb.inv_freq"
 """The end of names of tensors that some old checkpoints have and that config.json says."""
 
@@ -30,7 +33,7 @@ _log = logging.getLogger("checkpoint")
 
 
 class TensorEntry(NamedTuple):
-    """The place of one tensor; dtype is safetensors' name for it, e.g. "BF16".
+    """The place of one tensor; dtype is safetensors' name for it, e.g. "BF16", or GGUF's ("Q8_0").
 
     `offset_bytes` counts from the start of the file.
     """
@@ -47,12 +50,13 @@ class CheckpointIndex:
     """All tensors of a checkpoint; every shard exists and is as long as its header says.
 
     `headers` are digests of config.json and of every shard's header, `states` these files' states
-    when they were read.
+    when they were read. `is_gguf`: the tensors lie in a GGUF file.
     """
 
     tensors: Mapping[str, TensorEntry]
     headers: Mapping[Path, bytes]
     states: Mapping[Path, FileState]
+    is_gguf: bool = False
 
     def is_untouched(self) -> bool:
         """Say whether no file was replaced or written to since then; False: one may have been."""
@@ -87,8 +91,11 @@ def read_index(path: Path) -> CheckpointIndex:
     """Return the index of the checkpoint directory `path`.
 
     Raises CheckpointError naming the file or tensor for a missing or truncated shard, a tensor
-    stored twice of which the index file assigns none, or one that is in that file but in no shard.
+    stored twice of which the index file assigns none, or one that is in that file but in no shard,
+    and for a GGUF file that is not the one that the directory was made of.
     """
+    if (path / GGUF_INDEX).exists():
+        return _read_gguf(path)
     weight_map = _weight_map(path)
     files = sorted({path / _SINGLE} if weight_map is None else set(weight_map.values()))
     config, state = _config(path)
@@ -119,6 +126,37 @@ def _config(path: Path) -> tuple[bytes, FileState]:
             return stream.read(), FileState.of(os.fstat(stream.fileno()))
     except OSError as error:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read: {error}") from error
+
+
+def _read_gguf(path: Path) -> CheckpointIndex:
+    """Return the index of a directory that stands for a GGUF file."""
+    config, state = _config(path)
+    index_path = path / GGUF_INDEX
+    try:
+        index = json.loads(index_path.read_text(encoding="utf-8"))
+        file = Path(index["file"])
+        with file.open("rb") as stream:
+            header = hashlib.sha256(stream.read(index["header_bytes"]))
+            own = FileState.of(os.fstat(stream.fileno()))
+        tensors = {
+            name: TensorEntry(file, dtype, tuple(shape), size, offset)
+            for name, (dtype, shape, offset, size) in index["tensors"].items()
+        }
+        expected = (index["size_bytes"], index["header_sha256"])
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index_path}: is no index of a GGUF file: {error!r}") from error
+    if (own.size_bytes, header.hexdigest()) != expected:
+        raise CheckpointError(
+            f"{file}: is not the file any more of which {path} was made; serve the file anew"
+        )
+    return CheckpointIndex(
+        tensors=tensors,
+        headers={path / "config.json": hashlib.sha256(config).digest(), file: header.digest()},
+        states={path / "config.json": state, file: own},
+        is_gguf=True,
+    )
 
 
 def _weight_map(path: Path) -> dict[str, Path] | None:

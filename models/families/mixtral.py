@@ -29,7 +29,11 @@ def _parts(fields: ConfigFields, num_layers: int) -> FamilyParts:
         names=EXPERTS,
         may_lack=False,
     )
-    return FamilyParts(layers=layers_of([window] * num_layers, [True] * num_layers), moe=moe)
+    return FamilyParts(
+        layers=layers_of([window] * num_layers, [True] * num_layers),
+        moe=moe,
+        rope_is_interleaved=fields.flag("rope_interleave", default=False),
+    )
 
 
 FAMILY = Family(

@@ -8,7 +8,7 @@ Owns the numbers that codes stand for, and matrices above one another. Knows no 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,8 +23,9 @@ _NUMBERS_AT_ONCE: Final = 1 << 22
 class StoredMatrix:
     """A matrix [O, I]: number [o, i] is (codes[o, i] - zeros[o, g]) * scales[o, g], g = i // group.
 
-    codes u8[O, I], below 2 ** bits, or e4m3[O, I], without zeros; scales and zeros f32[O, G], G
-    being I / group, rounded up. `dtype` is that of the matrix once it is dequantised.
+    With lows it is codes[o, i] * scales[o, g] + lows[o, g]. codes u8[O, I], below 2 ** bits, or
+    e4m3[O, I], with neither zeros nor lows; scales, zeros and lows f32[O, G], G being I / group,
+    rounded up. `dtype` is that of the matrix once it is dequantised.
     """
 
     codes: Tensor
@@ -33,6 +34,7 @@ class StoredMatrix:
     group: int
     bits: int
     dtype: torch.dtype
+    lows: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -41,24 +43,25 @@ class StoredMatrix:
 
     def to(self, device: torch.device | str) -> StoredMatrix:
         """Return the matrix on a device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return replace(
-            self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros
-        )
+        return self._with(lambda values: values.to(device), codes=self.codes.to(device))
 
     def rows(self, order: Tensor | slice) -> StoredMatrix:
         """Return the matrix of the rows i64[R], or of a slice of the rows."""
-        zeros = None if self.zeros is None else self.zeros[order]
-        return replace(self, codes=self.codes[order], scales=self.scales[order], zeros=zeros)
+        return self._with(lambda values: values[order], codes=self.codes[order])
+
+    def _with(self, change: Callable[[Tensor], Tensor], codes: Tensor) -> StoredMatrix:
+        """Return the matrix of these codes, with `change` made to what there is for groups."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        lows = None if self.lows is None else change(self.lows)
+        return replace(self, codes=codes, scales=change(self.scales), zeros=zeros, lows=lows)
 
     def padded(self, width: int, to: int) -> StoredMatrix:
         """Return the matrix with zeros behind each `width` inputs, which are `to` with them."""
         group = math.gcd(self.group, width, to)
         own = _regrouped(self, group)
         sizes = (width // group, to // group)
-        zeros = None if own.zeros is None else padded_columns(own.zeros, *sizes)
-        codes, scales = padded_columns(own.codes, width, to), padded_columns(own.scales, *sizes)
-        return replace(own, codes=codes, scales=scales, zeros=zeros)
+        codes = padded_columns(own.codes, width, to)
+        return own._with(lambda values: padded_columns(values, *sizes), codes=codes)
 
     def dequantised(self) -> Tensor:
         """Return the numbers [O, I] in `dtype`, computed in fp32 and rounded once."""
@@ -70,7 +73,10 @@ class StoredMatrix:
             numbers = self.codes[rows].float()
             if self.zeros is not None:
                 numbers -= _by_input(self.zeros[rows], self.group, width)
-            out[rows] = numbers.mul_(_by_input(self.scales[rows], self.group, width))
+            numbers *= _by_input(self.scales[rows], self.group, width)
+            if self.lows is not None:
+                numbers += _by_input(self.lows[rows], self.group, width)
+            out[rows] = numbers
         return out
 
 
@@ -82,15 +88,19 @@ def padded_columns(matrix: Tensor, width: int, to: int) -> Tensor:
 
 
 def stacked(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
-    """Return matrices of equal width above one another; None if some have fp8 codes, some not."""
+    """Return matrices of equal width above one another.
+
+    None if some have fp8 codes, some not, or some have lows, some not.
+    """
     first = matrices[0]
     if len(matrices) == 1:
         return first
-    if len({matrix.codes.dtype for matrix in matrices}) > 1:
+    if len({(matrix.codes.dtype, matrix.lows is None) for matrix in matrices}) > 1:
         return None
     group = math.gcd(*(matrix.group for matrix in matrices))
     alike = [_regrouped(matrix, group) for matrix in matrices]
     zeros = [matrix.zeros for matrix in alike if matrix.zeros is not None]
+    lows = [matrix.lows for matrix in alike if matrix.lows is not None]
     return StoredMatrix(
         codes=torch.cat([matrix.codes for matrix in alike]),
         scales=torch.cat([matrix.scales for matrix in alike]),
@@ -98,6 +108,7 @@ def stacked(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
         group=group,
         bits=max(matrix.bits for matrix in alike),
         dtype=first.dtype,
+        lows=torch.cat(lows) if lows else None,
     )
 
 
@@ -106,8 +117,8 @@ def _regrouped(matrix: StoredMatrix, group: int) -> StoredMatrix:
     if matrix.group == group:
         return matrix
     starts = torch.arange(0, matrix.shape[1], group, device=matrix.codes.device) // matrix.group
-    zeros = None if matrix.zeros is None else matrix.zeros[:, starts]
-    return replace(matrix, scales=matrix.scales[:, starts], zeros=zeros, group=group)
+    found = matrix._with(lambda values: values[:, starts], codes=matrix.codes)
+    return replace(found, group=group)
 
 
 def _by_input(values: Tensor, group: int, width: int) -> Tensor:

@@ -27,7 +27,9 @@ from models.quantised.scheme import (
 from topspin.errors import ConfigError
 from topspin.plan.precision import MXFP4_BITS, MXFP4_GROUP
 
-METHODS: Final = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
+METHODS: Final = (
+    *("auto-round", "awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt", "mxfp4"),
+)
 _PLAIN_BITS: Final = 16
 """AutoRound's word for what is not quantised."""
 _OPTIONS: Final = ("quantization_config", "compression_config")
@@ -65,6 +67,8 @@ def parse_quantisation(fields: ConfigFields, notes: list[str] | None = None) -> 
         return parse_compressed_tensors(own, notes)
     if method == "modelopt":
         return parse_modelopt(own, notes)
+    if method == "gguf":
+        return Quantisation(method=method, rules=())  # the tensors' types say it
     plain = _plain(own)
     if method == "fp8":
         return Quantisation(method=method, rules=(SchemeRule(EVERY, _fp8(own)),), plain=plain)

@@ -1,7 +1,8 @@
 """Unpacks rows of a quantised matrix from the tensors of a checkpoint.
 
 Owns the layouts: plain codes, compressed-tensors' words, GPTQ's and AWQ's (both of the transposed
-matrix), and mxfp4's and nvfp4's pairs. Reads the tensors of the asked rows only. Knows no model and
+matrix), mxfp4's and nvfp4's pairs, and the reading of GGUF's blocks, which
+models.quantised.gguf_blocks unpacks. Reads the tensors of the asked rows only. Knows no model and
 no destination. Called by models.quantised.matrices.
 
 Sources: compressed-tensors (compressors; its converter of ModelOpt's nvfp4), AutoGPTQ
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.quantised.coded import StoredMatrix
-from models.quantised.scheme import Scheme, StoredNames
+from models.quantised.gguf_blocks import LAYOUTS, unpack
+from models.quantised.scheme import GGUF_SCHEMES, Scheme, StoredNames
 from topspin.errors import CheckpointError
 from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, MXFP4_GROUP
 
@@ -53,7 +55,7 @@ def check_codes(checkpoint: Checkpoint, stored: StoredNames, shape: StoredShape)
         "mxfp4": (num_out, -(-num_in // MXFP4_GROUP), MXFP4_GROUP // 2),
         "nvfp4": (num_out, -(-num_in // 2)),
     }
-    expected = sizes[layout]
+    expected = sizes.get(layout, (num_out, num_in))
     if slice_idx is not None:
         expected = (checkpoint.shape(stored.codes)[0], *expected)
     checkpoint.expect_shape(stored.codes, expected)
@@ -79,6 +81,11 @@ def read_rows(
         return _mxfp4(checkpoint, stored, shape, rows, dtype)
     if stored.scheme.layout == "nvfp4":
         return _nvfp4(checkpoint, stored, shape, rows, dtype)
+    if stored.scheme.layout in LAYOUTS:
+        data = checkpoint.read_raw(
+            stored.codes, tuple(GGUF_SCHEMES), index=shape.slice_idx, rows=rows
+        )
+        return unpack(data, stored.scheme, dtype)
     return _transposed(checkpoint, stored, shape, rows, dtype)
 
 

@@ -16,7 +16,20 @@ from models.checkpoints.checkpoint_index import TensorEntry
 from topspin.errors import CheckpointError
 from topspin.plan.precision import MXFP4_BITS
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "nvfp4"]
+Layout = Literal[
+    "plain",
+    "packed",
+    "gptq",
+    "awq",
+    "mxfp4",
+    "nvfp4",
+    "q4_0",
+    "q4_1",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "q8_0",
+]
 
 EVERY: Final = "Linear"
 """The target that covers every projection."""
@@ -31,10 +44,10 @@ class Scheme:
     the inputs (compressed-tensors). gptq: words along the inputs of the transposed matrix. awq:
     along its outputs, in AWQ's order. mxfp4: pairs of e2m1 numbers in bytes, and powers of two as
     scales (OCP microscaling). nvfp4: the same pairs, fp8 numbers as scales, and a scale of the
-    whole matrix. `group_size`: inputs that share a scale; None: all of them, or `block` (outputs,
-    inputs). `symmetric`: the zero is in the middle of the codes and is not stored. `any_order`: the
-    inputs of a group may lie anywhere (GPTQ's desc_act). `zero_offset` is added to a stored zero (1
-    in GPTQ's first format).
+    whole matrix. q4_0 and the like: GGUF's blocks, of scales and codes in one tensor. `group_size`:
+    inputs that share a scale; None: all of them, or `block` (outputs, inputs). `symmetric`: the
+    zero is in the middle of the codes and is not stored. `any_order`: the inputs of a group may lie
+    anywhere (GPTQ's desc_act). `zero_offset` is added to a stored zero (1 in GPTQ's first format).
     """
 
     layout: Layout
@@ -49,6 +62,18 @@ class Scheme:
 
 NVFP4: Final = Scheme(layout="nvfp4", bits=MXFP4_BITS, group_size=16)
 """The only one of its layout."""
+
+
+GGUF_SCHEMES: Final[Mapping[str, Scheme]] = {
+    "Q4_0": Scheme(layout="q4_0", bits=4, group_size=32),
+    "Q4_1": Scheme(layout="q4_1", bits=4, group_size=32, symmetric=False),
+    "Q4_K": Scheme(layout="q4_k", bits=4, group_size=32, symmetric=False),
+    # One bit more than there is: MXFP4_BITS would mean numbers of another kind.
+    "Q5_K": Scheme(layout="q5_k", bits=6, group_size=32, symmetric=False),
+    "Q6_K": Scheme(layout="q6_k", bits=6, group_size=16),
+    "Q8_0": Scheme(layout="q8_0", bits=8, group_size=32),
+}
+"""By the type of a tensor in a GGUF file, which says it alone."""
 
 
 class SchemeRule(NamedTuple):
@@ -122,6 +147,8 @@ def find_stored(
         return None
     module = name.removesuffix(".weight")
     entry = tensors.get(name)
+    if entry is not None and entry.dtype in GGUF_SCHEMES:
+        return StoredNames(GGUF_SCHEMES[entry.dtype], name, name, None, None)
     if entry is not None and entry.dtype not in _CODE_DTYPES:
         return None
     if entry is not None:

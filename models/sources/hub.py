@@ -1,8 +1,8 @@
 """Resolves a model's name to a checkpoint directory on this machine.
 
-Owns the meaning of a model's name (a directory, the default model, or a HuggingFace hub id) and the
-place of the models that Topspin makes. Knows no checkpoint's contents; the CLI and every node call
-resolve_model. Imports no torch.
+Owns the meaning of a model's name (a directory, a GGUF file, the default model, or a HuggingFace
+hub id) and the place of the models that Topspin makes. Knows no checkpoint's contents; the CLI and
+every node call resolve_model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,12 +50,18 @@ def made_model_path(name: str, root: Path | None = None) -> Path:
 def resolve_model(model: str) -> Path:
     """Return the checkpoint directory of `model`, downloading a hub id if necessary.
 
-    A directory takes precedence. Raises ConfigError naming `model` if it is not found: not
-    pulled, not on the hub, or not reachable.
+    A directory or a GGUF file takes precedence; the latter's is made (models.sources.
+    gguf_checkpoint). Raises ConfigError naming `model` if it is not found: not pulled, not on the
+    hub, or not reachable.
     """
     directory = Path(model).expanduser()
+    if model and directory.is_file():
+        return _of_gguf(directory)
     if model and directory.is_dir():
         try:
+            found = _gguf_in(directory)
+            if found is not None:
+                return _of_gguf(found)
             is_checkpoint = (directory / "config.json").exists()
         except OSError as error:  # of a directory that this user may not search
             raise ConfigError(f"{model}/config.json: {error.strerror}") from error
@@ -75,6 +81,27 @@ def resolve_model(model: str) -> Path:
             "organisation/name"
         )
     return _download(model)
+
+
+def _gguf_in(directory: Path) -> Path | None:
+    """Return the GGUF file that is all there is of weights in `directory`.
+
+    Raises ConfigError if there are several.
+    """
+    found = sorted(directory.glob("*.gguf"))
+    if not found or any(directory.glob("*.safetensors")):
+        return None
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"{directory}: has several GGUF files; name one of {names}")
+    return found[0]
+
+
+def _of_gguf(file: Path) -> Path:
+    # The library takes a while to import, which few models need.
+    from models.sources.gguf_checkpoint import gguf_checkpoint
+
+    return gguf_checkpoint(file, made_model_path("gguf"))
 
 
 def _download(repo_id: str) -> Path:

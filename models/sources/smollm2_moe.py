@@ -25,7 +25,8 @@ from torch import Tensor
 
 from models.checkpoints.tensor_names import EMBED, FINAL_NORM, expert_name, layer_name
 from models.families.mixtral import EXPERTS
-from models.sources.gguf_llama import Float32Array, GgufLlama
+from models.sources.gguf_file import Float32Array
+from models.sources.gguf_llama import GgufLlama
 from models.sources.hub import DEFAULT_MODEL, made_model_path
 from models.sources.made_model import MadeModel, ProgressBar, silent_or_bar
 from models.sources.pypi import PinnedWheel, unpack_member

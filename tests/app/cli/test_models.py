@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from app.cli.main import main
 from models.description.rope_config import RopeType
 from models.families import FAMILIES
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
 from topspin.units import format_size
 
 PUBLISHED = Path(__file__).parents[2] / "deploy" / "placement" / "models"
@@ -79,3 +81,15 @@ def test_what_is_not_served_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     (path / "config.json").write_text(json.dumps(fields))
     assert main(["models", str(path), "--expert-nodes", "9"]) == 2
     assert "--expert-nodes 9" in capsys.readouterr().err
+
+
+def test_a_gguf_file_has_the_facts_of_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOPSPIN_CACHE", str(tmp_path / "cache"))
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe")
+    write_gguf(plain, tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_0)
+    for path in (tmp_path / "tiny.gguf", tmp_path):
+        assert main(["models", str(path)]) == 0
+        told = capsys.readouterr().out
+        assert "attention in int4, experts in int4" in told

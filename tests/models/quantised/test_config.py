@@ -61,7 +61,7 @@ def test_names_come_before_patterns_and_classes() -> None:
 FP8_METHOD = {"quant_method": "fp8"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
-METHODS = "supported: auto-round, awq, compressed-tensors, fp8, gptq, modelopt, mxfp4"
+METHODS = "supported: auto-round, awq, compressed-tensors, fp8, gguf, gptq, modelopt, mxfp4"
 NVFP4: dict[str, Any] = FORMS["nvfp4"].config["config_groups"]["group_0"]["weights"]
 # As ModelOpt writes config.json, and its own file.
 MODELOPT = {

@@ -303,7 +303,7 @@ def test_another_wheel_is_refused(tmp_path: Path, wheel: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"architecture": "gemma"}, "architecture 'gemma'"), ({"pre": "llama-bpe"}, "llama-bpe")],
+    [({"architecture": "gemma"}, "architecture 'gemma'"), ({"pre": "command-r"}, "command-r")],
 )
 def test_another_kind_of_gguf_is_refused(
     tmp_path: Path,

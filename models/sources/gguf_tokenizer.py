@@ -1,0 +1,200 @@
+"""The tokenizer and the chat templates in a GGUF file's metadata, as HuggingFace's files.
+
+Owns how text is split by each `tokenizer.ggml.pre` that is read (those of the families that are
+served), and which tokens are special. Knows no tensors. Called by models.sources.gguf_checkpoint
+and models.sources.gguf_llama. Sources: llama.cpp's llama-vocab.cpp for what the names mean, and
+transformers' tokenizers of the families, with which the tokens agree: where these compose
+characters first (NFC), so does this one, though llama.cpp does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from models.sources.gguf_file import GgufFile
+from topspin.errors import ConfigError
+
+_CONTROL: Final = 3
+_USER_DEFINED: Final = 4
+_UNUSED: Final = 5
+_TEMPLATE: Final = "tokenizer.chat_template"
+_SPECIAL: Final[Mapping[str, str]] = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_ENDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_OF_WORD: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _words(digits: str) -> str:
+    """Return the pattern of Llama 3 and Qwen2, which differ in how many digits they join."""
+    letters = rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+    return rf"{_END_OF_WORD}|{letters}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+
+
+_CASED: Final = "|".join(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_END_OF_WORD}?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_END_OF_WORD}?",
+        r"\p{N}{1,3}",
+        rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}",
+    )
+)
+
+
+class _Splitting(NamedTuple):
+    """How text becomes words: by `pattern`; None: GPT-2's, after single digits if `by_digit`.
+
+    composes: characters are composed first. whole_words: a word that is a token is not put together
+    by merges. adds_bos: a text begins with that token unless the metadata says otherwise.
+    """
+
+    pattern: str | None = None
+    by_digit: bool = False
+    composes: bool = False
+    whole_words: bool = False
+    adds_bos: bool = False
+
+
+_LLAMA_3: Final = _Splitting(_words(r"\p{N}{1,3}"), whole_words=True, adds_bos=True)
+SPLITTINGS: Final[Mapping[str, _Splitting]] = {
+    "gpt-2": _Splitting(),
+    "gpt-4o": _Splitting(_CASED),
+    "llama-bpe": _LLAMA_3,
+    "llama-v3": _LLAMA_3,
+    "llama3": _LLAMA_3,
+    "olmo": _Splitting(composes=True),
+    "qwen2": _Splitting(_words(r"\p{N}"), composes=True),
+    "smollm": _Splitting(by_digit=True),
+}
+"""By `tokenizer.ggml.pre`."""
+
+
+def read_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
+    """Return the byte-level BPE tokenizer with its special tokens.
+
+    Raises ConfigError for any other kind of vocabulary, and for a `tokenizer.ggml.pre` that is not
+    one of SPLITTINGS.
+    """
+    kind = file.field("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ConfigError(
+            f"{file.path}: tokenizer.ggml.model = {kind!r}: supported: gpt2 (byte-level BPE)"
+        )
+    pre = file.field("tokenizer.ggml.pre")
+    splitting = SPLITTINGS.get(pre)
+    if splitting is None:
+        raise ConfigError(
+            f"{file.path}: tokenizer.ggml.pre = {pre!r}: supported: {', '.join(SPLITTINGS)}"
+        )
+    tokens, types = _tokens(file)
+    # Unused ones only fill up the vocabulary, as [PAD7].
+    vocab = {each: idx for idx, each in enumerate(tokens) if types[idx] != _UNUSED}
+    merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
+    try:
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=splitting.whole_words)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{file.path}: tokenizer.ggml.merges: {error}") from error
+    backend = tokenizers.Tokenizer(model)
+    if splitting.composes:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_splitters(splitting))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(
+        [
+            AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    around = _around(file, tokens, adds_bos=splitting.adds_bos)
+    if around is not None:
+        backend.post_processor = around
+    return backend
+
+
+def read_tokenizer_config(file: GgufFile) -> dict[str, Any]:
+    """Return tokenizer_config.json: the special tokens by name, and the chat templates."""
+    tokens, _ = _tokens(file)
+    named = {name: _token(file, tokens, key) for name, key in _SPECIAL.items()}
+    names = [each for each in file.names if each.startswith(f"{_TEMPLATE}.")]
+    templates: Any = file.get(_TEMPLATE)
+    if names:
+        found = [] if templates is None else [{"name": "default", "template": templates}]
+        others = {name.removeprefix(f"{_TEMPLATE}."): file.field(name) for name in names}
+        templates = found + [{"name": name, "template": text} for name, text in others.items()]
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{name: token for name, token in named.items() if token is not None},
+        **({} if templates is None else {"chat_template": templates}),
+    }
+
+
+def ending_ids(file: GgufFile) -> list[int]:
+    """Return the ids that end a generation: of the text, the turn and the message."""
+    found = [file.get(f"tokenizer.ggml.{name}") for name in _ENDS]
+    return list(dict.fromkeys(idx for idx in found if idx is not None))
+
+
+def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:
+    """Return the vocabulary by id, and each token's type. Raises ConfigError if they disagree."""
+    tokens, types = file.field("tokenizer.ggml.tokens"), file.field("tokenizer.ggml.token_type")
+    if len(tokens) != len(types):
+        raise ConfigError(
+            f"{file.path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} "
+            "tokens"
+        )
+    return tokens, types
+
+
+def _token(file: GgufFile, tokens: list[str], key: str) -> str | None:
+    """Return the text of the token whose id is in the metadata; None: there is no such field."""
+    name = f"tokenizer.ggml.{key}"
+    idx = file.get(name)
+    if idx is not None and not (isinstance(idx, int) and 0 <= idx < len(tokens)):
+        raise ConfigError(f"{file.path}: {name} = {idx}: the vocabulary has {len(tokens)} tokens")
+    return None if idx is None else tokens[idx]
+
+
+def _splitters(splitting: _Splitting) -> list[pre_tokenizers.PreTokenizer]:
+    found: list[pre_tokenizers.PreTokenizer] = []
+    if splitting.by_digit:
+        found.append(pre_tokenizers.Digits(individual_digits=True))
+    if splitting.pattern is not None:
+        found.append(pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"))
+    by_library = splitting.pattern is None
+    return [*found, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_library)]
+
+
+def _around(
+    file: GgufFile, tokens: list[str], *, adds_bos: bool
+) -> processors.TemplateProcessing | None:
+    """Return what puts tokens before and behind a text; None: nothing does."""
+    first = _token(file, tokens, "bos_token_id")
+    last = _token(file, tokens, "eos_token_id")
+    before = [first] if file.get("tokenizer.ggml.add_bos_token", adds_bos) and first else []
+    behind = [last] if file.get("tokenizer.ggml.add_eos_token", False) and last else []
+    if not before and not behind:
+        return None
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *behind],
+        special_tokens=[(token, tokens.index(token)) for token in dict.fromkeys(before + behind)],
+    )

@@ -1,0 +1,194 @@
+"""GGUF files of tiny checkpoints, as llama.cpp's converter writes them, and the numbers in them.
+
+The `gguf` library names, quantises and writes the tensors; transformers' checkpoint gets the same
+numbers, dequantised, so that it is an oracle for what was written. Knows no module of Topspin.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_LARGE = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+
+
+def write_gguf(
+    checkpoint: Path,
+    file: Path,
+    kind: Kind = Kind.F32,
+    *,
+    pre: str = "gpt-2",
+    mixed: Mapping[str, Kind] = MappingProxyType({}),
+    **metadata: Any,
+) -> Path:
+    """Write transformers' `checkpoint` as `file`, with matrices of a `kind`, and return it.
+
+    `mixed` has the kinds of others by a part of their names. The checkpoint's matrices are replaced
+    by the numbers that the file has. `metadata` has fields beside those of the converter by their
+    names, or None for one that is left out.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    architecture = ARCHITECTURES[config["model_type"]]
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    _add_metadata(writer, config, metadata)
+    _add_tokenizer(writer, checkpoint, pre)
+    tensors = load_file(checkpoint / "model.safetensors")
+    stacked: dict[str, list[Any]] = {}
+    kinds: dict[str, Kind] = {}
+    for name, tensor in sorted(tensors.items(), key=_by_expert):
+        asked = next((mixed[part] for part in mixed if part in name), kind)
+        data, own = _stored(name, tensor.numpy(), asked)
+        tensors[name] = torch.from_numpy(np.array(gguf.quants.dequantize(data, own), np.float32))
+        match = _EXPERT.fullmatch(name)
+        if match:
+            stacked.setdefault(f"{match[1]}.{match[3]}", []).append(data)
+            kinds[f"{match[1]}.{match[3]}"] = own
+            continue
+        if architecture == gguf.MODEL_ARCH.LLAMA and re.search("[qk]_proj", name):
+            is_query = "q_proj" in name
+            data = _permuted(data, config[f"num_{'attention' if is_query else 'key_value'}_heads"])
+        written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(written, data.squeeze(0) if "expert_gate" in name else data, None, own)
+    for name, matrices in stacked.items():
+        written = names.get_name(name) + ".weight"
+        writer.add_tensor(written, np.stack(matrices), None, kinds[name])
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    scaling = config.get("rope_parameters", {})
+    if scaling.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama_3_factors(scaling, config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _by_expert(item: tuple[str, Any]) -> tuple[str, int]:
+    match = _EXPERT.fullmatch(item[0])
+    return (f"{match[1]}.{match[3]}", int(match[2])) if match else (item[0], 0)
+
+
+def _stored(name: str, values: Any, kind: Kind) -> tuple[Any, Kind]:
+    """Return a tensor's data and kind: vectors, routers and odd rows stay in fp32."""
+    is_router = name.endswith((".gate.weight", "expert_gate.weight"))
+    width, size = gguf.GGML_QUANT_SIZES[kind]
+    if values.ndim < 2 or is_router or values.shape[-1] % width:
+        return values, Kind.F32
+    if kind not in _LARGE:
+        return gguf.quants.quantize(values, kind), kind
+    return _random_blocks(values, width, size, kind), kind
+
+
+def _random_blocks(values: Any, width: int, size: int, kind: Kind) -> Any:
+    """Return blocks of random codes, about as large as `values`: no library here chooses such."""
+    rng = np.random.default_rng(values.size)
+    found = rng.integers(0, 256, (len(values), values.shape[-1] // width, size), dtype=np.uint8)
+    scale = np.float16(values.std() / 1500)
+    if kind == Kind.Q6_K:
+        found[..., -2:] = scale.reshape(1).view(np.uint8)
+    else:
+        found[..., :4] = np.array([4 * scale, 30 * scale], np.float16).view(np.uint8)
+    return found.reshape(len(values), -1)
+
+
+def _permuted(rows: Any, num_heads: int) -> Any:
+    """Reorder rotary rows as the converter does: those half a head apart become neighbours."""
+    halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
+
+
+def _add_metadata(writer: Any, config: dict[str, Any], metadata: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config["rope_parameters"]
+    fields = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
+        "vocab_size": config["vocab_size"],
+        "expert_count": config.get("num_experts") or config.get("num_local_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "rope.freq_base": float(rope["rope_theta"]),
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.clamp_kqv": config.get("clip_qkv"),
+    }
+    if rope["rope_type"] in ("linear", "yarn"):
+        fields |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        fields["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        fields["rope.scaling.yarn_beta_fast"] = rope["beta_fast"]
+        fields["rope.scaling.yarn_beta_slow"] = rope["beta_slow"]
+    for name, value in {**fields, **metadata}.items():
+        full = (
+            name
+            if name.startswith(("general.", "split.", "tokenizer."))
+            else f"{writer.arch}.{name}"
+        )
+        if isinstance(value, str):
+            writer.add_string(full, value)
+        elif isinstance(value, bool):
+            writer.add_bool(full, value)
+        elif isinstance(value, int):
+            writer.add_uint32(full, value)
+        elif value is not None:
+            writer.add_float32(full, value)
+
+
+def _add_tokenizer(writer: Any, checkpoint: Path, pre: str) -> None:
+    own = json.loads((checkpoint / "tokenizer.json").read_text())
+    described = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config = json.loads((checkpoint / "config.json").read_text())
+    special = {token["content"]: token["id"] for token in own["added_tokens"]}
+    by_id = {idx: token for token, idx in {**own["model"]["vocab"], **special}.items()}
+    tokens = [by_id.get(idx, f"[PAD{idx}]") for idx in range(config["vocab_size"])]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [3 if token in special else 1 if idx in by_id else 5 for idx, token in enumerate(tokens)]
+    )
+    writer.add_token_merges([" ".join(pair) for pair in own["model"]["merges"]])
+    writer.add_bos_token_id(special[described["bos_token"]])
+    writer.add_eos_token_id(special[described["eos_token"]])
+    writer.add_chat_template(described["chat_template"])
+
+
+def _llama_3_factors(scaling: dict[str, Any], config: dict[str, Any]) -> Any:
+    """Return the divisors of frequencies, computed as the converter does."""
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    old, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    found = []
+    for idx in range(0, dim, 2):
+        length = 2 * np.pi * scaling["rope_theta"] ** (idx / dim)
+        smooth = (old / length - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        found.append(1.0 if length < old / high else factor if length > old / low else between)
+    return np.array(found, dtype=np.float32)

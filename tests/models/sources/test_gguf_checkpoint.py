@@ -1,0 +1,290 @@
+"""Checkpoints in GGUF files: transformers' numbers and tokens, and what is refused, by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+
+from models.checkpoints.checkpoint import Checkpoint
+from models.description.config import load_model_config
+from models.quantised.precision import checkpoint_rules
+from models.sources.hub import resolve_model
+from models.text.chat_template import ChatTemplate
+from models.text.tokenizer import Tokenizer
+from models.text.tokenizer_files import effective_tokenizer
+from tests.checkpoints import make_checkpoint, oracle_model
+from tests.gguf_files import write_gguf
+from tests.models.plain_model import plain_logits
+from tests.models.text.test_rank_file import TEXTS
+from tests.weights import load_attention_weights, load_expert_weights
+from topspin.errors import CheckpointError, ConfigError
+
+PROMPT = [5, 17, 200, 33, 8, 120, 64, 91, 2, 77]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama_gqa_rope_linear": {},
+    "llama3_rope": {},
+    "llama_yarn": {},
+    "llama_bias": {},
+    "mixtral": {"intermediate_size": 64},
+    "olmoe_clip_qkv": {"norm_topk_prob": False, "intermediate_size": 64, "attention_bias": False},
+    "qwen2_moe": {"mlp_only_layers": [], "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPSPIN_CACHE", str(tmp_path / "cache"))
+
+
+def made(
+    tmp_path: Path,
+    variant: str,
+    kind: Kind = Kind.F32,
+    *,
+    sizes: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,
+) -> tuple[Path, Path]:
+    """Return transformers' checkpoint, and the GGUF file of the same numbers."""
+    plain = make_checkpoint(tmp_path / "plain", variant, **{**MODELS.get(variant, {}), **sizes})
+    return plain, write_gguf(plain, tmp_path / "tiny.gguf", kind, **fields)
+
+
+def logits_of(path: Path) -> torch.Tensor:
+    config = load_model_config(path)
+    assert config.moe is None or len(config.moe_layers) == config.num_layers
+    of_layers = [range(0 if config.moe is None else config.moe.num_experts)] * len(
+        config.moe_layers
+    )
+    with Checkpoint(path) as checkpoint:
+        attention = load_attention_weights(checkpoint, config, dtype=torch.float32)
+        experts = load_expert_weights(
+            checkpoint, config, dtype=torch.float32, experts=[list(each) for each in of_layers]
+        )
+    return plain_logits(config, attention, experts, PROMPT)
+
+
+def kinds() -> Iterator[Any]:
+    for variant in MODELS:
+        for kind in (Kind.F32, Kind.Q4_0):
+            yield pytest.param(variant, kind, id=f"{variant}-{kind.name}")
+    for kind in (Kind.F16, Kind.BF16, Kind.Q8_0):
+        yield pytest.param("qwen3_moe", kind, id=f"qwen3_moe-{kind.name}")
+
+
+@pytest.mark.parametrize(("variant", "kind"), list(kinds()))
+def test_the_numbers_are_transformers(tmp_path: Path, variant: str, kind: Kind) -> None:
+    plain, file = made(tmp_path, variant, kind)
+    with torch.no_grad():
+        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(resolve_model(str(file))), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_numbers_of_large_blocks_are_transformers(tmp_path: Path, kind: Kind) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    plain, file = made(tmp_path, "mixtral", kind, sizes=sizes, mixed={"v_proj": Kind.Q6_K})
+    with torch.no_grad():
+        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
+    path = resolve_model(str(file))
+    torch.testing.assert_close(logits_of(path), expected, atol=1e-3, rtol=1e-3)
+    on_cpu = {
+        rule.part: rule.format for rule in checkpoint_rules(path, load_model_config(path))["cpu"]
+    }
+    small = "int4" if kind == Kind.Q4_K else "int8"
+    # Where a part has matrices of two kinds, it has the larger format.
+    assert on_cpu == {"attention": "int8", "experts": small, "lm_head": small}
+
+
+def test_matrices_are_bit_for_bit_those_of_the_library(tmp_path: Path) -> None:
+    plain, file = made(tmp_path, "qwen3_moe", Kind.Q4_0)
+    path = resolve_model(str(file))
+    expected = load_file(plain / "model.safetensors")
+    config = load_model_config(path)
+    with Checkpoint(path) as checkpoint:
+        assert checkpoint.names == expected.keys()
+        experts = [[3], [0, 5]]
+        weights = load_expert_weights(checkpoint, config, dtype=torch.float32, experts=experts)
+        # An expert node reads its experts' tensors and no other.
+        layer, own = "model.layers.{}.mlp.experts.{}.{}_proj.weight", ("gate", "up", "down")
+        assert checkpoint.tensors_read == {
+            layer.format(idx, expert, part)
+            for idx, of_layer in enumerate(experts)
+            for expert in of_layer
+            for part in own
+        }
+    gate, up = (expected[layer.format(1, 5, part)] for part in ("gate", "up"))
+    assert torch.equal(weights.layers[1].gate_up[1], torch.cat((gate, up)))
+
+
+def test_a_file_is_made_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+    _, file = made(tmp_path, "llama")
+    path = resolve_model(str(file))
+    assert path.name == "tiny"
+    with Checkpoint(path) as checkpoint:
+        before = checkpoint.fingerprint()
+    marker = path / "config.json"
+    state = marker.stat().st_ino
+    assert resolve_model(str(file.parent / "." / file.name)) == path
+    assert marker.stat().st_ino == state
+    other = make_checkpoint(tmp_path / "other", "llama", seed=1, max_position_embeddings=512)
+    write_gguf(other, file)
+    with pytest.raises(CheckpointError, match="is not the file any more"):
+        Checkpoint(path)
+    assert resolve_model(str(file)) == path
+    assert load_model_config(path).max_position_embeddings == 512
+    with Checkpoint(path) as checkpoint:
+        assert checkpoint.fingerprint() != before
+
+
+def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    plain, file = made(tmp_path, "llama")
+    inside = file.rename(folder / "only.gguf")
+    assert resolve_model(str(folder)) == resolve_model(str(inside))
+    (folder / "second.gguf").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"several GGUF files; name one of only.gguf, second"):
+        resolve_model(str(folder))
+    (plain / "model.gguf").write_bytes(b"")
+    assert resolve_model(str(plain)) == plain
+
+
+def test_tokens_template_and_ends_are_the_checkpoints(tmp_path: Path) -> None:
+    plain, file = made(tmp_path, "llama")
+    path = resolve_model(str(file))
+    texts = ("the other anthem in <|user|> 12\n\n  end\u00e9\u4e2d", "", "<|bos|>the")
+    own, expected = Tokenizer.from_directory(path), Tokenizer.from_directory(plain)
+    for text in texts:
+        ids = expected.encode(text, add_special_tokens=False)
+        assert own.encode(text, add_special_tokens=False) == ids
+        assert own.decode(ids, skip_special_tokens=True) == expected.decode(
+            ids, skip_special_tokens=True
+        )
+    assert (own.bos_token_id, own.eos_token_id) == (256, 257)
+    assert load_model_config(path).eos_token_ids == (257,)
+    chat = [{"role": "user", "content": "hi"}]
+    templates = [ChatTemplate.find(each) for each in (path, plain)]
+    shown = [each and each.render(chat, add_generation_prompt=True) for each in templates]
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-4o"])
+def test_text_is_cut_as_transformers_cuts_it(tmp_path: Path, pre: str) -> None:
+    _, file = made(tmp_path, "llama", pre=pre)
+    loader = importlib.import_module("transformers").AutoTokenizer
+    wanted = loader.from_pretrained(tmp_path, gguf_file=file.name).backend_tokenizer
+    found = effective_tokenizer(resolve_model(str(file)))
+    for text in TEXTS:
+        cut = found.pre_tokenizer.pre_tokenize_str(text)
+        assert cut == wanted.pre_tokenizer.pre_tokenize_str(text)
+        if found.normalizer is None or found.normalizer.normalize_str(text) == text:
+            assert found.encode(text, add_special_tokens=False).ids == (
+                wanted.encode(text, add_special_tokens=False).ids
+            )
+
+
+@pytest.mark.parametrize(
+    ("pre", "fields", "around"),
+    [
+        ("llama-bpe", {}, ([256], [])),
+        ("llama-bpe", {"add_bos_token": False}, ([], [])),
+        ("qwen2", {}, ([], [])),
+        ("smollm", {"add_bos_token": True, "add_eos_token": True}, ([256], [257])),
+    ],
+)
+def test_tokens_around_a_text(
+    tmp_path: Path, pre: str, fields: dict[str, bool], around: tuple[list[int], list[int]]
+) -> None:
+    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    _, file = made(tmp_path, "llama", pre=pre, **named)
+    own = Tokenizer.from_directory(resolve_model(str(file)))
+    inner = own.encode("the 12", add_special_tokens=False)
+    assert own.encode("the 12", add_special_tokens=True) == around[0] + inner + around[1]
+
+
+def test_unused_tokens_are_no_text_and_turns_have_ends_of_their_own(tmp_path: Path) -> None:
+    _, file = made(tmp_path, "llama", **{"tokenizer.ggml.eot_token_id": 258})
+    path = resolve_model(str(file))
+    assert load_model_config(path).eos_token_ids == (257, 258)
+    own = Tokenizer.from_directory(path)
+    unused = load_model_config(path).vocab_size - 1
+    assert (
+        own.decode([own.encode("a", add_special_tokens=False)[0], unused], skip_special_tokens=True)
+        == "a"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention.head_count_kv": None}, None),
+        ({"block_count": None}, r"llama: has no block_count"),
+        ({"attention.sliding_window": 8}, r"attention.sliding_window = 8: .* not read"),
+        ({"rope.scaling.type": "longrope"}, r"rope.scaling.type = 'longrope'.*linear, yarn"),
+        ({"rope.dimension_count": 8}, r"rope.dimension_count = 8: supported: 16"),
+        ({"split.count": 2}, r"split.count"),
+        ({"pre": "command-r"}, r"tokenizer.ggml.pre = 'command-r': supported: gpt-2, gpt-4o"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], message: str | None
+) -> None:
+    _, file = made(tmp_path, "llama", **fields)
+    if message is None:
+        assert load_model_config(resolve_model(str(file))).num_kv_heads == 4
+        return
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(str(file))
+
+
+def bare(path: Path, architecture: str, tensors: dict[str, tuple[Any, Kind]]) -> Path:
+    """Write a file with some tensors and no more metadata than an architecture."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, None, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "kind", "message"),
+    [
+        ("gemma3", "token_embd.weight", Kind.F32, r"'gemma3': supported: llama, olmoe, qwen2moe"),
+        ("llama", "blk.0.attn_q.weight", Kind.Q5_1, r"blk.0.attn_q.weight is Q5_1; .*F32.*Q8_0"),
+        ("llama", "blk.0.attn_qkv.weight", Kind.F32, r"blk.0.attn_qkv.weight is not one of"),
+        ("llama", "blk.0.attn_q_norm.weight", Kind.F32, r"blk.0.attn_q_norm.weight is not one of"),
+    ],
+)
+def test_tensors_and_architectures_are_refused_by_name(
+    tmp_path: Path, architecture: str, name: str, kind: Kind, message: str
+) -> None:
+    data = gguf.quants.quantize(np.ones((4, 32), np.float32), kind)
+    file = bare(tmp_path / "bad.gguf", architecture, {name: (data, kind)})
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(str(file))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.9999])
+def test_a_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
+    _, file = made(tmp_path, "llama")
+    data = file.read_bytes()
+    file.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(ConfigError, match=r"tiny.gguf: is not a GGUF file, or is truncated"):
+        resolve_model(str(file))
+    file.write_text("no model at all")
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
+        resolve_model(str(file))
