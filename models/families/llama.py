@@ -15,7 +15,7 @@ def _parts(fields: ConfigFields, num_layers: int) -> FamilyParts:
         qkv_bias=has_bias,
         o_bias=has_bias,
         mlp_bias=fields.flag("mlp_bias", default=False),
-        rope_is_interleaved=fields.flag("rope_interleave", default=False),
+        rope_is_interleaved=fields.flag("gguf_rope_interleave", default=False),
     )
 
 

@@ -32,7 +32,7 @@ def _parts(fields: ConfigFields, num_layers: int) -> FamilyParts:
     return FamilyParts(
         layers=layers_of([window] * num_layers, [True] * num_layers),
         moe=moe,
-        rope_is_interleaved=fields.flag("rope_interleave", default=False),
+        rope_is_interleaved=fields.flag("gguf_rope_interleave", default=False),
     )
 
 

@@ -126,7 +126,7 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(file, fields),
     }
     if own.is_interleaved:
-        config["rope_interleave"] = True
+        config["gguf_rope_interleave"] = True
     if own.normalises is not None:
         config["norm_topk_prob"] = own.normalises
     if any(each.type in GGUF_SCHEMES for each in file.tensors.values()):
