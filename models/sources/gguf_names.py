@@ -230,7 +230,7 @@ def _llama_3_scaling(file: GgufFile, fields: ConfigFields) -> dict[str, Any]:
     """Return the options whose factors of wave lengths are those of `rope_freqs.weight`.
 
     The converter computes them of options that it does not write. Published checkpoints differ in
-    `factor`, which is the largest one, and in the original length; the others are looked for too.
+    `factor`, which is the largest one, and in the original length, a power of two.
     """
     factors = file.read(_FREQUENCIES)
     theta = fields.number("rope.freq_base", default=10_000.0)

@@ -420,6 +420,7 @@ class Service:
                 self._spares.loaded(peer, message)
                 self._log.info("the spare %s has loaded (%.1f s)", place, message.load_s)
             elif isinstance(message, Leaving):
+                self._spares.leaves(peer)
                 self._channel.send(peer, Stop(reason="it was asked to end"))
         except ProtocolError as error:
             self._spares.drop(peer)

@@ -15,11 +15,15 @@ from topspin.messages import Hello, Loaded
 
 @dataclass(slots=True)
 class Spare:
-    """A spare node of the place that its `hello` names. `loaded`: its answer to Welcome."""
+    """A spare node of the place that its `hello` names.
+
+    `loaded`: its answer to Welcome. `is_leaving`: it was asked to end, and takes no place.
+    """
 
     peer: bytes
     hello: Hello
     loaded: Loaded | None = None
+    is_leaving: bool = False
 
     @property
     def place(self) -> Member:
@@ -52,6 +56,10 @@ class Spares:
         """Note that a spare node has loaded."""
         self._of[peer].loaded = message
 
+    def leaves(self, peer: bytes) -> None:
+        """Note that a spare node was asked to end."""
+        self._of[peer].is_leaving = True
+
     def drop(self, peer: bytes) -> Hello:
         """Forget one, and return its Hello."""
         return self._of.pop(peer).hello
@@ -59,7 +67,7 @@ class Spares:
     def take(self, place: Member) -> Spare | None:
         """Return, once, the spare node of a place that is free; None if there is none."""
         for peer, spare in self._of.items():
-            if spare.place == place:
+            if spare.place == place and not spare.is_leaving:
                 return self._of.pop(peer)
         return None
 

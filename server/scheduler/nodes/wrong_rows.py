@@ -43,9 +43,8 @@ def rows_of(part: NodePart, errors: Mapping[int, str]) -> StepRows:
 
     Prompts are told apart by their tokens: a client may send one again, or ask for many choices.
     """
-    if not errors:
-        return StepRows(frozenset(), any(part.tokens))
-    wrong = [seq.request for seq in part.seqs if errors.get(seq.seq_id) == NOT_NUMBERS]
+    seqs = part.seqs if errors else ()
+    wrong = [seq.request for seq in seqs if errors.get(seq.seq_id) == NOT_NUMBERS]
     prompts = (each.tokens[: each.num_prompt_tokens].tobytes() for each in wrong)
     return StepRows(frozenset(map(hash, prompts)), any(part.tokens))
 

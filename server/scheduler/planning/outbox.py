@@ -62,17 +62,9 @@ class Outbox:
         outputs = self._outputs.get(request.peer)
         if outputs is None:
             outputs = self.outputs_of(request.peer)
-        if token not in request.stop_ids and len(tokens) < request.max_length:
-            outputs.append(
-                RequestOutput(
-                    request_id=request.request_id,
-                    index=index,
-                    token_ids=sampled,
-                    num_cached_tokens=request.num_cached_tokens or 0,
-                )
-            )
-            return None
-        finish = request.finish_reason()
+        finish = None
+        if token in request.stop_ids or len(tokens) >= request.max_length:
+            finish = request.finish_reason()
         outputs.append(
             RequestOutput(
                 request_id=request.request_id,
@@ -182,6 +174,7 @@ def accept(
     if index == 0:
         queue_s, prefill_s = request.queue_s, now - request.added_at - request.queue_s
         counters.prompt_tokens += request.num_prompt_tokens
+    counters.generation_tokens += num_tokens
     sampled = sampled[:num_tokens]  # what follows was fed in vain
     outbox.outputs_of(request.peer).append(
         RequestOutput(

@@ -67,7 +67,6 @@ from topspin.errors import (
 )
 from topspin.messages import (
     AddRequest,
-    FinishReason,
     GrammarLost,
     GrammarReady,
     Progress,
@@ -555,49 +554,42 @@ class Policy:
             seq.num_in_flight -= 1
             request = seq.request
             was_closed = seq.closed
-            has_output = len(request.tokens) > request.num_prompt_tokens
-            if is_plain and tokens and has_output and not request.ended:
+            if request.ended:
+                pass
+            elif errors and seq.seq_id in errors:
+                self._fail(request, EngineError(errors[seq.seq_id]), outbox)
+            elif refused and seq.seq_id in refused:
+                self._fail(request, InvalidRequest(refused[seq.seq_id]), outbox)
+            else:
                 seq.num_committed += count
-                finish = outbox.accept_next(request, tokens)
-                served[request.account] = served.get(request.account, 0) + 1
-                if seq.num_committed >= seq.publish_at:
-                    replica.tables.filled(seq, publishes=caches)
-                if finish is not None:
-                    counters.generation_tokens += charge(served)
-                    self._finish(request, finish, now)
-            elif not request.ended:
-                if errors and seq.seq_id in errors:
-                    self._fail(request, EngineError(errors[seq.seq_id]), outbox)
-                elif refused and seq.seq_id in refused:
-                    self._fail(request, InvalidRequest(refused[seq.seq_id]), outbox)
+                finish = None
+                if is_plain and tokens and len(request.tokens) > request.num_prompt_tokens:
+                    finish = outbox.accept_next(request, tokens)
+                    counters.generation_tokens += 1
                 else:
-                    seq.num_committed += count
                     if varies and tokens is not None:
                         seq.correct(draft, len(tokens) - 1)
                     scores = new_scores(seq, part, result) if part.scored else ()
-                    finish = None
                     if tokens:
                         finish = accept(seq, tokens, scores, result, outbox, counters, now)
-                        served[request.account] = served.get(request.account, 0) + len(tokens)
                     elif scores or not request.samples:
                         finish = accept_prompt(seq, scores, outbox, counters, now)
                     if not request.has_begun and (tokens or scores or finish is not None):
                         self._entrance.begun(request, now)
-                    if seq.num_committed >= seq.publish_at:
-                        replica.tables.filled(seq, publishes=caches)
-                    if finish is not None:
-                        counters.generation_tokens += charge(served)
-                        self._finish(request, finish, now)
+                if tokens:
+                    served[request.account] = served.get(request.account, 0) + len(tokens)
+                if seq.num_committed >= seq.publish_at:
+                    replica.tables.filled(seq, publishes=caches)
+                if finish is not None:
+                    charge(served)
+                    self._note_pace(request, now)
+                    self._end(request)
+                    self._journal.finished(request, finish)
             if was_closed and not seq.num_in_flight:
                 replica.drained(seq)
                 if not request.ended:
                     self._requeue(request)  # it was preempted
-        counters.generation_tokens += charge(served)
-
-    def _finish(self, request: Request, finish: FinishReason, now: float) -> None:
-        self._note_pace(request, now)
-        self._end(request)
-        self._journal.finished(request, finish)
+        charge(served)
 
     # Watching.
 

@@ -46,14 +46,11 @@ class TenantState:
         self.served += cost / self.tenant.weight
 
 
-def charge(served: dict[TenantState, int]) -> int:
-    """Count the output tokens of each tenant, forget them, and return how many they were."""
-    total = 0
+def charge(served: dict[TenantState, int]) -> None:
+    """Count the output tokens of each tenant, and forget them."""
     for account, num_tokens in served.items():
         account.charge(num_output_tokens=num_tokens)
-        total += num_tokens
     served.clear()
-    return total
 
 
 class Tenants:

@@ -182,6 +182,19 @@ def test_it_may_end_as_it_likes() -> None:
     assert stop.reason == "it was asked to end"
 
 
+def test_one_that_leaves_takes_no_place() -> None:
+    world = world_of_spares()
+    spare_hello(world)
+    world.say("spare", loaded())
+    world.say("spare", Leaving(role="attention", index=0))
+    world.poll(PeerGone(b"attention 0"))
+    others_halt(world, generation=2)
+    world.poll(PeerGone(SPARE))
+    assert world.service.run() == 0
+    assert len(world.channel.to(SPARE, Stop)) == 1
+    assert world.channel.to(SPARE, Reform) == []
+
+
 def test_other_weights_a_third_node_and_plans_without_spares_are_refused() -> None:
     world = world_of_spares()
     spare_hello(world, b"wrong", fingerprint="other")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from server.scheduler.micro_batching.cost import StepLoad
 from server.scheduler.planning.in_flight import NodePart, fed
-from tests.server.scheduler.engine import GATEWAY, Engine, make_config, make_request
+from tests.server.scheduler.engine import GATEWAY, Engine, first_stop, make_config, make_request
 from topspin.messages import pack_ints, unpack_ints
 
 
@@ -42,6 +42,18 @@ def test_a_draft_that_may_complete_its_sequence_is_not_waited_for() -> None:
     assert engine.schedule()
     assert slices_of(engine, 2) == [(1, 1, 3)]
     engine.finish()
+
+
+def test_what_a_draft_has_past_a_stop_is_neither_emitted_nor_counted() -> None:
+    prompt, seed = [1, 2, 3], 4
+    stop = first_stop(prompt, seed, 2)
+    engine = Engine(make_config(), draft_tokens=lambda request: 5, accepts=lambda most: most)
+    engine.add(make_request("r", prompt, max_tokens=12, seed=seed, stop_token_ids=(stop,)))
+    engine.finish()
+    assert len(engine.clients["r"].tokens) == 3
+    stats = engine.policy.stats(0, (), engine.now)
+    assert stats.generation_tokens == 3
+    assert sum(stats.num_accepted_tokens) > 2, "nothing was drafted past the stop"
 
 
 def test_refused_drafts_are_given_back() -> None:
