@@ -96,7 +96,7 @@ def _options(part: type) -> Iterator[str]:
 
 def _facts(parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:
     directory = parsed.directory
-    if directory.is_file() or any(directory.glob("*.gguf")):
+    if directory.exists():  # another name is no hub id here
         directory = resolve_model(str(directory))
     config = load_model_config(directory)
     has_weights = any(directory.glob("*.safetensors")) or (directory / GGUF_INDEX).exists()
