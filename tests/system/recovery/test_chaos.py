@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ import pytest
 
 from tests.system.conftest import Tiny, make_tiny
 from tests.system.rig import chaos
-from tests.system.rig.chaos import EVENTS, Streams, check_identical, wait_until, wait_until_whole
+from tests.system.rig.chaos import (
+    EVENTS,
+    Streams,
+    check_identical,
+    stream_body,
+    wait_until,
+    wait_until_whole,
+)
 from tests.system.rig.server import Server, Settings
 from topspin.logs import FORMAT_VARIABLE, is_json
 from topspin.plan.settings import BalancePolicy
@@ -228,25 +236,30 @@ def test_recorded_steps_survive_every_event(model: Tiny, tmp_path: Path, recordi
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 300)
 def test_a_soak_of_losses_leaks_nothing(model: Tiny, tmp_path: Path) -> None:
-    """Streams and losses, for ten minutes or TOPSPIN_SOAK_S seconds.
+    """Streams, losses and clients that leave, for ten minutes or TOPSPIN_SOAK_S seconds.
 
-    Memory and descriptors of the other processes do not grow, and no cache block stays taken.
+    Memory, descriptors and threads of the other processes do not grow, and no cache block stays
+    taken.
     """
     flags = ("--attention-nodes", "2", "--expert-nodes", "2")
     module = "tests.system.rig.chaos_serve"
     with Server(model.path, tmp_path, *flags, module=module, settings=SLOW) as server:
         watched = [server.pids[role] for role in ("scheduler", "gateway", "attention 1")]
-        samples: list[list[tuple[int, int]]] = []
+        samples: list[list[tuple[int, int, int]]] = []
         ends = time.monotonic() + SOAK_S
         roles = itertools.cycle(("attention 0", "expert 1"))
+        lengths = itertools.cycle((3, 150, 17, 60, 100))
         for event, role in zip(itertools.cycle(EVENTS), roles, strict=False):
             streams = Streams(server.url, model.prompts, NUM_TOKENS)
             streams.wait_for_events(10)
-            EVENTS[event](server, role)
+            with stream_that_one_leaves(server.url, next(lengths)):
+                with stream_that_one_leaves(server.url, next(lengths)):
+                    pass
+                EVENTS[event](server, role)
             check_identical(streams.join(), model.tokens)
             wait_until_whole(server)
             wait_until(lambda: gauges_in_use(server) == [0.0] * 3, "something is still taken")
-            samples.append([(resident_kib(pid), num_descriptors(pid)) for pid in watched])
+            samples.append([use_of(pid) for pid in watched])
             if time.monotonic() > ends:
                 break
         assert len(samples) >= 4
@@ -256,8 +269,20 @@ def test_a_soak_of_losses_leaks_nothing(model: Tiny, tmp_path: Path) -> None:
             samples[-1],
             strict=True,
         ):
-            assert last[1] <= first[1] + 4, f"{name}: descriptors {first[1]} -> {last[1]}"
-            assert last[0] <= first[0] * 1.1 + 8192, f"{name}: KiB {first[0]} -> {last[0]}"
+            told = f"{name}, KiB, descriptors and threads: {first} -> {last}, {len(samples)} losses"
+            print(told)
+            assert last[0] <= first[0] * 1.1 + 8192, told
+            assert last[1] <= first[1] + 4, told
+            assert last[2] <= first[2] + 2, told
+
+
+@contextmanager
+def stream_that_one_leaves(url: str, length: int) -> Iterator[None]:
+    """Stream the answer to a prompt of that length; leave within it, at the end of the block."""
+    body = stream_body([(11 * i + length) % 250 for i in range(length)], 100)
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+        yield
 
 
 def gauges_in_use(server: Server) -> list[float]:
@@ -269,10 +294,9 @@ def gauges_in_use(server: Server) -> list[float]:
     return [float(values[f"topspin_{name}"]) for name in names]
 
 
-def resident_kib(pid: int) -> int:
+def use_of(pid: int) -> tuple[int, int, int]:
+    """Return a process's resident KiB, and how many descriptors and threads it has."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
-
-
-def num_descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    told = dict(line.split(":", 1) for line in lines)
+    num_descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    return int(told["VmRSS"].split()[0]), num_descriptors, int(told["Threads"])
