@@ -93,6 +93,7 @@ class AttentionSide:
         """Serve the expert nodes with these incarnations (None: an absent one)."""
         shape = me.shape
         self.shape = shape
+        self._travels_plain = travels_plain(shape)
         self.trace: Stamps | None = None
         self._me = me
         self._spins = wait == "spin"
@@ -171,8 +172,7 @@ class AttentionSide:
         """Return whether compiled code can do the hops of this step, if there are any."""
         return len(self.local) == self.shape.num_layers or (
             self._has_ports
-            and travels_plain(self.shape)
-            and self.shape.payload == self.shape.compute
+            and self._travels_plain
             and self._route is not None
             and not any(self._route.choices)
         )
@@ -380,9 +380,10 @@ class AttentionSide:
         """Wait for an answer for longer than hops.await_frame does, or see what is wrong."""
         with self._rules:
             hop = self._hop(layer, awaited[0], micro_batch)
-            header = read_header(self.lines.receive(hop, awaited))
-            if header.deliver_ns and not wait_delivery(
-                header.deliver_ns, deadline_s=hop.deadline_s, spins=self._spins
+            self.lines.receive(hop, awaited)
+            deliver_ns = self.lines.inbox(awaited[0], micro_batch).words[DELIVER_WORD]
+            if deliver_ns and not wait_delivery(
+                deliver_ns, deadline_s=hop.deadline_s, spins=self._spins
             ):
                 raise late("expert", hop)
             self._records[awaited[0], micro_batch].words[ARRIVED_NS] = time.monotonic_ns()

@@ -94,6 +94,7 @@ class ExpertSide:
         shape = me.shape
         num_attention = len(attention_incarnations)
         self.shape = shape
+        self._travels_plain = travels_plain(shape)
         self.trace: Stamps | None = None
         self._me = me
         self._spins = wait == "spin"
@@ -162,8 +163,7 @@ class ExpertSide:
         ticket = self._rules.ticket
         return (
             self._has_ports
-            and travels_plain(self.shape)
-            and self.shape.payload == self.shape.compute
+            and self._travels_plain
             and ticket is not None
             and max(ticket.row_buckets) <= min(self.shape.window_rows, MAX_RECORDED_ROWS)
         )
@@ -352,9 +352,10 @@ class ExpertSide:
                 [each.peer for each in senders if not part or each.record.words[NUM_PARTS] > part]
             )
             hop = self._hop(peers[0], micro_batch, layer)
-            header = read_header(self.lines.receive(hop, peers))
-            if header.deliver_ns and not wait_delivery(
-                header.deliver_ns, deadline_s=hop.deadline_s, spins=self._spins
+            self.lines.receive(hop, peers)
+            deliver_ns = self.lines.inbox(peers[0], micro_batch).words[DELIVER_WORD]
+            if deliver_ns and not wait_delivery(
+                deliver_ns, deadline_s=hop.deadline_s, spins=self._spins
             ):
                 raise late("attention", hop)
             senders[0].record.words[ARRIVED_NS] = time.monotonic_ns()

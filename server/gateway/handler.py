@@ -24,7 +24,7 @@ from server.gateway.dialects.dialect import Dialect, PreparedRequest, Replies, R
 from server.gateway.engine_client import EngineClient
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
-from server.gateway.generation.resumption import Resumption
+from server.gateway.generation.resumption import RESUMPTION_HEADERS, Resumption
 from server.gateway.generation.run import Run
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.generation.streaming import EventStream
@@ -74,7 +74,9 @@ class Handler:
             # A long prompt may wait for longer.
             self.engine.check_wait(exchange.tenant.name, exchange.timeout_s)
         now_s = int(time.time())
-        resumption = Resumption.of(request.headers, tenant=exchange.tenant.name, now_s=now_s)
+        resumption: Resumption | None = None
+        if any(name in request.headers for name in RESUMPTION_HEADERS):
+            resumption = Resumption.of(request.headers, tenant=exchange.tenant.name, now_s=now_s)
         prepared = await self._prepared(request, dialect.prepare)
         params = prepared.params
         exchange.name(params.request_id)

@@ -230,7 +230,8 @@ class Service:
                 if member and policy and (result := _result_in(event)) is not None:
                     result = self._nodes.result(member, result)
                     self._gateways.deliver(policy.update(result, self._clock()))
-                    self._check_rows(policy)
+                    if policy.wrong_rows.runs:
+                        self._check_rows(policy)
                     if (warning := policy.take_warning()) is not None:
                         self._log.warning(warning)
                 else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from topspin.errors import Interrupted, ProtocolError, SchedulerLost
-from topspin.messages import AnyMessage, Halt, Refused, Stop
+from topspin.messages import AnyMessage, ClockPing, Halt, Refused, Stop, TraceQuery
 from topspin.processes.channel import ControlClient
 from topspin.processes.trace_node import answer_trace
 from topspin.trace import Ring
@@ -71,7 +71,8 @@ class Inbox:
                 raise
 
     def _take(self, message: AnyMessage) -> None:
-        if answer_trace(self._control, message, self.trace):
+        if isinstance(message, ClockPing | TraceQuery):
+            answer_trace(self._control, message, self.trace)
             return
         if isinstance(message, Halt | Stop | Refused):
             self._queue.clear()

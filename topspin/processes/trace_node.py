@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from topspin.messages import AnyMessage, ClockPing, ClockPong, TraceDump, TraceQuery
+from topspin.messages import ClockPing, ClockPong, TraceDump, TraceQuery
 from topspin.plan.spec import NodeConfig
 from topspin.trace import Ring
 
@@ -22,18 +22,15 @@ def ring_of(config: NodeConfig) -> Ring | None:
     return Ring(config.trace.num_stamps) if config.trace.enabled else None
 
 
-def answer_trace(control: ControlClient, message: AnyMessage | None, ring: Ring | None) -> bool:
-    """Answer `message` if it is about traces; say whether it was."""
-    if isinstance(message, ClockPing):
-        control.send(
-            ClockPong(
-                query_id=message.query_id, sent_ns=message.sent_ns, node_ns=time.monotonic_ns()
-            )
-        )
-        return True
-    if isinstance(message, TraceQuery):
-        since_ns = max(0, time.monotonic_ns() - round(message.seconds * 1e9))
-        records = b"" if ring is None else ring.dump(since_ns)
-        control.send(TraceDump(query_id=message.query_id, records=records))
-        return True
-    return False
+def answer_trace(
+    control: ControlClient, question: ClockPing | TraceQuery, ring: Ring | None
+) -> None:
+    """Answer with the node's time, or with its stamps."""
+    now_ns = time.monotonic_ns()
+    if isinstance(question, ClockPing):
+        query_id, sent_ns = question.query_id, question.sent_ns
+        control.send(ClockPong(query_id=query_id, sent_ns=sent_ns, node_ns=now_ns))
+        return
+    since_ns = max(0, now_ns - round(question.seconds * 1e9))
+    records = b"" if ring is None else ring.dump(since_ns)
+    control.send(TraceDump(query_id=question.query_id, records=records))

@@ -184,4 +184,6 @@ class Record:
 
 def travels_plain(shape: NetShape) -> bool:
     """Return whether compiled code alone can write a request and add its answer."""
-    return shape.compressed is None and not shape.per_expert_answers
+    return (
+        shape.compressed is None and not shape.per_expert_answers and shape.payload == shape.compute
+    )

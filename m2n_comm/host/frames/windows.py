@@ -124,6 +124,8 @@ class PairLayout:
             header=header,
             words=header.cast("Q"),
             header_at=base + offset + _LINE_BYTES,
+            flag_at=base + offset,
+            reader_is_awake_at=base + offset + WORD_BYTES,
             slots=tensors.get("slots"),
             weights=tensors.get("weights"),
             scales=tensors.get("scales"),
@@ -158,8 +160,8 @@ class FrameWindow:
     """Views over one window. slots [W, K] int32 and weights [W, K] fp32 on requests only.
 
     hidden [W, H] in the dtype that is sent, with scales [W, 1] fp32 if it is compressed; `fields`
-    the same memory as bytes, in wire order; `words` the header as 64-bit numbers, at the address
-    `header_at`. `reader_is_awake` is not 0 if the reader needs no bell.
+    the same memory as bytes, in wire order; `words` the header as 64-bit numbers. Names in `_at`
+    are addresses. `reader_is_awake` is not 0 if the reader needs no bell.
     """
 
     flag: memoryview
@@ -167,6 +169,8 @@ class FrameWindow:
     header: memoryview
     words: memoryview
     header_at: int
+    flag_at: int
+    reader_is_awake_at: int
     slots: torch.Tensor | None
     weights: torch.Tensor | None
     hidden: torch.Tensor
@@ -174,16 +178,6 @@ class FrameWindow:
     scales: torch.Tensor | None = None
     _views: dict[int, WindowRows] = field(default_factory=dict)
     _payloads: dict[int, list[memoryview]] = field(default_factory=dict)
-
-    @property
-    def flag_at(self) -> int:
-        """Return the address of the flag."""
-        return self.header_at - _LINE_BYTES
-
-    @property
-    def reader_is_awake_at(self) -> int:
-        """Return the address of `reader_is_awake`."""
-        return self.flag_at + WORD_BYTES
 
     def first(self, rows: int) -> WindowRows:
         """Return views over the first `rows` rows; views of recent sizes are kept."""

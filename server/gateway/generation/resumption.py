@@ -22,6 +22,7 @@ from topspin.messages import RequestOutput, pack_ints
 
 KEY_HEADER: Final = "Idempotency-Key"
 LAST_HEADER: Final = "Last-Event-ID"
+RESUMPTION_HEADERS: Final = (KEY_HEADER, LAST_HEADER)
 _ID: Final = re.compile(r"(\d{1,9})-(\d{1,9})\.(\d{1,9})-(\d{1,12})-([0-9a-f]{16})", re.ASCII)
 _END: Final = b"\n\n"
 
@@ -61,11 +62,9 @@ class Resumption:
         self._held: RequestOutput | None = None
 
     @classmethod
-    def of(cls, headers: Mapping[str, str], *, tenant: str, now_s: int) -> Self | None:
-        """Return what the headers ask for; None: nothing. Raises InvalidRequest naming one."""
+    def of(cls, headers: Mapping[str, str], *, tenant: str, now_s: int) -> Self:
+        """Return what the headers, one of which is there, ask for; raises InvalidRequest."""
         key, given = headers.get(KEY_HEADER), headers.get(LAST_HEADER)
-        if key is None and given is None:
-            return None
         if not key or len(key) > MAX_REQUEST_ID_CHARS or not (key.isascii() and key.isprintable()):
             reason = f"`{KEY_HEADER}` must have 1 to {MAX_REQUEST_ID_CHARS} printable characters"
             if key is None:

@@ -236,8 +236,9 @@ class Failover:
         """Act on deadlines and on answers received; call after every wait."""
         now = self._clock()
         waiting_since_s = self._recovery.waiting_since_s
-        for pid in self._unheard.take_overdue(now, waiting_since_s=waiting_since_s):
-            self._report_dead(pid)
+        if self._unheard.lost:
+            for pid in self._unheard.take_overdue(now, waiting_since_s=waiting_since_s):
+                self._report_dead(pid)
         for member in self._recovery.overdue(now):
             self.lose(member, NodeGivenUp(f"it does not react ({self._reason})"))
         if self._recovery.stage is RecoveryStage.DRAINING and not self._policy.num_steps_in_flight:

@@ -26,7 +26,7 @@ class _Deaths(NamedTuple):
 
 
 class Suspects:
-    """The suspected requests of one engine.
+    """The suspected requests of one engine; `held` are held back.
 
     Invariant: of those that are suspected at most one is neither given up nor held back, while the
     engine goes on.
@@ -37,7 +37,7 @@ class Suspects:
         self._at_work: list[Request] = []
         self._deaths: dict[Request, _Deaths] = {}
         self._before: dict[Request, _Deaths] = {}
-        self._held: list[Request] = []
+        self.held: list[Request] = []
         self._trial: Request | None = None
 
     def give_up(self, request: Request, *, was_at_work: bool) -> None:
@@ -73,21 +73,21 @@ class Suspects:
         given_up = [request for request in self._given_up if not request.ended]
         self._given_up.clear()
         self._at_work.clear()
-        self._held += filter(self._is_suspected, given_up)
-        self._held.sort(key=attrgetter("rank"))
+        self.held += filter(self._is_suspected, given_up)
+        self.held.sort(key=attrgetter("rank"))
         return [request for request in given_up if not self._is_suspected(request)]
 
     def take_next(self) -> Request | None:
         """Return the suspected request that may run now, if the one before has been cleared."""
         if self._trial is not None and self._is_suspected(self._trial):
             return None
-        self._held = [request for request in self._held if not request.ended]
-        self._trial = self._held.pop(0) if self._held else None
+        self.held = [request for request in self.held if not request.ended]
+        self._trial = self.held.pop(0) if self.held else None
         return self._trial
 
     def count(self) -> int:
         """Return how many requests are given up or held back, and have not ended."""
-        return sum(not request.ended for request in (*self._given_up, *self._held))
+        return sum(not request.ended for request in (*self._given_up, *self.held))
 
     def _count(self, request: Request) -> int:
         deaths = self._deaths.get(request)

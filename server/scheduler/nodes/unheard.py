@@ -17,18 +17,18 @@ COMES_BACK_AWAITED_S = 2.0
 
 
 class Unheard:
-    """The processes of one engine whose end is not certain, by place."""
+    """The processes of one engine whose end is not certain, by place in `lost`."""
 
     def __init__(self) -> None:
-        self._lost: dict[Member, tuple[int, float]] = {}
+        self.lost: dict[Member, tuple[int, float]] = {}
 
     def lose(self, member: Member, pid: int, now: float) -> None:
         """Note that the connection of a node has ended."""
-        self._lost[member] = pid, now
+        self.lost[member] = pid, now
 
     def take(self, member: Member) -> int | None:
         """Return, once, the process that was lost in a place which is taken again."""
-        pid, _ = self._lost.pop(member, (None, 0.0))
+        pid, _ = self.lost.pop(member, (None, 0.0))
         return pid
 
     def take_overdue(self, now: float, *, waiting_since_s: float | None) -> list[int]:
@@ -37,10 +37,10 @@ class Unheard:
         `waiting_since_s`: the others cannot serve since then; None: they can.
         """
         overdue = []
-        for member, (_, lost_s) in self._lost.items():
+        for member, (_, lost_s) in self.lost.items():
             end_s = lost_s + COMES_BACK_S
             if waiting_since_s is not None:
                 end_s = min(end_s, max(lost_s, waiting_since_s) + COMES_BACK_AWAITED_S)
             if now > end_s:
                 overdue.append(member)
-        return [self._lost.pop(member)[0] for member in overdue]
+        return [self.lost.pop(member)[0] for member in overdue]

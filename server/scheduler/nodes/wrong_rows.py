@@ -58,36 +58,41 @@ class _Run:
 
 
 class WrongRows:
-    """The runs of all attention nodes of one engine, and the nodes that were blamed."""
+    """The runs of all attention nodes of one engine, and the nodes that were blamed.
+
+    While `runs` is empty, steps without errors need not be heard.
+    """
 
     def __init__(self) -> None:
-        self._runs: dict[int, _Run] = {}
+        self.runs: dict[int, _Run] = {}
         self._blamed: set[Member] = set()
 
     def heard(self, rows: Mapping[int, StepRows]) -> None:
         """Note a step's rows, by attention node."""
         for index, found in rows.items():
-            run = self._runs.setdefault(index, _Run())
+            run = self.runs.setdefault(index, _Run())
             if found.counts:
                 run.num_steps += 1
                 run.prompts |= found.wrong
             elif found.any_right:
-                self._runs[index] = _Run()
+                self.runs[index] = _Run()
+        if not any(run.num_steps for run in self.runs.values()):
+            self.runs.clear()
 
     def forget(self) -> None:
         """Begin anew with the next step: another generation begins."""
-        self._runs.clear()
+        self.runs.clear()
 
     def take_verdict(self, nodes: Collection[Member]) -> Member | None:
         """Return, once, which of `nodes`, the engine's, counts as lost."""
         over = {
             index
-            for index, run in self._runs.items()
+            for index, run in self.runs.items()
             if run.num_steps >= NUM_STEPS and len(run.prompts) > 1
         }
         if not over:
             return None
-        is_right = any(run.num_steps == 0 for run in self._runs.values())
+        is_right = any(run.num_steps == 0 for run in self.runs.values())
         self.forget()
         experts = sorted((each for each in nodes if each.role == "expert"), key=str)
         own = [Member("attention", index) for index in sorted(over)]

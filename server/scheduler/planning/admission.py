@@ -19,7 +19,7 @@ from server.scheduler.planning.load_balancing import ReplicaCandidate, choose_re
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.telemetry import Counters, Journal
-from server.scheduler.waiting.seat_limit import SeatLimit
+from server.scheduler.waiting.pace import SeatLimit
 from server.scheduler.waiting.tenants import Tenants
 from topspin.plan.kv_cache import BlockNeeds
 from topspin.plan.spec import EnginePlan

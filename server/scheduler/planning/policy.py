@@ -53,7 +53,7 @@ from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.telemetry import Counters, Journal, JournalNote, no_note
 from server.scheduler.waiting.entrance import Entrance
-from server.scheduler.waiting.seat_limit import SeatLimit
+from server.scheduler.waiting.pace import SeatLimit
 from server.scheduler.waiting.tenants import TenantState, charge
 from spec_decode.controller import Controller
 from topspin.errors import (
@@ -380,7 +380,7 @@ class Policy:
             self._journal.preempted(seq.request)
             if not seq.num_in_flight:
                 self._requeue(seq.request)
-        if (suspect := self._suspects.take_next()) is not None:
+        if self._suspects.held and (suspect := self._suspects.take_next()) is not None:
             self._requeue(suspect)
         self._admission.admit(batches, now)
         self._entrance.note(now, is_waited=self._admission.is_full)
@@ -500,9 +500,10 @@ class Policy:
             if self._depths is not None:
                 self._depths.learn(step)
             self._counters.observe_tokens(sum(load.num_tokens for load in step.loads.values()))
-            self.wrong_rows.heard(
-                {node: rows_of(step.parts[node], each.errors) for node, each in results.items()}
-            )
+            if self.wrong_rows.runs or any(each.errors for each in results.values()):
+                self.wrong_rows.heard(
+                    {node: rows_of(step.parts[node], each.errors) for node, each in results.items()}
+                )
             for node, result in sorted(results.items()):
                 self._apply(self._replicas[node], step.parts[node], result, outbox, now)
         return outbox

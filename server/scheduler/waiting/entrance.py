@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection
 from typing import Final, NoReturn
 
 from server.scheduler.planning.sequence import Request
-from server.scheduler.waiting.first_token import DrainRate
-from server.scheduler.waiting.request_heap import RequestHeap
-from server.scheduler.waiting.tenants import Tenants, TenantState
+from server.scheduler.waiting.pace import DrainRate
+from server.scheduler.waiting.tenants import RequestHeap, Tenants, TenantState
 from topspin.errors import Overloaded, RequestTimeout, TopspinError
 from topspin.messages import AddRequest
 from topspin.plan.settings import SchedulingPolicy
