@@ -4,8 +4,10 @@ Runs `topspin serve` over several processes with a recorder in each (benchmarks/
 streams the same chat several times, and prints the product's functions that every one of them
 called, from the request's first byte to the last event, in the order of their first calls. Those
 that are called as well while nobody asks for anything, to wait or to look after time limits, are
-left out. With `--write` the list replaces the one of docs/architecture.md. Functions that are
-compiled (numba) are called by none of Python's, and not seen. Run as `make map`.
+left out, and so is the wait of a node for rows that do not come in the time that compiled code
+waits for them: how often that happens is the machine's load. With `--write` the list replaces the
+one of docs/architecture.md. Functions that are compiled (numba) are called by none of Python's, and
+not seen. Run as `make map`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ PRODUCT: Final = (
     *("app", "topspin", "models", "kernels", "m2n_comm", "spec_decode", "attention_nodes"),
     *("expert_nodes", "draft_nodes", "server", "deploy"),
 )
+LONG_WAITS: Final = ("m2n_comm/host/shm.py", "m2n_comm/host/frames/memory_order.py")
 WINDOWS: Final = 24
 WARM_UPS: Final = 3
 TIMEOUT_S: Final = 120.0
@@ -145,6 +148,8 @@ def visits(records: Sequence[dict[str, object]], begun_ns: Sequence[int]) -> lis
             if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PRODUCT:
                 begin_ns = begun_ns[(number - 1) % num_windows]
                 key = process, str(path.relative_to(ROOT)), function
+                if key[1] in LONG_WAITS:
+                    continue
                 delays.setdefault(key, {})[number] = first_ns - begin_ns
     found: dict[tuple[str, str], dict[str, float]] = {}
     for (process, file, function), by_number in delays.items():

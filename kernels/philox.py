@@ -68,9 +68,3 @@ def uniforms(
     bits = ((words[0] >> np.uint64(5)) << np.uint64(26)) | (words[1] >> np.uint64(6))
     fractions: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return fractions
-
-
-def as_signed(seed: int) -> int:
-    """Return the int64 that has the bits of an unsigned 64-bit seed, for torch tensors."""
-    assert 0 <= seed < 1 << 64, f"seed {seed} is not an unsigned 64-bit integer"
-    return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -84,7 +84,7 @@ class SamplingBatch:
     repetition_penalty: Tensor
     """f32[R]."""
     seeds: Tensor
-    """i64[R], bit patterns of unsigned seeds (`kernels.philox.as_signed`)."""
+    """i64[R], bit patterns of unsigned seeds."""
     choices: Tensor
     """i64[R], the index among a request's n choices."""
     positions: Tensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -82,25 +82,23 @@ class _Masks:
         )
 
 
-def is_constrained(params: SamplingParams) -> bool:
-    """Return whether a sequence with these parameters may not choose every token."""
-    return bool(params.grammar or params.allowed_token_ids or params.bad_words)
+UNCONSTRAINED: Final = Constrained(None, [], {}, {})
 
 
 class Constraints:
-    """The constraints of one table's sequences."""
+    """The constraints of one table's sequences; `states` has those that have been asked of()."""
 
     def __init__(self, table: SequenceTable, grammars: Grammars | None) -> None:
         """`grammars` None: sequences with a grammar are refused."""
         self._table = table
         self._grammars = grammars
         self._num_words = -(-table.limits.vocab_size // 32)
-        self._states: dict[int, _State] = {}
+        self.states: dict[int, _State] = {}
 
     def end(self, seq_id: int) -> None:
-        """Forget a sequence, constrained or not."""
-        state = self._states.pop(seq_id, None)
-        if state is not None and state.matcher is not None:
+        """Forget a sequence of `states`."""
+        state = self.states.pop(seq_id)
+        if state.matcher is not None:
             assert self._grammars is not None, "it gave the matcher"
             self._grammars.end(state.matcher)
 
@@ -115,9 +113,7 @@ class Constraints:
 
         No token of a constrained sequence may be PENDING.
         """
-        constrained = [idx for idx, each in enumerate(params) if is_constrained(each)]
-        if not constrained:
-            return Constrained(None, [], {}, {})
+        constrained = [idx for idx, each in enumerate(params) if each.is_constrained]
         drafts = {each.first: each.draft for each in drafted}
         masks = _Masks(len(constrained), self._num_words)
         banned: list[tuple[int, int]] = []
@@ -132,9 +128,9 @@ class Constraints:
             end_of_draft = idx + 1 + (0 if draft is None else len(draft.tokens))
             row, seq_id, own = rows[idx], seq_ids[idx], params[idx]
             banned += self._bad_words(row, idx, own, draft)
-            state = self._states.get(seq_id)
+            state = self.states.get(seq_id)
             if state is None:
-                state = self._states[seq_id] = self._begin(row, own, deadline_s)
+                state = self.states[seq_id] = self._begin(row, own, deadline_s)
             states[seq_id] = state
             new = self._new_tokens(row, state)
             if state.refusal is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attention_nodes.grammars.processes import Grammars
-from attention_nodes.sampling.constraints import Constrained, Constraints, is_constrained
+from attention_nodes.sampling.constraints import UNCONSTRAINED, Constrained, Constraints
 from attention_nodes.step.sequences import REALS, IntArray, SequenceTable
 from attention_nodes.step.step_inputs import Drafted, Scored, Slices, ToScore, joined
 from kernels.dispatch import Ops
@@ -119,11 +119,12 @@ class Sampler:
     def needs_values(self, rows: IntArray) -> bool:
         """Return whether sampling `rows` reads the values of their tokens, not only the count."""
         params = (self._table.sampling(row) for row in rows.tolist())
-        return any(_has_penalty(each) or is_constrained(each) for each in params)
+        return any(_has_penalty(each) or each.is_constrained for each in params)
 
     def end(self, seq_id: int) -> None:
         """Forget a sequence."""
-        self._constraints.end(seq_id)
+        if seq_id in self._constraints.states:
+            self._constraints.end(seq_id)
 
     def ask(self, sampled: Sampled) -> AskedRows:
         """Gather the sampling settings for the next token of each row.
@@ -132,9 +133,10 @@ class Sampler:
         """
         params = [self._table.sampling(row) for row in sampled.rows.tolist()]
         wanted = [each.logprobs for each in params if each.logprobs is not None]
-        constrained = self._constraints.of(
-            sampled.rows.tolist(), sampled.seq_ids.tolist(), params, sampled.drafted
-        )
+        constrained = UNCONSTRAINED
+        if any(each.is_constrained for each in params):
+            rows, seq_ids = sampled.rows.tolist(), sampled.seq_ids.tolist()
+            constrained = self._constraints.of(rows, seq_ids, params, sampled.drafted)
         batch = self._batch(sampled.rows, params, _paths(sampled), constrained)
         most = max(wanted) if wanted else None
         return AskedRows(sampled, params, batch, most, constrained.refused, constrained.failed)

@@ -36,7 +36,7 @@ class StageLinkEnd(Protocol):
 
 
 class Relay(Passage):
-    """An attention node's links to its stages, in the order of their layers; perhaps none.
+    """An attention node's links to its stages, one at least, in the order of their layers.
 
     Micro-batches without rows do not travel.
     """
@@ -53,13 +53,12 @@ class Relay(Passage):
 
     def leave(self, micro_batch: int, flight: RowsInFlight) -> None:
         """Send a micro-batch that is through the node's own layers."""
-        if self._links and len(flight.residual):
+        if len(flight.residual):
             self._runtime.call_again(partial(self._links[0].send, micro_batch, flight.residual))
 
     def end(self, flights: Sequence[RowsInFlight]) -> None:
         """Pass all micro-batches on, until the last stage has returned the residuals, complete."""
-        if self._links:
-            self._runtime.call_again(partial(self._pass_on, flights))
+        self._runtime.call_again(partial(self._pass_on, flights))
 
     def _pass_on(self, flights: Sequence[RowsInFlight]) -> None:
         for place, link in enumerate(self._links):

@@ -32,7 +32,7 @@ from attention_nodes.step.executor import Executor
 from attention_nodes.step.host_executor import HostExecutor
 from attention_nodes.step.launched import LaunchedStep, check_of
 from attention_nodes.step.plan_chain import PlanChain
-from attention_nodes.step.rally import Companions
+from attention_nodes.step.rally import NO_PASSAGE, Companions
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.sequences import IntArray, Reserved, SequenceTable, TableLimits
 from attention_nodes.step.step_inputs import slice_up
@@ -119,7 +119,7 @@ class ModelRunner:
         )
         self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
-        self._relay = Relay((), self.runtime)
+        self._relay: Relay | None = None
         self._no_net = NoNet(frozenset(range(len(model.moe_layers))))
         self.trace = ring_of(config)
         self._finished_s: float | None = None
@@ -305,7 +305,11 @@ class ModelRunner:
         trace.stamp(Kind.STEP_BEGAN)
         enqueued, began = time.perf_counter(), self._stream.record(timed=True)
         learning = self._contexts.learning(prepared, num_layers=self._num_hops(net))
-        ran = self._executor.run(placed, net, Companions(trace, beat, learning, self._relay))
+        passage = self._relay or NO_PASSAGE
+        ran = self._executor.run(placed, net, Companions(trace, beat, learning, passage))
+        times = net.times()
+        if self._relay is not None:
+            times = self._relay.add_times(times)
         drawn = self._sampler.draw(ran.logits, asked) if len(asked.sampled.rows) else []
         if drawn:
             self._executor.keep(placed, drawn[0])
@@ -320,7 +324,7 @@ class ModelRunner:
             prepared_s=enqueued,
             began=began,
             rallied=ran.rallied,
-            times=self._relay.add_times(net.times()),
+            times=times,
             num_drawn=len(drawn),
             scored=tuple(chain.from_iterable(each.scored for each in prepared.micro_batches)),
             ended=tuple(chain.from_iterable(each.ended for each in prepared.micro_batches)),
@@ -345,7 +349,8 @@ class ModelRunner:
         """Open a step with the node's peers."""
         net.trace = trace
         net.begin(ticket)
-        self._relay.begin(ticket)
+        if self._relay is not None:
+            self._relay.begin(ticket)
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""

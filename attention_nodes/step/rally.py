@@ -53,6 +53,9 @@ class Passage:
         """Complete the residuals of all micro-batches, which are through the layers here."""
 
 
+NO_PASSAGE: Final = Passage()
+
+
 def nothing_to_do() -> bool:
     """Do no work in a wait for experts, and say so."""
     return False
@@ -70,7 +73,7 @@ class Companions:
     trace: Stamps = field(default_factory=NoStamps)
     beat: Beat = no_beat
     meanwhile: Callable[[], bool] = nothing_to_do
-    passage: Passage = field(default_factory=Passage)
+    passage: Passage = NO_PASSAGE
 
 
 NO_COMPANIONS: Final = Companions()

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kernels.philox import as_signed
 from topspin.errors import ProtocolError
 from topspin.messages import NewSequence, SamplingParams
 from topspin.plan.kv_cache import NO_BLOCK
@@ -129,7 +128,8 @@ class SequenceTable:
         self._salts[row] = new.cache_salt
         self._request_ids[row] = new.request_id
         self.reals[row] = [getattr(params, each) for each in REALS]
-        self.keys[row] = as_signed(params.seed), params.choice, params.top_k
+        seed = np.uint64(params.seed).view(np.int64)
+        self.keys[row] = seed, params.choice, params.top_k
         self.add_blocks(row, unpack(new.blocks, what=f"sequence {new.seq_id}: blocks"))
 
     def _take_row(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels.philox import Purpose, as_signed, philox, uniforms
+from kernels.philox import Purpose, philox, uniforms
 
 # Known answers of the authors' Random123 library: counter, key, block.
 KNOWN = [
@@ -61,14 +61,3 @@ def test_uniforms_lie_in_the_unit_interval_evenly() -> None:
     counts = np.histogram(values, bins=50, range=(0, 1))[0]
     # 49 degrees of freedom; 95.8 is exceeded with probability 1e-4.
     assert ((counts - 400) ** 2 / 400).sum() < 95.8
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
-def test_as_signed_keeps_the_bits(seed: int) -> None:
-    assert int(np.array([as_signed(seed)], dtype=np.int64).view(np.uint64)[0]) == seed
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_as_signed_refuses_other_numbers(seed: int) -> None:
-    with pytest.raises(AssertionError, match="unsigned 64-bit"):
-        as_signed(seed)

@@ -51,6 +51,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def is_constrained(self) -> bool:
+        """Return whether some tokens may not be chosen, by more than their scores."""
+        return bool(self.grammar or self.allowed_token_ids or self.bad_words)
+
 
 def engine_id(request_id: str, number: int, choice: int) -> str:
     """Return the id of one choice of a client's request in the engine.

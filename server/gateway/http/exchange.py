@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.gateway.bodies.fields import MAX_REQUEST_ID_CHARS
-from server.gateway.errors import error_response, truncated
+from server.gateway.errors import error_response
 from server.gateway.operations.otlp import SpanSender
 from server.gateway.operations.spans import GONE_STATUS, OPERATIONS, RequestRecord, request_spans
 from topspin.errors import InvalidRequest
@@ -166,7 +166,7 @@ def _write(scope: Scope, exchange: Exchange) -> None:
     fields = about(
         method=scope["method"],
         # Percent-encoded: it cannot begin a line of its own.
-        path=truncated(scope["raw_path"].decode("latin-1"), MAX_LOGGED_PATH_CHARS),
+        path=scope["raw_path"][:MAX_LOGGED_PATH_CHARS].decode("latin-1"),
         status=exchange.status,
         request_id=exchange.request_id,
         prompt_tokens=exchange.num_prompt_tokens,

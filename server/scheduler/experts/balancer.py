@@ -122,14 +122,14 @@ class ExpertBalancer:
         """Begin a plan if one is due and experts can move; returns whether it did."""
         if self._planned_s is None:
             self._planned_s = now
-        table = self._formation.table
-        if not table.slots or table.num_nodes < 2:
-            return False
         interval_s = self._config.interval_s
         wait_s = interval_s * 2**self._num_refused
         is_time = interval_s > 0 and now - self._planned_s >= wait_s
-        enough = self.load.pairs_per_expert >= self._config.half_life_pairs / 2
-        if not self._is_asked and not (is_time and enough):
+        least_pairs = self._config.half_life_pairs / 2
+        if not self._is_asked and (not is_time or self.load.pairs_per_expert < least_pairs):
+            return False
+        table = self._formation.table
+        if table.num_nodes < 2:
             return False
         self._is_asked = False
         self._planned_s = now

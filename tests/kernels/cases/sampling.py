@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.philox import as_signed
 from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, SamplingBatch
 
 
@@ -95,7 +94,7 @@ def mixed_batch(rows: Sequence[int]) -> SamplingBatch:
         min_p=torch.tensor([0.0] * 6 + [0.1])[row % 7][kept],
         presence_penalty=torch.tensor([0.0, 0.0, 0.5])[row % 3][kept],
         repetition_penalty=torch.tensor([1.0, 1.0, 1.0, 1.2])[row % 4][kept],
-        seeds=torch.tensor([as_signed((1 << 64) - 1 - 3 * r) for r in rows]),
+        seeds=torch.tensor([-1 - 3 * r for r in rows]),
         choices=(row % 2)[kept],
         positions=(row * 7)[kept],
         prompts=[tokens[r, :5].tolist() for r in rows],

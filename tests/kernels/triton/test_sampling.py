@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import sampling
-from kernels.philox import Purpose, as_signed, uniforms
+from kernels.philox import Purpose, uniforms
 from kernels.runtime import NoSync
 from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, process_logits
 from kernels.triton.sampling import launches as triton_sampling
@@ -85,7 +85,8 @@ def test_any_batch_is_sampled_as_on_the_host(
 
 
 def test_uniforms_are_philoxs_bit_for_bit(device: torch.device) -> None:
-    seeds = torch.tensor([as_signed(s) for s in (0, 1, (1 << 64) - 1, 0xFEDCBA9876543210)])
+    seeds = torch.tensor([0, 1, (1 << 64) - 1, 0xFEDCBA9876543210], dtype=torch.uint64)
+    seeds = seeds.view(torch.int64)
     rows = batch(
         4, seeds=seeds, choices=torch.tensor([0, 3, 2**32 - 1, 1]), positions=(5 << 32) + 17
     )
