@@ -39,6 +39,10 @@ PROMISES: dict[str, tuple[Promise, ...]] = {
             (f"{RECOVERY}test_kill_matrix.py::test_pairs_of_faults",),
         ),
         Promise(
+            "Where a spare has the weights, it takes the place of a node that is killed at once.",
+            (f"{RECOVERY}test_spare_nodes.py::test_a_spare_takes_the_place_of_a_killed_node",),
+        ),
+        Promise(
             "A process that ends is noticed at once, one that freezes in a second, one that "
             "answers pings and does nothing by its progress.",
             (

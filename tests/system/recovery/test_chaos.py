@@ -235,7 +235,9 @@ def test_recorded_steps_survive_every_event(model: Tiny, tmp_path: Path, recordi
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 300)
-def test_a_soak_of_losses_leaks_nothing(model: Tiny, tmp_path: Path) -> None:
+def test_a_soak_of_losses_leaks_nothing(
+    model: Tiny, tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
     """Streams, losses and clients that leave, for ten minutes or TOPSPIN_SOAK_S seconds.
 
     Memory, descriptors and threads of the other processes do not grow, and no cache block stays
@@ -270,7 +272,7 @@ def test_a_soak_of_losses_leaks_nothing(model: Tiny, tmp_path: Path) -> None:
             strict=True,
         ):
             told = f"{name}, KiB, descriptors and threads: {first} -> {last}, {len(samples)} losses"
-            print(told)
+            record_property("figure", told)
             assert last[0] <= first[0] * 1.1 + 8192, told
             assert last[1] <= first[1] + 4, told
             assert last[2] <= first[2] + 2, told

@@ -13,6 +13,7 @@ from tests.engine import engine_config
 from tests.structs import changed
 from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.rig.chaos import Streams, check_identical, wait_until
+from tests.system.rig.retrying import RetryingStreams
 from tests.system.rig.server import Server
 from topspin.plan.settings import FailoverPolicy
 
@@ -37,7 +38,7 @@ def serving_pid(server: Server, name: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_spare_takes_the_place_of_a_killed_node(
-    tiny: Tiny, tmp_path: Path, transport: str
+    tiny: Tiny, tmp_path: Path, transport: str, record_property: pytest.RecordProperty
 ) -> None:
     config = engine_config(
         tiny.path,
@@ -54,10 +55,13 @@ def test_a_spare_takes_the_place_of_a_killed_node(
         assert [tokens[:NUM_TOKENS] for tokens in expected] == tiny.tokens
         for number, name in enumerate(("expert 1", "attention 0", "expert 1"), 4):
             killed, seen = serving_pid(server, name), len(server.output)
-            streams = Streams(server.url, tiny.prompts, NUM_STEPS)
+            streams = RetryingStreams(server.url, tiny.prompts, NUM_STEPS)
             streams.wait_for_events(12)
             os.kill(killed, signal.SIGKILL)
             check_identical(streams.join(), expected)
+            assert streams.num_retries == 0
+            pause = f"{streams.longest_gap_s:.1f} s"
+            record_property("figure", f"{transport}, {name} killed: {pause}")
             output = server.output[seen:]
             assert "takes its place: it was the spare" in output
             assert serving_pid(server, name) != killed
