@@ -20,13 +20,16 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 ARCHITECTURES = {
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "llama": gguf.MODEL_ARCH.LLAMA,
+    "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)(\.weight|\.bias)")
 _LARGE = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 
 
@@ -47,11 +50,12 @@ def write_gguf(
     """
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    num_layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    names = gguf.get_tensor_name_map(architecture, num_layers)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     _add_metadata(writer, config, metadata)
     _add_tokenizer(writer, checkpoint, pre)
-    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = _with_single_experts(load_file(checkpoint / "model.safetensors"))
     stacked: dict[str, list[Any]] = {}
     kinds: dict[str, Kind] = {}
     for name, tensor in sorted(tensors.items(), key=_by_expert):
@@ -60,18 +64,22 @@ def write_gguf(
         tensors[name] = torch.from_numpy(np.array(gguf.quants.dequantize(data, own), np.float32))
         match = _EXPERT.fullmatch(name)
         if match:
-            stacked.setdefault(f"{match[1]}.{match[3]}", []).append(data)
-            kinds[f"{match[1]}.{match[3]}"] = own
+            stacked.setdefault(f"{match[1]}.{match[3]}{match[4]}", []).append(data)
+            kinds[f"{match[1]}.{match[3]}{match[4]}"] = own
             continue
         if architecture == gguf.MODEL_ARCH.LLAMA and re.search("[qk]_proj", name):
             is_query = "q_proj" in name
             data = _permuted(data, config[f"num_{'attention' if is_query else 'key_value'}_heads"])
-        written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        named = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        named = f"{named}.weight" if named.endswith(".sinks") else named
+        written = names.get_name(named, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(written, data.squeeze(0) if "expert_gate" in name else data, None, own)
     for name, matrices in stacked.items():
-        written = names.get_name(name) + ".weight"
+        written = names.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(written, np.stack(matrices), None, kinds[name])
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        _with_joined_experts(tensors), checkpoint / "model.safetensors", metadata={"format": "pt"}
+    )
     scaling = config.get("rope_parameters", {})
     if scaling.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama_3_factors(scaling, config))
@@ -84,12 +92,52 @@ def write_gguf(
 
 def _by_expert(item: tuple[str, Any]) -> tuple[str, int]:
     match = _EXPERT.fullmatch(item[0])
-    return (f"{match[1]}.{match[3]}", int(match[2])) if match else (item[0], 0)
+    return (f"{match[1]}.{match[3]}{match[4]}", int(match[2])) if match else (item[0], 0)
+
+
+def _with_single_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Divide gpt-oss's tensors of all experts: gate and up in turn, matrices transposed."""
+    found = dict(tensors)
+    for name in [each for each in tensors if re.search(r"experts\.\w+_proj(_bias)?$", each)]:
+        block, _, projection = name.rpartition(".")
+        is_bias = projection.endswith("_bias")
+        kind = "bias" if is_bias else "weight"
+        for idx, whole in enumerate(found.pop(name)):
+            rows = whole if is_bias else whole.T
+            if "gate_up" in projection:
+                found[f"{block}.{idx}.gate_proj.{kind}"] = rows[0::2].contiguous()
+                found[f"{block}.{idx}.up_proj.{kind}"] = rows[1::2].contiguous()
+            else:
+                found[f"{block}.{idx}.down_proj.{kind}"] = rows.contiguous()
+    return found
+
+
+def _with_joined_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo _with_single_experts() where it has divided something: there are biases."""
+    found = dict(tensors)
+    single = [each for each in map(_EXPERT.fullmatch, tensors) if each]
+    blocks = {match[1] for match in single if match[4] == ".bias"}
+    for block in blocks:
+        num_experts = 1 + max(int(match[2]) for match in single if match[1] == block)
+        for kind, end in (("weight", ""), ("bias", "_bias")):
+            parts = {
+                part: [found.pop(f"{block}.{idx}.{part}_proj.{kind}") for idx in range(num_experts)]
+                for part in ("gate", "up", "down")
+            }
+            gate_up = [
+                torch.stack(pair, dim=1).flatten(0, 1)
+                for pair in zip(parts["gate"], parts["up"], strict=True)
+            ]
+            for name, rows in (("gate_up", gate_up), ("down", parts["down"])):
+                whole = torch.stack(rows)
+                stored = whole if kind == "bias" else whole.transpose(1, 2).contiguous()
+                found[f"{block}.{name}_proj{end}"] = stored
+    return found
 
 
 def _stored(name: str, values: Any, kind: Kind) -> tuple[Any, Kind]:
     """Return a tensor's data and kind: vectors, routers and odd rows stay in fp32."""
-    is_router = name.endswith((".gate.weight", "expert_gate.weight"))
+    is_router = name.endswith((".gate.weight", "expert_gate.weight", ".router.weight"))
     width, size = gguf.GGML_QUANT_SIZES[kind]
     if values.ndim < 2 or is_router or values.shape[-1] % width:
         return values, Kind.F32
@@ -116,6 +164,40 @@ def _permuted(rows: Any, num_heads: int) -> Any:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
 
+def _of_glm(config: dict[str, Any]) -> dict[str, Any]:
+    num_heads = config.get("num_nextn_predict_layers", 0)
+    return {
+        "expert_count": config["n_routed_experts"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "nextn_predict_layers": num_heads or None,
+        "block_count": config["num_hidden_layers"] + num_heads,
+    }
+
+
+def _of_gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.sliding_window": config["sliding_window"],
+        "expert_feed_forward_length": config["intermediate_size"],
+    }
+
+
+def _of_minimax(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
+    }
+
+
+_ADDED = {"glm4_moe": _of_glm, "gpt_oss": _of_gpt_oss, "minimax_m2": _of_minimax}
+"""Metadata of some architectures, by `model_type`."""
+
+
 def _add_metadata(writer: Any, config: dict[str, Any], metadata: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -129,7 +211,7 @@ def _add_metadata(writer: Any, config: dict[str, Any], metadata: dict[str, Any])
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
+        "rope.dimension_count": round(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "vocab_size": config["vocab_size"],
         "expert_count": config.get("num_experts") or config.get("num_local_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
@@ -138,6 +220,7 @@ def _add_metadata(writer: Any, config: dict[str, Any], metadata: dict[str, Any])
         "rope.freq_base": float(rope["rope_theta"]),
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "attention.clamp_kqv": config.get("clip_qkv"),
+        **_ADDED.get(config["model_type"], lambda _: {})(config),
     }
     if rope["rope_type"] in ("linear", "yarn"):
         fields |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}

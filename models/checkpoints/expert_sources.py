@@ -67,6 +67,11 @@ class ExpertSources:
         """Return the parts of the biases [2F] and [H]; None: the experts have none."""
         if not self._has_biases:
             return None
+        if not self._is_fused:
+            own = (self._names.gate, self._names.up)
+            gate_up = [Source(self._name(each, expert_id, "bias"), self._width) for each in own]
+            down_name = self._name(self._names.down, expert_id, "bias")
+            return gate_up, [Source(down_name, self._hidden)]
         down = Source(self._fused("down_proj_bias"), self._hidden, expert_id)
         return self._fused_gate_up("gate_up_proj_bias", expert_id), [down]
 
@@ -83,7 +88,11 @@ class ExpertSources:
     def _fused(self, projection: str) -> str:
         return fused_expert_name(self._layer_idx, block=self._block, projection=projection)
 
-    def _name(self, projection: str, expert_id: int) -> str:
+    def _name(self, projection: str, expert_id: int, kind: str = "weight") -> str:
         return expert_name(
-            self._layer_idx, block=self._block, expert_id=expert_id, projection=projection
+            self._layer_idx,
+            block=self._block,
+            expert_id=expert_id,
+            projection=projection,
+            kind=kind,
         )

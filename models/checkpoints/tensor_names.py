@@ -16,9 +16,11 @@ def layer_name(layer_idx: int, suffix: str) -> str:
     return f"model.layers.{layer_idx}.{suffix}"
 
 
-def expert_name(layer_idx: int, *, block: str, expert_id: int, projection: str) -> str:
-    """Return the name of one routed expert's projection in the published layout."""
-    return layer_name(layer_idx, f"{block}.experts.{expert_id}.{projection}.weight")
+def expert_name(
+    layer_idx: int, *, block: str, expert_id: int, projection: str, kind: str = "weight"
+) -> str:
+    """Return the name of one routed expert's projection, or its `kind` "bias", as published."""
+    return layer_name(layer_idx, f"{block}.experts.{expert_id}.{projection}.{kind}")
 
 
 def fused_expert_name(layer_idx: int, *, block: str, projection: str) -> str:

@@ -1,7 +1,8 @@
 """Unpacks the blocks of a GGUF file: codes and their scales, as they are stored.
 
 Owns the layouts. In Q4_0, Q6_K and Q8_0 a number is (code - middle) * scale, in Q4_1, Q4_K and Q5_K
-code * scale + low, computed in fp32 as the `gguf` library does. Knows no file; called by
+code * scale + low, computed in fp32 as the `gguf` library does; in MXFP4 it is an e2m1 number times
+a power of two. Knows no file; called by
 models.quantised.layouts. Source: gguf.quants.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from models.quantised.coded import StoredMatrix
 from models.quantised.scheme import Layout, Scheme
+from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, E8M0_BIAS, MXFP4_BITS
 
 
 class _Blocks(NamedTuple):
@@ -34,9 +36,18 @@ def unpack(data: Tensor, scheme: Scheme, dtype: torch.dtype) -> StoredMatrix:
     found = unpacked(data.view(-1, size))
     codes, scales = found.codes.reshape(len(data), -1), found.scales.reshape(len(data), -1)
     lows = None if found.lows is None else found.lows.reshape(len(data), -1)
-    zeros = torch.full_like(scales, 1 << (scheme.bits - 1)) if lows is None else None
+    middle = E2M1_ZERO if scheme.bits == MXFP4_BITS else 1 << (scheme.bits - 1)
+    zeros = torch.full_like(scales, middle) if lows is None else None
     assert scheme.group_size is not None
     return StoredMatrix(codes, scales, zeros, scheme.group_size, scheme.bits, dtype, lows)
+
+
+def _mxfp4(blocks: Tensor) -> _Blocks:
+    exponent, pairs = torch.split(blocks, [1, 16], dim=-1)
+    integers = torch.tensor(E2M1_INTEGERS, dtype=torch.uint8)
+    # Of twice a number.
+    scales = torch.full(exponent.shape, 0.5).ldexp_(exponent.int() - E8M0_BIAS)
+    return _Blocks(integers[_halves(pairs, 16).int()], scales)
 
 
 def _q4_0(blocks: Tensor) -> _Blocks:
@@ -73,6 +84,7 @@ def _q6_k(blocks: Tensor) -> _Blocks:
 
 
 _LAYOUTS: Final[Mapping[Layout, tuple[int, Callable[[Tensor], _Blocks]]]] = {
+    "mxfp4_gguf": (17, _mxfp4),
     "q4_0": (18, _q4_0),
     "q4_1": (20, _q4_1),
     "q4_k": (144, _q4_k),

@@ -147,7 +147,7 @@ class _Model:
             if scheme.block is not None:
                 is_held = all(size % _FP8_BLOCK == 0 for size in scheme.block)
             return "fp8" if self._has_fp8 and is_held and is_whole else "int8"
-        if scheme.layout == "mxfp4":
+        if scheme.layout in ("mxfp4", "mxfp4_gguf"):
             return "mxfp4"
         if scheme.bits > 4:
             return "int8"

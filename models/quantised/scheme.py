@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple
 
 from models.checkpoints.checkpoint_index import TensorEntry
 from topspin.errors import CheckpointError
-from topspin.plan.precision import MXFP4_BITS
+from topspin.plan.precision import MXFP4_BITS, MXFP4_GROUP
 
 Layout = Literal[
     "plain",
@@ -23,6 +23,7 @@ Layout = Literal[
     "awq",
     "mxfp4",
     "nvfp4",
+    "mxfp4_gguf",
     "q4_0",
     "q4_1",
     "q4_k",
@@ -65,6 +66,7 @@ NVFP4: Final = Scheme(layout="nvfp4", bits=MXFP4_BITS, group_size=16)
 
 
 GGUF_SCHEMES: Final[Mapping[str, Scheme]] = {
+    "MXFP4": Scheme(layout="mxfp4_gguf", bits=MXFP4_BITS, group_size=MXFP4_GROUP),
     "Q4_0": Scheme(layout="q4_0", bits=4, group_size=32),
     "Q4_1": Scheme(layout="q4_1", bits=4, group_size=32, symmetric=False),
     "Q4_K": Scheme(layout="q4_k", bits=4, group_size=32, symmetric=False),

@@ -11,14 +11,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+from gguf import ExpertGatingFuncType
 
 from models.checkpoints.tensor_names import EMBED, FINAL_NORM, LM_HEAD, expert_name, layer_name
 from models.description.config_fields import ConfigFields
 from models.description.parts import USUAL_NAMES, ExpertNames
-from models.families import FAMILIES
+from models.families import FAMILIES, gpt_oss, minimax_m2
+from models.families.family import SHARED_EXPERTS
 from models.families.mixtral import EXPERTS
 from models.quantised.scheme import GGUF_SCHEMES
 from models.sources.gguf_file import GgufFile, GgufTensor
@@ -30,25 +33,75 @@ TYPES: Final = (*_PLAIN, *GGUF_SCHEMES)
 
 
 class _Architecture(NamedTuple):
-    """One architecture: its `model_type`, fields of config.json that all its files have, names.
+    """One architecture: its `model_type`, the names of experts, fields and tensors of its own.
 
     is_interleaved: neighbouring numbers of a head are rotated together, for which the converter has
     put the rows of queries and keys in that order. `normalises`: what llama.cpp's code does with
-    the weights of the chosen experts, whatever the metadata says.
+    the weights of the chosen experts, whatever the metadata says; None: what the metadata says.
+    `parts` are names of tensors without, and `alone` with their ends (".weight"); `fields` are
+    metadata beside _FIELDS. `rotated` is the option of how many numbers of a head are rotated, or
+    of which share; "": all are.
     """
 
     model_type: str
     normalises: bool | None = None
     experts: ExpertNames = USUAL_NAMES
-    has_norms: bool = False
     is_interleaved: bool = False
+    parts: Mapping[str, str] = MappingProxyType({})
+    alone: Mapping[str, str] = MappingProxyType({})
+    fields: Mapping[str, str] = MappingProxyType({})
+    scores: ExpertGatingFuncType = ExpertGatingFuncType.SOFTMAX
+    rotated: Literal["", "rotary_dim", "partial_rotary_factor"] = ""
 
 
+_NORMS: Final = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_POST_NORM: Final = {"post_attention_norm": "post_attention_layernorm"}
+_MTP_PARTS: Final = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+_MTP_LAYERS: Final = "nextn_predict_layers"
 _ARCHITECTURES: Final[Mapping[str, _Architecture]] = {
+    "glm4moe": _Architecture(
+        "glm4_moe",
+        experts=SHARED_EXPERTS,
+        parts={**_NORMS, **_POST_NORM, **_MTP_PARTS},
+        alone={"exp_probs_b.bias": f"mlp.{SHARED_EXPERTS.bias}"},
+        fields={
+            "expert_shared_count": "n_shared_experts",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+            _MTP_LAYERS: "num_nextn_predict_layers",
+        },
+        scores=ExpertGatingFuncType.SIGMOID,
+        rotated="partial_rotary_factor",
+    ),
+    "gpt-oss": _Architecture(
+        "gpt_oss",
+        experts=gpt_oss.NAMES,
+        parts=_POST_NORM,
+        alone={"attn_sinks.weight": "self_attn.sinks"},
+        fields={"attention.sliding_window": "sliding_window"},
+    ),
     "llama": _Architecture("llama", is_interleaved=True),
-    "olmoe": _Architecture("olmoe", normalises=False, has_norms=True),
+    "minimax-m2": _Architecture(
+        "minimax_m2",
+        experts=minimax_m2.NAMES,
+        parts=_NORMS,
+        alone={"exp_probs_b.bias": f"{minimax_m2.NAMES.blocks[0]}.{minimax_m2.NAMES.bias}"},
+        scores=ExpertGatingFuncType.SIGMOID,
+        rotated="rotary_dim",
+    ),
+    "olmoe": _Architecture("olmoe", normalises=False, parts=_NORMS),
     "qwen2moe": _Architecture("qwen2_moe", normalises=False),
-    "qwen3moe": _Architecture("qwen3_moe", normalises=True, has_norms=True),
+    "qwen3moe": _Architecture("qwen3_moe", normalises=True, parts=_NORMS),
 }
 # Of the architecture `llama` where the metadata has experts.
 _MIXTRAL: Final = _Architecture("mixtral", experts=EXPERTS, is_interleaved=True)
@@ -92,13 +145,12 @@ _PARTS: Final[Mapping[str, str]] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NORMS: Final = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _WHOLE: Final = {
     "token_embd.weight": EMBED,
     "output_norm.weight": FINAL_NORM,
     "output.weight": LM_HEAD,
 }
-_OF_LAYER: Final = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+_OF_LAYER: Final = re.compile(r"blk\.(\d+)\.([a-z_.]+)\.(weight|bias)")
 
 
 def model_config(file: GgufFile) -> dict[str, Any]:
@@ -122,9 +174,18 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        **{_FIELDS[name]: fields.raw[name] for name in _FIELDS if name in fields.raw},
+        **{name: fields.raw[of] for of, name in _fields(own).items() if of in fields.raw},
         "rope_scaling": _rope_scaling(file, fields),
     }
+    config["num_hidden_layers"] -= fields.raw.get(_MTP_LAYERS, 0)
+    if own.model_type == "gpt_oss":
+        config["rope_scaling"] = {**(config["rope_scaling"] or {}), "truncate": False}
+    if own.model_type == "glm4_moe":
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+    num_rotated = fields.raw.get("rope.dimension_count")
+    if own.rotated and num_rotated is not None:
+        share = num_rotated / fields.positive_int("attention.key_length")
+        config[own.rotated] = num_rotated if own.rotated == "rotary_dim" else share
     if own.is_interleaved:
         config["gguf_rope_interleave"] = True
     if own.normalises is not None:
@@ -155,6 +216,11 @@ def named_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     return found
 
 
+def _fields(own: _Architecture) -> dict[str, str]:
+    """Return the fields of the metadata that are options of config.json, by their names there."""
+    return {**_FIELDS, **own.fields}
+
+
 def _architecture(file: GgufFile) -> _Architecture:
     found = _ARCHITECTURES.get(file.architecture)
     if found is None:
@@ -173,7 +239,7 @@ def _of_layer(
     match = _OF_LAYER.fullmatch(name)
     layer, stem, kind = (int(match[1]), match[2], match[3]) if match else (0, name, "")
     block, names = own.experts.blocks[0], own.experts
-    parts = {**_PARTS, **(_NORMS if own.has_norms else {})}
+    parts = {**_PARTS, **own.parts}
     parts["ffn_gate_inp"] = f"{block}.{names.router}"
     for part in ("gate", "up", "down"):
         parts[f"ffn_{part}_shexp"] = f"{block}.{names.shared}.{part}_proj"
@@ -182,16 +248,20 @@ def _of_layer(
         "ffn_up_exps": names.up,
         "ffn_down_exps": names.down,
     }
-    if stem in parts:
+    if f"{stem}.{kind}" in own.alone:
+        yield layer_name(layer, own.alone[f"{stem}.{kind}"]), tensor
+    elif stem in parts:
         yield layer_name(layer, f"{parts[stem]}.{kind}"), tensor
     elif stem == "ffn_gate_inp_shexp":
         # A row, which GGUF stores as a vector.
         row = tensor._replace(shape=(1, tensor.shape[-1]))
         yield layer_name(layer, f"{block}.{names.shared}_gate.{kind}"), row
-    elif stem in stacked and kind == "weight" and len(tensor.shape) == 3:
+    elif stem in stacked and len(tensor.shape) == (3 if kind == "weight" else 2):
         size = tensor.size_bytes // tensor.shape[0]
         for idx in range(tensor.shape[0]):
-            own_name = expert_name(layer, block=block, expert_id=idx, projection=stacked[stem])
+            own_name = expert_name(
+                layer, block=block, expert_id=idx, projection=stacked[stem], kind=kind
+            )
             offset = tensor.offset_bytes + idx * size
             yield own_name, GgufTensor(tensor.type, tensor.shape[1:], offset, size)
     else:
@@ -263,16 +333,18 @@ def _check_rest(fields: ConfigFields, own: _Architecture, config: Mapping[str, A
     known: dict[str, object] = {
         "vocab_size": config["vocab_size"],
         "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
+        "rope.dimension_count": fields.raw.get("rope.dimension_count") if own.rotated else head_dim,
         "rope.scaling.attn_factor": 1.0,
         "rope.scaling.finetuned": fields.raw.get("rope.scaling.finetuned"),
         "expert_weights_norm": own.normalises,
-        "expert_gating_func": 1,
+        "expert_gating_func": own.scores,
         "attention.causal": True,
     }
     for name, value in fields.raw.items():
+        if name in (*_fields(own), *_ROPE, _ROPE_TYPE):
+            continue
         if name in known:
             if value != known[name]:
                 raise fields.error(name, f"supported: {known[name]}")
-        elif name not in (*_FIELDS, *_ROPE, _ROPE_TYPE):
+        else:
             raise fields.error(name, "the field is not read, and may change what is computed")

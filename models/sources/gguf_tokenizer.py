@@ -75,11 +75,13 @@ class _Splitting(NamedTuple):
 
 _LLAMA_3: Final = _Splitting(_words(r"\p{N}{1,3}"), whole_words=True, adds_bos=True)
 SPLITTINGS: Final[Mapping[str, _Splitting]] = {
+    "glm4": _Splitting(_words(r"\p{N}{1,3}")),
     "gpt-2": _Splitting(),
     "gpt-4o": _Splitting(_CASED),
     "llama-bpe": _LLAMA_3,
     "llama-v3": _LLAMA_3,
     "llama3": _LLAMA_3,
+    "minimax-m2": _Splitting(_CASED),
     "olmo": _Splitting(composes=True),
     "qwen2": _Splitting(_words(r"\p{N}"), composes=True),
     "smollm": _Splitting(by_digit=True),

@@ -28,7 +28,10 @@ from tests.identity.weights.test_quantised_checkpoints import (
 )
 
 MANY = pytest.mark.slow
+# As llama.cpp's MXFP4_MOE: only experts have those blocks.
+BESIDE_MXFP4 = dict.fromkeys(("self_attn", "embed_tokens", "lm_head"), Kind.Q8_0)
 SIZES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"swiglu_limit": 7.0},
     "mixtral": {"intermediate_size": 64},
     "olmoe": {"intermediate_size": 64},
     "qwen2_moe": {"mlp_only_layers": [], "shared_expert_intermediate_size": 64},
@@ -39,7 +42,8 @@ def made(path: Path, variant: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) 
     """Return transformers' checkpoint, and the name of a GGUF file of its numbers."""
     monkeypatch.setenv("TOPSPIN_CACHE", str(path / "cache"))
     plain = make_checkpoint(path / "plain", variant, **SIZES.get(variant, {}))
-    return plain, str(write_gguf(plain, path / "tiny.gguf", kind))
+    mixed = BESIDE_MXFP4 if kind == Kind.MXFP4 else {}
+    return plain, str(write_gguf(plain, path / "tiny.gguf", kind, mixed=mixed))
 
 
 @pytest.mark.parametrize(
@@ -56,6 +60,9 @@ def made(path: Path, variant: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) 
         pytest.param("qwen2_moe", Kind.Q4_0, {"expert_nodes": 2}, marks=MANY),
         pytest.param("llama3_rope", Kind.F32, {}, marks=MANY),
         pytest.param("mixtral", Kind.Q4_1, {"expert_nodes": 2}, marks=MANY),
+        pytest.param("gpt_oss", Kind.MXFP4, {"expert_nodes": 2, "transport": "shm"}, marks=MANY),
+        pytest.param("glm4_moe", Kind.Q8_0, {"transport": "shm"}, marks=MANY),
+        pytest.param("minimax_m2", Kind.Q4_0, {"attention_nodes": 2}, marks=MANY),
     ],
 )
 def test_tokens_are_transformers(
@@ -76,24 +83,26 @@ def test_tokens_are_transformers(
 
 
 @pytest.mark.parametrize(
-    ("variant", "kind", "weight_format"),
+    ("variant", "kind", "of_experts", "of_others"),
     [
-        ("qwen3_moe", Kind.Q4_0, "int4"),
-        pytest.param("qwen3_moe", Kind.Q8_0, "int8", marks=MANY),
-        pytest.param("mixtral", Kind.Q4_1, "int4", marks=MANY),
+        ("qwen3_moe", Kind.Q4_0, "int4", "int4"),
+        pytest.param("qwen3_moe", Kind.Q8_0, "int8", "int8", marks=MANY),
+        pytest.param("mixtral", Kind.Q4_1, "int4", "int4", marks=MANY),
+        pytest.param("gpt_oss", Kind.MXFP4, "mxfp4", "int8", marks=MANY),
     ],
 )
 def test_blocks_are_served_with_a_bounded_divergence(
     tmp_path: Path,
     variant: str,
     kind: Kind,
-    weight_format: str,
+    of_experts: str,
+    of_others: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, file = made(tmp_path, variant, kind, monkeypatch)
     config = engine_config(resolve_model(file))
     formats = {rule.part: rule.format for rule in config.precision}
-    assert formats == dict.fromkeys(("attention", "experts", "lm_head"), weight_format)
+    assert formats == {"attention": of_others, "experts": of_experts, "lm_head": of_others}
     model = oracle_model(plain)
     found = []
     with Engine(config) as engine:

@@ -23,6 +23,9 @@ def blocks(kind: Kind, num_rows: int, *, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     per_block, size = gguf.GGML_QUANT_SIZES[kind]
     found = rng.integers(0, 256, (num_rows, WIDTH // per_block, size), dtype=np.uint8)
+    if kind == Kind.MXFP4:
+        found[..., 0] %= 250  # an exponent
+        return found.reshape(num_rows, -1)
     num_scales = 2 if kind in (Kind.Q4_1, Kind.Q4_K, Kind.Q5_K) else 1
     scales = rng.normal(0, 0.1, (num_rows, WIDTH // per_block, num_scales)).astype(np.float16)
     where = slice(-2, None) if kind == Kind.Q6_K else slice(0, 2 * num_scales)

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
 from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.mtp_weights import load_mtp_weights
 from models.description.config import load_model_config
 from models.quantised.precision import checkpoint_rules
 from models.sources.hub import resolve_model
@@ -26,6 +27,7 @@ from tests.checkpoints import make_checkpoint, oracle_model
 from tests.gguf_files import write_gguf
 from tests.models.plain_model import plain_logits
 from tests.models.text.test_rank_file import TEXTS
+from tests.mtp_heads import add_head
 from tests.weights import load_attention_weights, load_expert_weights
 from topspin.errors import CheckpointError, ConfigError
 
@@ -35,6 +37,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3_rope": {},
     "llama_yarn": {},
     "llama_bias": {},
+    "glm4_moe": {},
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "minimax_m2": {},
     "mixtral": {"intermediate_size": 64},
     "olmoe_clip_qkv": {"norm_topk_prob": False, "intermediate_size": 64, "attention_bias": False},
     "qwen2_moe": {"mlp_only_layers": [], "shared_expert_intermediate_size": 64},
@@ -62,7 +67,6 @@ def made(
 
 def logits_of(path: Path) -> torch.Tensor:
     config = load_model_config(path)
-    assert config.moe is None or len(config.moe_layers) == config.num_layers
     of_layers = [range(0 if config.moe is None else config.moe.num_experts)] * len(
         config.moe_layers
     )
@@ -78,6 +82,7 @@ def kinds() -> Iterator[Any]:
     for variant in MODELS:
         for kind in (Kind.F32, Kind.Q4_0):
             yield pytest.param(variant, kind, id=f"{variant}-{kind.name}")
+    yield pytest.param("gpt_oss", Kind.MXFP4, id="gpt_oss-MXFP4")
     for kind in (Kind.F16, Kind.BF16, Kind.Q8_0):
         yield pytest.param("qwen3_moe", kind, id=f"qwen3_moe-{kind.name}")
 
@@ -125,6 +130,19 @@ def test_matrices_are_bit_for_bit_those_of_the_library(tmp_path: Path) -> None:
         }
     gate, up = (expected[layer.format(1, 5, part)] for part in ("gate", "up"))
     assert torch.equal(weights.layers[1].gate_up[1], torch.cat((gate, up)))
+
+
+def test_heads_of_multi_token_prediction_are_layers_behind_the_others(tmp_path: Path) -> None:
+    plain = add_head(make_checkpoint(tmp_path / "plain", "glm4_moe"))
+    path = resolve_model(str(write_gguf(plain, tmp_path / "tiny.gguf", Kind.Q8_0)))
+    config = load_model_config(path)
+    assert (config.num_layers, config.num_mtp_layers) == (3, 1)
+    expected = load_file(plain / "model.safetensors")
+    with Checkpoint(path) as checkpoint:
+        assert checkpoint.names == expected.keys()
+        head = load_mtp_weights(checkpoint, config.of_mtp(), dtype=torch.float32)
+    joined = expected[f"model.layers.{config.num_layers}.eh_proj.weight"]
+    assert torch.equal(head.join, joined)
 
 
 def test_a_file_is_made_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
@@ -179,11 +197,22 @@ def test_tokens_template_and_ends_are_the_checkpoints(tmp_path: Path) -> None:
     assert shown[0] == shown[1]
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-4o"])
-def test_text_is_cut_as_transformers_cuts_it(tmp_path: Path, pre: str) -> None:
-    _, file = made(tmp_path, "llama", pre=pre)
+@pytest.mark.parametrize(
+    ("pre", "known"),
+    [
+        ("llama-bpe", "llama-bpe"),
+        ("qwen2", "qwen2"),
+        ("gpt-4o", "gpt-4o"),
+        # As llama.cpp, for transformers does not know them.
+        ("glm4", "llama-bpe"),
+        ("minimax-m2", "gpt-4o"),
+    ],
+)
+def test_text_is_cut_as_transformers_cuts_it(tmp_path: Path, pre: str, known: str) -> None:
+    _, file = made(tmp_path, "llama", pre=known)
     loader = importlib.import_module("transformers").AutoTokenizer
     wanted = loader.from_pretrained(tmp_path, gguf_file=file.name).backend_tokenizer
+    _, file = made(tmp_path, "llama", pre=pre)
     found = effective_tokenizer(resolve_model(str(file)))
     for text in TEXTS:
         cut = found.pre_tokenizer.pre_tokenize_str(text)
@@ -234,7 +263,7 @@ def test_unused_tokens_are_no_text_and_turns_have_ends_of_their_own(tmp_path: Pa
         ({"rope.scaling.type": "longrope"}, r"rope.scaling.type = 'longrope'.*linear, yarn"),
         ({"rope.dimension_count": 8}, r"rope.dimension_count = 8: supported: 16"),
         ({"split.count": 2}, r"split.count"),
-        ({"pre": "command-r"}, r"tokenizer.ggml.pre = 'command-r': supported: gpt-2, gpt-4o"),
+        ({"pre": "command-r"}, r"tokenizer.ggml.pre = 'command-r': supported: glm4, gpt-2, gpt-4o"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(
@@ -263,7 +292,7 @@ def bare(path: Path, architecture: str, tensors: dict[str, tuple[Any, Kind]]) ->
 @pytest.mark.parametrize(
     ("architecture", "name", "kind", "message"),
     [
-        ("gemma3", "token_embd.weight", Kind.F32, r"'gemma3': supported: llama, olmoe, qwen2moe"),
+        ("gemma3", "token_embd.weight", Kind.F32, r"'gemma3': supported: glm4moe, gpt-oss, llama"),
         ("llama", "blk.0.attn_q.weight", Kind.Q5_1, r"blk.0.attn_q.weight is Q5_1; .*F32.*Q8_0"),
         ("llama", "blk.0.attn_qkv.weight", Kind.F32, r"blk.0.attn_qkv.weight is not one of"),
         ("llama", "blk.0.attn_q_norm.weight", Kind.F32, r"blk.0.attn_q_norm.weight is not one of"),
