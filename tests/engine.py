@@ -56,6 +56,8 @@ from topspin.processes.channel import (
 from topspin.processes.node_life import run_node
 
 TIMEOUT_S = 60.0
+# Kernels may have to be compiled first, on a busy machine.
+START_TIMEOUT_S = 110.0
 
 
 @dataclass
@@ -271,13 +273,13 @@ class Engine:
     def wait_until_ready(self) -> None:
         """Wait until the engine serves; with external nodes the test calls it."""
         while self.state.state != "ready":
-            message = self._receive()
+            message = self._receive(START_TIMEOUT_S)
             assert isinstance(message, EngineState), message
             assert message.state in ("starting", "ready", "recovering"), message
             self._take(message)
 
-    def _receive(self) -> Message:
-        message = self._client.recv(TIMEOUT_S)
+    def _receive(self, timeout_s: float = TIMEOUT_S) -> Message:
+        message = self._client.recv(timeout_s)
         assert message is not None, "the engine is silent"
         return message
 
