@@ -128,6 +128,12 @@ def _config(path: Path) -> tuple[bytes, FileState]:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read: {error}") from error
 
 
+def file_or_directory(path: Path) -> str:
+    """Return the GGUF file for which the checkpoint directory `path` stands, or else `path`."""
+    index = path / GGUF_INDEX
+    return str(json.loads(index.read_text("utf-8"))["file"] if index.exists() else path)
+
+
 def _read_gguf(path: Path) -> CheckpointIndex:
     """Return the index of a directory that stands for a GGUF file."""
     config, state = _config(path)

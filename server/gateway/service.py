@@ -24,6 +24,7 @@ from pathlib import Path
 import uvloop
 from starlette.types import ASGIApp
 
+from models.checkpoints.checkpoint_index import file_or_directory
 from models.description.config import load_model_config
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
@@ -162,7 +163,7 @@ def build_app(
     template = ChatTemplate.find(path) if file is None else ChatTemplate.from_file(path, file)
     model = ServedModel(
         names=config.gateway.served_names,
-        root=config.plan.model.path,
+        root=file_or_directory(path),
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         created_at_s=int(time.time()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
@@ -19,3 +20,4 @@ def test_processes_serve_the_tokens_of_a_file(tiny: Tiny, tmp_path: Path) -> Non
     flags = ("--transport", "shm", "--dtype", "float32")
     with Server(file, tmp_path, *flags, env={"TOPSPIN_CACHE": str(tmp_path / "cache")}) as server:
         check_identical(Streams(server.url, tiny.prompts, NUM_TOKENS).join(), tiny.tokens)
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["root"] == str(file)
