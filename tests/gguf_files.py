@@ -72,10 +72,10 @@ def write_gguf(
             data = _permuted(data, config[f"num_{'attention' if is_query else 'key_value'}_heads"])
         named = name.replace("e_score_correction_bias", "e_score_correction.bias")
         named = f"{named}.weight" if named.endswith(".sinks") else named
-        written = names.get_name(named, try_suffixes=(".weight", ".bias"))
+        written = str(names.get_name(named, try_suffixes=(".weight", ".bias")))
         writer.add_tensor(written, data.squeeze(0) if "expert_gate" in name else data, None, own)
     for name, matrices in stacked.items():
-        written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        written = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
         writer.add_tensor(written, np.stack(matrices), None, kinds[name])
     save_file(
         _with_joined_experts(tensors), checkpoint / "model.safetensors", metadata={"format": "pt"}

@@ -182,7 +182,7 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         config["rope_scaling"] = {**(config["rope_scaling"] or {}), "truncate": False}
     if own.model_type == "glm4_moe":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
-    num_rotated = fields.raw.get("rope.dimension_count")
+    num_rotated = fields.optional_int("rope.dimension_count")
     if own.rotated and num_rotated is not None:
         share = num_rotated / fields.positive_int("attention.key_length")
         config[own.rotated] = num_rotated if own.rotated == "rotary_dim" else share
