@@ -2,8 +2,7 @@
 
 Owns the layouts. In Q4_0, Q6_K and Q8_0 a number is (code - middle) * scale, in Q4_1, Q4_K and Q5_K
 code * scale + low, computed in fp32 as the `gguf` library does; in MXFP4 it is an e2m1 number times
-a power of two. Knows no file; called by
-models.quantised.layouts. Source: gguf.quants.
+a power of two. Knows no file; called by models.quantised.layouts. Source: gguf.quants.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from torch import Tensor
 
 from models.quantised.coded import StoredMatrix
 from models.quantised.scheme import Layout, Scheme
-from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, E8M0_BIAS, MXFP4_BITS
+from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, MXFP4_BITS
+
+_E8M0_BIAS: Final = 127
 
 
 class _Blocks(NamedTuple):
@@ -42,12 +43,15 @@ def unpack(data: Tensor, scheme: Scheme, dtype: torch.dtype) -> StoredMatrix:
     return StoredMatrix(codes, scales, zeros, scheme.group_size, scheme.bits, dtype, lows)
 
 
+def e2m1_scales(exponents: Tensor) -> Tensor:
+    """Return the scales f32 of mxfp4's integers, twice a number, by stored exponents u8."""
+    return torch.full(exponents.shape, 0.5).ldexp_(exponents.int() - _E8M0_BIAS)
+
+
 def _mxfp4(blocks: Tensor) -> _Blocks:
-    exponent, pairs = torch.split(blocks, [1, 16], dim=-1)
+    exponents, pairs = torch.split(blocks, [1, 16], dim=-1)
     integers = torch.tensor(E2M1_INTEGERS, dtype=torch.uint8)
-    # Of twice a number.
-    scales = torch.full(exponent.shape, 0.5).ldexp_(exponent.int() - E8M0_BIAS)
-    return _Blocks(integers[_halves(pairs, 16).int()], scales)
+    return _Blocks(integers[_halves(pairs, 16).int()], e2m1_scales(exponents))
 
 
 def _q4_0(blocks: Tensor) -> _Blocks:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from models.checkpoints.checkpoint import Checkpoint
 from models.quantised.coded import StoredMatrix
-from models.quantised.gguf_blocks import LAYOUTS, unpack
+from models.quantised.gguf_blocks import LAYOUTS, e2m1_scales, unpack
 from models.quantised.scheme import GGUF_SCHEMES, Scheme, StoredNames
 from topspin.errors import CheckpointError
-from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, E8M0_BIAS, MXFP4_GROUP
+from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, MXFP4_GROUP
 
 ROW_STEP: Final = 32
 """Rows are read from a multiple of this, so that no word is divided."""
@@ -138,7 +138,7 @@ def _mxfp4(
     # check_codes has seen the blocks: there is a scale for each.
     checkpoint.expect_shape(stored.scales, checkpoint.shape(stored.codes)[:-1])
     exponents = checkpoint.read_raw(stored.scales, _PAIRS, index=shape.slice_idx, rows=rows)
-    scales = torch.full(exponents.shape, 0.5).ldexp_(exponents.int() - E8M0_BIAS)
+    scales = e2m1_scales(exponents)
     zeros = torch.full_like(scales, E2M1_ZERO)
     codes = _e2m1(checkpoint, stored, shape, rows)
     return StoredMatrix(codes, scales, zeros, MXFP4_GROUP, stored.scheme.bits, dtype)

@@ -173,6 +173,7 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         "dtype": _dtype(file),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         **{name: fields.raw[of] for of, name in _fields(own).items() if of in fields.raw},
         "rope_scaling": _rope_scaling(file, fields),
@@ -180,8 +181,6 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     config["num_hidden_layers"] -= fields.raw.get(_MTP_LAYERS, 0)
     if own.model_type == "gpt_oss":
         config["rope_scaling"] = {**(config["rope_scaling"] or {}), "truncate": False}
-    if own.model_type == "glm4_moe":
-        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     num_rotated = fields.optional_int("rope.dimension_count")
     if own.rotated and num_rotated is not None:
         share = num_rotated / fields.positive_int("attention.key_length")

@@ -35,8 +35,6 @@ E2M1_INTEGERS: Final = tuple(
     E2M1_ZERO + sign * each for sign in (1, -1) for each in (0, 1, 2, 3, 4, 6, 8, 12)
 )
 """Those integers by code: e2m1, four bits of which the highest is the sign."""
-E8M0_BIAS: Final = 127
-"""What an exponent of mxfp4 is stored above."""
 ROLE_PARTS: Final[dict[NodeRole, tuple[Part, ...]]] = {
     "attention": ("attention", "mlp", "lm_head"),
     "expert": ("experts",),

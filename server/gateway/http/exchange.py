@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.gateway.bodies.fields import MAX_REQUEST_ID_CHARS
-from server.gateway.errors import error_response
+from server.gateway.errors import error_response, truncated
 from server.gateway.operations.otlp import SpanSender
 from server.gateway.operations.spans import GONE_STATUS, OPERATIONS, RequestRecord, request_spans
 from topspin.errors import InvalidRequest
@@ -163,10 +163,11 @@ class Exchanges:
 def _write(scope: Scope, exchange: Exchange) -> None:
     """Log a request at its end; without a status its client had gone before the answer."""
     ttft_s = exchange.ttft_s
+    path = scope["raw_path"].decode("latin-1")
     fields = about(
         method=scope["method"],
         # Percent-encoded: it cannot begin a line of its own.
-        path=scope["raw_path"][:MAX_LOGGED_PATH_CHARS].decode("latin-1"),
+        path=path if len(path) <= MAX_LOGGED_PATH_CHARS else truncated(path, MAX_LOGGED_PATH_CHARS),
         status=exchange.status,
         request_id=exchange.request_id,
         prompt_tokens=exchange.num_prompt_tokens,
