@@ -30,7 +30,8 @@ class Line:
         line, self._socket = self._socket, None
         if line is None:
             return None
-        with line, contextlib.suppress(ConnectionError):
+        # OSError: the connection had closed before, and its number was another socket's.
+        with line, contextlib.suppress(OSError):
             try:
                 is_open = line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
             except BlockingIOError:

@@ -159,6 +159,9 @@ def test_pairs_of_faults(
 ) -> None:
     server = servers.of(case.layout)
     wait_until_whole(server)
+    # An engine is whole without its draft node, which may still be on its way back.
+    wait_until(lambda: case.role in server.pids_by_role(), "not there")
+    server.pids = server.pids_by_role()
     before = server.pids[case.role]
     if case.phase == "idle":
         happens(server, case)
