@@ -42,6 +42,8 @@ class ExpertSources:
         self.down_shape = (hidden, width)
         self._has_biases = config.moe.has_biases
         self._is_fused = self._fused("gate_up_proj") in reader
+        # Also beside single experts, where a copy was quantised (deploy.quantisation.writing).
+        self._has_stacked_biases = self._fused("down_proj_bias") in reader
         shapes = {"gate_up_proj": self.gate_up_shape, "down_proj": self.down_shape}
         for name, shape in shapes.items() if self._is_fused else ():
             # Others are quantised, and checked when they are read.
@@ -67,7 +69,7 @@ class ExpertSources:
         """Return the parts of the biases [2F] and [H]; None: the experts have none."""
         if not self._has_biases:
             return None
-        if not self._is_fused:
+        if not self._has_stacked_biases:
             own = (self._names.gate, self._names.up)
             gate_up = [Source(self._name(each, expert_id, "bias"), self._width) for each in own]
             down_name = self._name(self._names.down, expert_id, "bias")
