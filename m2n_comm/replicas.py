@@ -12,22 +12,14 @@ are spread, the busiest expert first, to minimise the time of the busiest node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import ceil
-from typing import NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from topspin.expert_table import ACTIVATION_ROWS, Replica
-
-
-class SharedExpert(NamedTuple):
-    """An expert with several homes: its id, its first replica's number, its nodes."""
-
-    expert: int
-    first: int
-    nodes: tuple[int, ...]
 
 
 class ReplicaChoice:
@@ -43,54 +35,48 @@ class ReplicaChoice:
         """`replicas[expert]` lists its copies in node order; see ExpertTable, also for `speeds`."""
         self._num_nodes = num_nodes
         self._speeds = tuple(speeds) or (1.0,) * num_nodes
-        self._num_experts = len(replicas)
-        self._homes: list[tuple[int, int]] = []
-        self._shared: list[SharedExpert] = []
-        self._first: list[int] = []
-        first = 0
-        for expert, found in enumerate(replicas):
-            self._first.append(first)
-            if len(found) == 1:
-                self._homes.append((expert, found[0].node))
-            else:
-                nodes = tuple(replica.node for replica in found)
-                self._shared.append(SharedExpert(expert, first, nodes))
-            first += len(found)
-        self._num_replicas = first
+        # By expert: the nodes of its replicas, and the first one's number.
+        self._nodes = [tuple(replica.node for replica in found) for found in replicas]
+        self._first = [0, *accumulate(map(len, replicas))]
 
-    def choose(self, experts: Tensor) -> Tensor:
-        """Return, for choices [P] int64 of logical ids, the numbers [P] of their replicas.
+    def choose(self, experts: Tensor, out: Tensor) -> None:
+        """Fill out [P] int64 with the numbers of the replicas of choices [P] int64 of logical ids.
 
         The first choices of an expert, in row order, go to its first replica, and so on.
         """
-        counts = torch.bincount(experts, minlength=self._num_experts).tolist()
-        quotas = torch.tensor(self.quotas(counts))
-        order = experts.argsort(stable=True)
-        chosen = torch.empty_like(experts)
-        chosen[order] = torch.repeat_interleave(quotas)
-        return chosen
+        found, counts = np.unique(experts.numpy(), return_counts=True)
+        quotas = self.quotas(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+        order = experts.numpy().argsort(kind="stable")
+        out.numpy()[order] = np.repeat([*quotas], [*quotas.values()])
 
-    def quotas(self, counts: Sequence[int]) -> list[int]:
-        """Return the number of choices that each replica serves if expert e has counts[e]."""
-        quotas = [0] * self._num_replicas
+    def quotas(self, counts: Mapping[int, int]) -> dict[int, int]:
+        """Return the number of choices that each replica serves if expert e has counts[e] > 0.
+
+        Replicas without choices are left out; the others are in ascending order.
+        """
+        quotas: dict[int, int] = {}
         load = [0] * self._num_nodes
-        for expert, node in self._homes:
-            count = counts[expert]
-            if count:
-                quotas[self._first[expert]] = count
-                load[node] += count + ACTIVATION_ROWS
-        busy = [shared for shared in self._shared if counts[shared.expert]]
-        busy.sort(key=lambda shared: (-counts[shared.expert], shared.expert))
-        for shared in busy:
+        shared: list[int] = []
+        for expert, count in counts.items():
+            if len(self._nodes[expert]) > 1:
+                shared.append(expert)
+                continue
+            quotas[self._first[expert]] = count
+            load[self._nodes[expert][0]] += count + ACTIVATION_ROWS
+        for expert in sorted(shared, key=lambda each: (-counts[each], each)):
+            nodes = self._nodes[expert]
             spread = spread_rows(
-                counts[shared.expert],
-                [load[node] for node in shared.nodes],
-                [self._speeds[node] for node in shared.nodes],
+                counts[expert],
+                [load[node] for node in nodes],
+                [self._speeds[node] for node in nodes],
             )
-            for idx, (node, rows) in enumerate(zip(shared.nodes, spread, strict=True)):
-                quotas[shared.first + idx] = rows
-                load[node] += rows + ACTIVATION_ROWS if rows else 0
-        return quotas
+            for replica, (node, rows) in enumerate(
+                zip(nodes, spread, strict=True), start=self._first[expert]
+            ):
+                if rows:
+                    quotas[replica] = rows
+                    load[node] += rows + ACTIVATION_ROWS
+        return dict(sorted(quotas.items()))
 
 
 def spread_rows(

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.cpu.compiled.python_calls import call_again
 from kernels.cpu.compiled.runtime import launch_alone, refuse_recording
 from kernels.deterministic import add_by_expert, order_of
 from m2n_comm.emulate import LinkEmulation, wait_delivery
@@ -171,10 +172,7 @@ class AttentionSide:
     def is_graph_safe(self) -> bool:
         """Return whether compiled code can do the hops of this step, if there are any."""
         return len(self.local) == self.shape.num_layers or (
-            self._has_ports
-            and self._travels_plain
-            and self._route is not None
-            and not any(self._route.choices)
+            self._has_ports and self._travels_plain and self._route is not None
         )
 
     @property
@@ -227,10 +225,9 @@ class AttentionSide:
                 hidden = _at_hand(hidden, self.shape.payload)
             experts = chosen = _at_hand(experts, torch.int64)
             weights = _at_hand(weights, torch.float32)
-            choice = route.choices[layer]
-            if choice is not None:
-                check_known(route, layer, experts)
-                chosen = choice.choose(experts.view(-1))
+            if route.choices[layer] is not None:
+                chosen = torch.empty_like(experts)
+                call_again(partial(self._choose, route, layer, experts, chosen))
             order = order_of(experts, weights) if self.shape.per_expert_answers else None
             flight = _SentDispatch(
                 layer, hidden.shape, route, hidden, experts, chosen, weights, order
@@ -242,6 +239,14 @@ class AttentionSide:
         except BaseException as error:
             self._rules.fail(error)
             raise
+
+    def _choose(self, route: RouteMap, layer: int, experts: Tensor, chosen: Tensor) -> None:
+        """Fill chosen [T, K] with the replicas of experts [T, K]."""
+        choice = route.choices[layer]
+        assert choice is not None
+        with self._rules:
+            check_known(route, layer, experts)
+            choice.choose(experts.view(-1), out=chosen.view(-1))
 
     def _send_parts(
         self, flight: _SentDispatch, micro_batch: int, part: int, experts: tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 
@@ -65,7 +66,7 @@ def test_a_fast_node_gets_more_rows() -> None:
     assert spread_rows(10, [4, 0], [1.0, 0.2]) == [10, 0]  # 22 alone, the other 40 for none
     choice = ReplicaChoice(REPLICAS, num_nodes=3, speeds=(1.0, 0.5, 1.0))
     equal = ReplicaChoice(REPLICAS, num_nodes=3)
-    assert choice.quotas([0, 60, 0, 0])[2] < equal.quotas([0, 60, 0, 0])[2]
+    assert choice.quotas({1: 60})[2] < equal.quotas({1: 60})[2]
 
 
 def test_of_equal_nodes_the_first_gets_more() -> None:
@@ -81,26 +82,32 @@ REPLICAS = [
 ]
 
 
+def chosen_by(choice: ReplicaChoice, pairs: list[int]) -> list[int]:
+    chosen = torch.empty(len(pairs), dtype=torch.int64)
+    choice.choose(torch.tensor(pairs, dtype=torch.int64), out=chosen)
+    return chosen.tolist()
+
+
 @given(pairs=st.lists(st.sampled_from([0, 1, 1, 1, 2, 3, 3]), max_size=60))
 @settings(max_examples=60)
 def test_every_pair_gets_a_replica_of_its_expert_in_row_order(pairs: list[int]) -> None:
     choice = ReplicaChoice(REPLICAS, num_nodes=3)
-    chosen = choice.choose(torch.tensor(pairs, dtype=torch.int64)).tolist()
+    chosen = chosen_by(choice, pairs)
     expert_of = [e for e, found in enumerate(REPLICAS) for _ in found]
     assert [expert_of[replica] for replica in chosen] == pairs
     for expert in range(4):
         mine = [r for r, e in zip(chosen, pairs, strict=True) if e == expert]
         assert mine == sorted(mine)
-    assert chosen == choice.choose(torch.tensor(pairs, dtype=torch.int64)).tolist()
-    counts = [pairs.count(expert) for expert in range(4)]
-    assert [chosen.count(replica) for replica in range(7)] == choice.quotas(counts)
+    assert chosen == chosen_by(choice, pairs)
+    assert Counter(chosen) == choice.quotas(Counter(pairs))
 
 
 def test_the_busiest_expert_is_spread_first_and_around_what_is_fixed() -> None:
     choice = ReplicaChoice(REPLICAS, num_nodes=3)
     # Node 0 has 58 fixed, node 2 has 18. Expert 1 lifts nodes 1 and 2 to 47 and spares node
     # 0; expert 3 then lifts both to 57, which is less than 59 for one of them alone.
-    assert choice.quotas([50, 60, 10, 4]) == [50, 0, 39, 21, 10, 2, 2]
+    quotas = choice.quotas({0: 50, 1: 60, 2: 10, 3: 4})
+    assert quotas == {0: 50, 2: 39, 3: 21, 4: 10, 5: 2, 6: 2}
 
 
 def test_without_redundancy_there_is_nothing_to_choose() -> None:

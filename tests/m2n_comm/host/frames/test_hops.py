@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from m2n_comm.emulate import LinkEmulation
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.tcp import TcpLines
-from m2n_comm.net import ExpertBatch, NetShape
+from m2n_comm.net import ExpertBatch, NetShape, Serve
 from tests.m2n_comm.faults import Change, Delay, Drop, Duplicate, Fault, FaultInjector
 from tests.m2n_comm.harness import (
     FakeExperts,
@@ -130,6 +131,31 @@ def test_replays_give_the_sums_of_their_own_rows(
     assert runs.call_count == NUM_STEPS - 1
     assert all(0 < each.expert_s < 20 for each in waits)
     assert 0 <= sum(each.wait_s for each in waits) < 20  # an answer may be there at once
+    fleet.close()
+
+
+def test_replays_choose_replicas_by_their_own_rows(runs: mock.Mock) -> None:
+    shape = bf16_shape()
+    layers = tuple((tuple(range(7)), (2, 3, 4)) for _ in range(shape.num_layers))
+    table = ExpertTable(version=1, num_experts=7, slots=layers)
+    fleet = open_fleet("shm", 1, 2, shape=shape, table=table)
+    node, served = RecordedNode(shape, (5, 8)), [0, 0]
+
+    def counted(batch: ExpertBatch, index: int, serve: Serve) -> Tensor:
+        served[index] += int((batch.slots >= 0).sum())
+        return serve(batch)
+
+    fleet.serves[:] = [partial(counted, index=i, serve=each) for i, each in enumerate(fleet.serves)]
+
+    def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
+        assert net.is_graph_safe
+        node.check_step(fleet, ticket)
+
+    assert fleet.run(tickets(m=2), attention) == {}
+    assert runs.call_count == NUM_STEPS - 1
+    # Each choice once, and a third of the choices have a second home.
+    assert sum(served) == NUM_STEPS * shape.num_layers * 13 * shape.top_k
+    assert served[1] > sum(served) // 10
     fleet.close()
 
 
@@ -370,7 +396,7 @@ def test_a_peer_that_ends_during_a_replay_is_lost_at_once() -> None:
     fleet.close()
 
 
-def test_another_expert_table_or_replicas_end_what_was_recorded() -> None:
+def test_another_expert_table_ends_what_was_recorded() -> None:
     shape = bf16_shape()
     table = make_table(shape, 1)
     later = msgspec.structs.replace(
@@ -387,11 +413,4 @@ def test_another_expert_table_or_replicas_end_what_was_recorded() -> None:
         assert net.is_graph_safe
         epochs.append(net.epoch)
     assert epochs[0] == epochs[1] != epochs[2] == epochs[3]
-    fleet.close()
-    # Which replica of an expert serves a row depends on the rows.
-    slots = tuple((each, each) for (each,) in table.slots)
-    twice = ExpertTable(version=1, num_experts=7, slots=slots)
-    fleet = open_fleet("shm", 1, 2, shape=shape, table=twice, serves=[echo] * 2)
-    fleet.attention[0].begin(make_ticket(1))
-    assert not fleet.attention[0].is_graph_safe
     fleet.close()

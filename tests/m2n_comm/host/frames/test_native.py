@@ -347,7 +347,8 @@ def test_every_choice_goes_once_to_one_of_its_replicas_and_its_row_comes_back(
     chosen, num_tokens = experts, len(experts)
     route = route_map(table)
     if (choice := route.choices[layer]) is not None:
-        chosen = choice.choose(experts.view(-1))
+        chosen = torch.empty_like(experts)
+        choice.choose(experts.view(-1), out=chosen.view(-1))
     hidden = torch.randn(num_tokens, 13).to(torch.bfloat16 if half else torch.float32)
     weights, served = torch.rand(num_tokens, top_k), torch.zeros(num_tokens, top_k)
     # 0 where no expert has the row; the rows of choices are put where they belong.
