@@ -11,6 +11,8 @@
 #   make check      all that must hold before a commit; rewrites nothing
 #   make fix        formats and mends what ruff can mend
 #   make bench      every benchmark, as JSON on stdout or under benchmarks/results
+#   make bench-peers  the comparison with vLLM, llama.cpp and ik_llama.cpp
+#                   (ARGS="--llama-cpp DIR --ik-llama-cpp DIR --vllm FILE")
 #   make map        the files that one streamed token passes (ARGS=--write: into docs/architecture.md)
 #   make gpu        what a GPU shows in 8 minutes: smoke tests, rooflines, decode (GPU_PYTHON=python3)
 
@@ -34,7 +36,7 @@ SOURCES = $(PACKAGES) tests benchmarks docs .ci
 BENCHMARKS = vs_transformers scheduler_overhead transport.m2n transport.pingpong quality.payload \
   engine.disaggregation engine.startup kernels.cpu_kernels gateway.command
 
-.PHONY: help serve venv test test-slow test-clients coverage mutants check fix bench map gpu clean
+.PHONY: help serve venv test test-slow test-clients coverage mutants check fix bench bench-peers map gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -98,6 +100,10 @@ bench: $(VENV)/.installed-test
 	@set -e; for name in $(BENCHMARKS); do \
 	  echo "== $$name"; $(VENV)/bin/python -m benchmarks.$$name; \
 	done
+
+bench-peers: $(VENV)/.installed-test
+	$(VENV)/bin/topspin pull $(MODEL)
+	$(VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 map: $(VENV)/.installed-test
 	$(VENV)/bin/topspin pull $(MODEL)

@@ -1,9 +1,10 @@
-"""The tables of benchmarks/README.md, written from the results.
+"""The tables of benchmarks/README.md and of README.md's figures, written from the results.
 
 Owns the markers (`<!-- table: NAME -->` to `<!-- end -->`) and replaces the text between them
 by the tables of results/NAME.json, as its benchmark lays them out (for gpu-NAME the newest result
-of a GPU), the picture of that name if there is one, and the origin of the result; without a
-result, by "not measured". So the README's figures are always those of the results. Run as
+of a GPU; for peers a line of each comparison with peers and load), the picture of that name if
+there is one, and the origin of the result; without a result, by "not measured". So the README's
+figures are always those of the results. Run as
 
     python -m benchmarks.tables [--check]
 
@@ -26,6 +27,7 @@ from benchmarks.report import RESULTS
 from topspin.errors import ConfigError
 
 README = Path(__file__).with_name("README.md")
+FIRST_README = README.parent.parent / "README.md"
 NOT_MEASURED = "*not measured*"
 _BEGIN = re.compile(r"<!-- table: (\S+) -->")
 _END = "<!-- end -->"
@@ -153,8 +155,44 @@ def render(text: str, results: Path) -> str:
     return "".join([*pieces, text[place:]])
 
 
+PEERS: Final = "peers"
+_SERVERS: Final = ("topspin", "topspin-one-process", "llama.cpp", "ik_llama.cpp", "vllm")
+
+
+def peers_summary(results: Path) -> str:
+    """Return output tokens/s and median TPOT of each server, a line per comparison and load."""
+    rows, origins = [], []
+    names = [each for each in MODULES if each.startswith(f"{PEERS}-") and "one-user" not in each]
+    for name in names:
+        path = result_path(name, results)
+        if path is None:
+            continue
+        result = json.loads(path.read_text(encoding="utf-8"))
+        origins.append(origin(result))
+        for at, servers in result["concurrencies"].items():
+            users = f"{at} {'user' if at == '1' else 'users'}"
+            rows.append(
+                [
+                    f"{name.removeprefix(f'{PEERS}-')}, {users}",
+                    *(_output_and_tpot(servers.get(server, {})) for server in _SERVERS),
+                ]
+            )
+    parts = [TextTable(["tokens/s (TPOT, ms)", *_SERVERS], rows).markdown()]
+    return "\n\n".join([*parts, *(f"*{each}*" for each in dict.fromkeys(origins))])
+
+
+def _output_and_tpot(figures: Mapping[str, Any]) -> str:
+    if "output_throughput" not in figures:
+        return ""
+    output = number(figures["output_throughput"]["median"])
+    tpot = figures.get("median_tpot_ms")
+    return output if tpot is None else f"{output} ({number(tpot['median'])})"
+
+
 def block(name: str, results: Path) -> str:
     """Return the table NAME as markdown, with its picture and its origin."""
+    if name == PEERS:
+        return peers_summary(results)
     experiment = experiment_of(name)
     path = result_path(name, results)
     if path is None:
@@ -163,7 +201,8 @@ def block(name: str, results: Path) -> str:
         result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("error") is not None:
             raise ConfigError(f"{path.name} is of a run that failed: {result['error']}")
-        parts = [experiment.markdown(result), origin(result, path.name)]
+        parts = [experiment.markdown(result)]
+        parts.append(f"*{origin(result)}: [{path.name}](results/{path.name})*")
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path.name} is not JSON: {error}") from None
     except (KeyError, IndexError, TypeError) as error:
@@ -185,25 +224,26 @@ def result_path(name: str, results: Path) -> Path | None:
     return max(files, key=lambda path: str(files[path]["date"]), default=None)
 
 
-def origin(result: Mapping[str, Any], file_name: str) -> str:
-    """Return the line with a result's date, machine and commit."""
+def origin(result: Mapping[str, Any]) -> str:
+    """Return a result's date, commit, machine and torch."""
     machine, versions = result["machine"], result["versions"]
     device = f"{result['device']}, " if "device" in result else ""
     return (
-        f"*{result['date'][:10]}, commit {result['commit']}, {device}{machine['cpu']}, "
+        f"{result['date'][:10]}, commit {result['commit']}, {device}{machine['cpu']}, "
         f"{machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"torch {versions.get('torch', 'unknown')}: [{file_name}](results/{file_name})*"
+        f"torch {versions.get('torch', 'unknown')}"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the README's tables; returns the exit status."""
+    """Write or check the tables of both README.md; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, fail if it would")
     args = parser.parse_args(argv)
-    before = README.read_text(encoding="utf-8")
+    pages = (README, FIRST_README)
+    before = [page.read_text(encoding="utf-8") for page in pages]
     try:
-        after = render(before, RESULTS)
+        after = [render(text, RESULTS) for text in before]
     except ConfigError as error:
         print(f"tables: error: {error}", file=sys.stderr)
         return 2
@@ -211,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if before != after:
             print("README.md differs from the results: run python -m benchmarks.tables")
         return int(before != after)
-    README.write_text(after, encoding="utf-8")
+    for page, text in zip(pages, after, strict=True):
+        page.write_text(text, encoding="utf-8")
     return 0
 
 

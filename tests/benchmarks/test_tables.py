@@ -24,7 +24,7 @@ from benchmarks.experiment import (
     table,
 )
 from benchmarks.load.comparison import RoundFigures, byte_floor, summarise
-from benchmarks.tables import GPU, MODULES, NOT_MEASURED, experiment_of, render
+from benchmarks.tables import GPU, MODULES, NOT_MEASURED, block, experiment_of, render
 from topspin.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -117,12 +117,30 @@ def test_a_comparison_shows_what_was_not_measured_and_the_floor_of_one_request()
     assert shown.endswith("Warning: peer: the client was saturated.")
 
 
+def test_the_first_page_has_a_line_for_each_comparison_and_load(tmp_path: Path) -> None:
+    rounds = [{"topspin": RoundFigures(100.0, 50.0, 9.0), "vllm": RoundFigures(80.0, 60.0)}]
+    result = {**ENVELOPE, "concurrencies": {"1": summarise(rounds), "16": summarise(rounds)}}
+    for name in ("peers-smollm2-moe", "peers-gpt-oss-3"):
+        _write(tmp_path, name, result)
+    shown = block("peers", tmp_path).splitlines()
+    assert shown[0] == (
+        "| tokens/s (TPOT, ms) | topspin | topspin-one-process | llama.cpp | ik_llama.cpp | vllm |"
+    )
+    assert shown[2:6] == [
+        f"| {name}, {users} | 100 (9.00) |  |  |  | 80.0 |"
+        for name in ("gpt-oss-3", "smollm2-moe")
+        for users in ("1 user", "16 users")
+    ]
+    assert len(shown) == 8  # both have one origin
+
+
 def test_the_command_writes_and_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table: scheduler_overhead -->\n<!-- end -->\n")
     monkeypatch.setattr(tables, "README", readme)
+    monkeypatch.setattr(tables, "FIRST_README", readme)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.main(["--check"]) == 1
     assert "run python -m benchmarks.tables" in capsys.readouterr().out
