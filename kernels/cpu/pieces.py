@@ -65,9 +65,10 @@ def attend_piece(
     """
     rows = slice(piece.begin, piece.end)
     keys, values = (_gather(cache, piece.slots, q.dtype) for cache in (k_cache, v_cache))
-    by_head = [each.transpose(0, 1)[None] for each in (q[rows], keys, values)]
+    queries, keys, values = (each.transpose(0, 1)[None] for each in (q[rows], keys, values))
     mask = None if piece.mask is None else piece.mask[None, None]
-    found = _mix(*by_head, mask, scale=scale, sinks=None if sinks is None else sinks[:, None])
+    column = None if sinks is None else sinks[:, None]
+    found = _mix(queries, keys, values, mask, scale=scale, sinks=column)
     out[rows] = found[0].transpose(0, 1)[..., : out.shape[2]]
 
 
