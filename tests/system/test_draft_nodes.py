@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -21,7 +22,9 @@ def streams_during(server: Server, tiny: Tiny, fault: signal.Signals) -> None:
     """Check streams in the middle of which the draft node gets a signal."""
     streams = Streams(server.url, tiny.prompts * 2, NUM_TOKENS)
     streams.wait_for_all()
-    os.kill(server.pids["draft 0"], fault)
+    # One that is frozen for long is being replaced: it may be gone already.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server.pids["draft 0"], fault)
     check_identical(streams.join(), tiny.tokens * 2)
 
 
