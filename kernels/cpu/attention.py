@@ -46,7 +46,7 @@ _NO_BRANCH: Final[tuple[int, ...]] = ()
 LONG_ROWS: Final = 128
 
 
-class _Slice(NamedTuple):
+class _RowSlice(NamedTuple):
     """Consecutive query rows of one sequence and the key positions they may see.
 
     `num_tree`: so many of the last keys are those of a draft tree.
@@ -85,7 +85,7 @@ class _Plan(NamedTuple):
     """The rows that attend to the keys that their sequences select."""
 
 
-def _slices(queries: _Queries, sliding_window: int | None) -> Iterator[_Slice]:
+def _slices(queries: _Queries, sliding_window: int | None) -> Iterator[_RowSlice]:
     query_start, context_lens, tree_mask, tree_lens = queries
     for idx, context_len in enumerate(context_lens):
         start = query_start[idx]
@@ -100,20 +100,20 @@ def _slices(queries: _Queries, sliding_window: int | None) -> Iterator[_Slice]:
             key_start = 0
             if sliding_window is not None:
                 key_start = max(0, key_end - num_rows - sliding_window + 1)
-            yield _Slice(idx, start + begin, num_rows, key_start, key_end)
+            yield _RowSlice(idx, start + begin, num_rows, key_start, key_end)
 
 
 def _tree_slice(
     idx: int, start: int, num_new: int, key_end: int, num_tree: int, sliding_window: int | None
-) -> _Slice:
+) -> _RowSlice:
     key_start = 0
     if sliding_window is not None:
         key_start = max(0, key_end - num_tree - sliding_window + 1)
-    return _Slice(idx, start, num_new, key_start, key_end, num_tree)
+    return _RowSlice(idx, start, num_new, key_start, key_end, num_tree)
 
 
 def _single_rows(
-    slices: Iterable[_Slice], tree_mask: Mask | None, sliding_window: int | None
+    slices: Iterable[_RowSlice], tree_mask: Mask | None, sliding_window: int | None
 ) -> list[Row]:
     """Return the rows that are computed one by one, with the keys that each sees."""
     rows = []
@@ -130,7 +130,7 @@ def _single_rows(
     return rows
 
 
-def _branch(seen: Mask, part: _Slice) -> tuple[int, tuple[int, ...]]:
+def _branch(seen: Mask, part: _RowSlice) -> tuple[int, tuple[int, ...]]:
     """Return the number of keys of a tree's row, and the positions of the last, as in Row.
 
     `seen` is its row of the mask.
@@ -142,7 +142,7 @@ def _branch(seen: Mask, part: _Slice) -> tuple[int, tuple[int, ...]]:
 
 
 def _make_piece(
-    part: _Slice, meta: AttentionMeta, *, block_size: int, sliding_window: int | None
+    part: _RowSlice, meta: AttentionMeta, *, block_size: int, sliding_window: int | None
 ) -> Piece:
     positions = torch.arange(part.key_start, part.key_end)
     blocks = meta.block_tables[part.seq_idx].long()[positions // block_size]
@@ -221,7 +221,7 @@ def _queries(meta: AttentionMeta) -> _Queries:
 
 def _attending_to_all(
     queries: _Queries, sliding_window: int | None, retrieval: Retrieval | None
-) -> list[_Slice]:
+) -> list[_RowSlice]:
     """Return the slices of the sequences that select no keys."""
     apart = () if retrieval is None else retrieval.seqs.tolist()
     return [part for part in _slices(queries, sliding_window) if part.seq_idx not in apart]
