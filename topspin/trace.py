@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import struct
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from time import monotonic_ns
 from typing import NamedTuple, Protocol
 
@@ -135,19 +135,40 @@ class Ring:
 
     def dump(self, since_ns: int = 0) -> bytes:
         """Return the records from `since_ns` on, oldest first."""
-        rounds, newest = divmod(self.words[0], self.capacity)
-        end = newest * RECORD_BYTES
-        recent = bytes(self.buffer[:end])
-        data = bytes(self.buffer[end:]) + recent if rounds else recent
-        first = bisect_left(
-            range(len(data) // RECORD_BYTES), since_ns, key=lambda idx: _time_of(data, idx)
-        )
-        return data[first * RECORD_BYTES :]
+        numbers = self._numbers()
+        first = bisect_left(numbers, since_ns, key=lambda number: self._field(number, 0))
+        return self._copy(numbers[first:])
 
+    def of_step(self, step: int) -> bytes:
+        """Return the records from the first to the last of `step`, with the one before the first.
 
-def _time_of(data: bytes, record_idx: int) -> int:
-    at = record_idx * RECORD_BYTES
-    return int.from_bytes(data[at : at + 8], "little")
+        A node may begin a step before it ends the one before.
+        """
+        numbers = self._numbers()
+
+        def step_of(number: int) -> int:
+            return self._field(number, 8)
+
+        near = numbers[bisect_left(numbers, step - 2, key=step_of) :]
+        near = near[: bisect_right(near, step + 2, key=step_of)]
+        own = [number for number in near if step_of(number) == step]
+        return self._copy(range(max(numbers.start, own[0] - 1), own[-1] + 1)) if own else b""
+
+    def _numbers(self) -> range:
+        """Return the numbers of the records that are there, from the oldest on."""
+        count = self.words[0]
+        return range(max(0, count - self.capacity), count)
+
+    def _field(self, number: int, at: int) -> int:
+        begin = number % self.capacity * RECORD_BYTES + at
+        return int.from_bytes(self.buffer[begin : begin + 8], "little")
+
+    def _copy(self, numbers: range) -> bytes:
+        if not numbers:
+            return b""
+        begin = numbers.start % self.capacity * RECORD_BYTES
+        end = begin + len(numbers) * RECORD_BYTES
+        return bytes(self.buffer[begin:end]) + bytes(self.buffer[: max(0, end - len(self.buffer))])
 
 
 def read_stamps(records: bytes) -> list[Stamp]:

@@ -46,13 +46,15 @@ from server.gateway.http.auth import ApiKeys, Authentication
 from server.gateway.http.exchange import Exchanges, exchange_of
 from server.gateway.openapi.document import document
 from server.gateway.openapi.endpoint import Endpoint
-from server.gateway.openapi.pages import DOCS, OPENAPI, START, START_PAGE, docs_page, show_page
+from server.gateway.openapi.pages import DOCS, OPENAPI, docs_page, show_page
+from server.gateway.operations.feed import FEED, feed
 from server.gateway.operations.health import ProgressWatch
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.operations.otlp import SpanSender
 from server.gateway.operations.probes import HEALTH, LIVE, METRICS, VERSION, Probes
 from server.gateway.operations.spans import GONE_STATUS
 from server.gateway.operations.tracing import TRACE, trace
+from server.gateway.page.files import PAGE, PAGE_FILE, page_paths, send_file
 from topspin import __version__
 from topspin.errors import TopspinError
 
@@ -97,7 +99,11 @@ def create_app(
             ClientGone: _answer_nobody,
         },
     )
-    checked = Authentication(app, keys, preflights=bool(allowed_origins)) if keys else app
+    checked = (
+        Authentication(app, keys, preflights=bool(allowed_origins), open_paths=page_paths())
+        if keys
+        else app
+    )
     answered = _counted_by(metrics, app.routes)
     return Exchanges(
         checked,
@@ -135,9 +141,11 @@ def _handlings(handler: Handler, probes: Probes) -> dict[Endpoint, Handling]:
         METRICS: probes.prometheus,
         VERSION: probes.version,
         TRACE: partial(trace, engine=engine),
+        FEED: partial(feed, engine=engine),
         OPENAPI: openapi,
         DOCS: partial(show_page, page=docs_page()),
-        START: partial(show_page, page=START_PAGE),
+        PAGE: send_file,
+        PAGE_FILE: send_file,
     }
     description = cache(partial(document, tuple(found)))
     return found

@@ -42,6 +42,8 @@ from topspin.messages import (
     AddRequest,
     AnyMessage,
     EngineState,
+    Feed,
+    FeedRequest,
     Message,
     Outputs,
     Refused,
@@ -61,7 +63,8 @@ WAIT_KNOWN_S = 1.0
 # A request that loses so many schedulers without an output between may be their end's cause.
 MAX_REPLAYS = 5
 
-_Answer = TypeVar("_Answer", Stats, Trace)
+_Query = StatsQuery | TraceRequest | FeedRequest
+_Answer = TypeVar("_Answer", Stats, Trace, Feed)
 _log = logging.getLogger("gateway")
 
 
@@ -116,7 +119,7 @@ class EngineClient:
     limits: SchedulingPolicy = field(default_factory=SchedulingPolicy)
     state: EngineState = field(default_factory=lambda: EngineState(state="starting"))
     _requests: dict[str, _InFlight] = field(default_factory=dict)
-    _queries: dict[int, asyncio.Future[Stats | Trace]] = field(default_factory=dict)
+    _queries: dict[int, asyncio.Future[Stats | Trace | Feed]] = field(default_factory=dict)
     _query_ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     # By tenant: how long any request of theirs would have waited, and when that was.
@@ -205,14 +208,18 @@ class EngineClient:
         query = TraceRequest(query_id=next(self._query_ids), seconds=seconds)
         return await self._ask(query, Trace, deadline_s)
 
-    async def _ask(
-        self, query: StatsQuery | TraceRequest, kind: type[_Answer], deadline_s: float
-    ) -> _Answer:
+    async def feed(self, after: int, *, experts: bool, deadline_s: float) -> Feed:
+        """Ask the scheduler what is newer than the cursor `after`; raises as stats()."""
+        query = FeedRequest(query_id=next(self._query_ids), after=after, experts=experts)
+        return await self._ask(query, Feed, deadline_s)
+
+    async def _ask(self, query: _Query, kind: type[_Answer], deadline_s: float) -> _Answer:
         if self.state.state == "failed":
             raise EngineUnavailable("the engine has failed")
         if self.is_waiting:
             raise EngineUnavailable(self.state.detail)
-        coming: asyncio.Future[Stats | Trace] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        coming: asyncio.Future[Stats | Trace | Feed] = loop.create_future()
         self._queries[query.query_id] = coming
         try:
             self.connection.send(query)
@@ -289,7 +296,7 @@ class EngineClient:
                         self._waits[tenant] = message.wait_s, time.monotonic()
                     call = in_flight.call
                     call.fail(_typed_error(message, call.grammar_field))
-        elif isinstance(message, Stats | Trace):
+        elif isinstance(message, Stats | Trace | Feed):
             query = self._queries.get(message.query_id)
             if query is not None and not query.done():
                 query.set_result(message)

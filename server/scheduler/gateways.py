@@ -8,12 +8,13 @@ failover.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
 
 import msgspec
 
 from server.scheduler.experts.balancer import ExpertBalancer
+from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
 from server.scheduler.nodes.slowness import Slowness
@@ -21,6 +22,7 @@ from server.scheduler.planning.outbox import Outbox, failure
 from server.scheduler.planning.policy import Policy
 from server.scheduler.planning.telemetry import Counters
 from server.scheduler.traces import Tracer
+from server.scheduler.watch import Watch
 from topspin.errors import EngineUnavailable
 from topspin.messages import (
     AbortRequest,
@@ -28,6 +30,9 @@ from topspin.messages import (
     AnyMessage,
     ClockPong,
     EngineState,
+    Feed,
+    FeedNode,
+    FeedRequest,
     Message,
     Refused,
     SlowNode,
@@ -36,8 +41,11 @@ from topspin.messages import (
     TraceDump,
     TraceRequest,
 )
+from topspin.plan.spec import EnginePlan
 
 StateName = Literal["starting", "ready", "recovering", "failed", "stopping"]
+# In place of a gateway: the trace is for those who watch.
+WATCH: Final = b""
 
 
 class GatewaySide:
@@ -51,13 +59,22 @@ class GatewaySide:
         self,
         nodes: NodeSide,
         *,
+        plan: EnginePlan,
+        formation: Formation,
         balancer: ExpertBalancer,
         slowness: Slowness,
         tracer: Tracer,
+        watch: Watch,
         send: Callable[[bytes, Message], bool],
+        takes_part: Callable[[Member], bool],
         log: Log,
         clock: Callable[[], float],
     ) -> None:
+        """`takes_part` says whether a node is one of those that steps are sent to."""
+        self._planned = {Member(node.role, node.index): node for node in plan.nodes}
+        self._formation = formation
+        self._watch = watch
+        self._takes_part = takes_part
         self._nodes = nodes
         self._peers = nodes.roster.gateways
         self._balancer = balancer
@@ -83,7 +100,9 @@ class GatewaySide:
         """Set the engine's state and tell it to all gateways."""
         limit = 0 if self.policy is None else self.policy.max_request_tokens
         self._state = EngineState(state=state, detail=detail, max_request_tokens=limit)
-        self._log.info(f"{state}: {detail}" if detail else state)
+        text = f"{state}: {detail}" if detail else state
+        self._log.info(text)
+        self._watch.told(text)
         for peer in self._peers:
             self._send(peer, self._state)
 
@@ -105,9 +124,11 @@ class GatewaySide:
             if self.policy is not None:
                 self.policy.abort(message.request_id, peer=peer)
         elif isinstance(message, StatsQuery):
-            self._send(peer, self._stats(message.query_id))
+            self._send(peer, self._stats(message.query_id, self._balancer.load.totals()))
         elif isinstance(message, TraceRequest):
             self._start_trace(peer, message)
+        elif isinstance(message, FeedRequest):
+            self._show(peer, message)
         else:
             self.refuse(peer, f"a gateway sent {type(message).__name__}")
 
@@ -153,15 +174,68 @@ class GatewaySide:
         self._nodes.ask(self._tracer.on_node_message(str(member), message, time.monotonic_ns()))
 
     def send_traces(self) -> None:
-        """Send the traces that are complete or past their deadline."""
+        """Send the traces that are complete or past their deadline, and ask for one to watch."""
+        if self._watch.is_on:
+            self._tend_watch()
         for answer in self._tracer.finished(self._clock(), time.monotonic_ns()):
-            self._send(answer.peer, answer.trace)
+            if answer.peer == WATCH:
+                self._watch.sampled(answer.trace)
+            else:
+                self._send(answer.peer, answer.trace)
+
+    # Who watches.
+
+    def _show(self, peer: bytes, message: FeedRequest) -> None:
+        """Answer somebody who watches, and note what the next answer needs."""
+        watch, load = self._watch, self._balancer.load
+        watch.renew(self._clock())
+        if self.policy is not None:
+            self.policy.on_step = watch.stepped
+        feed = Feed(
+            query_id=message.query_id,
+            cursor=watch.cursor,
+            state=self._state.state,
+            detail=self._state.detail,
+            table_version=self._formation.table.version,
+            nodes=tuple(map(self._node, [*self._nodes.roster.places, *self._nodes.drafts.places])),
+            steps=watch.steps(message.after),
+            news=watch.news(message.after),
+            sample=watch.sample(message.after),
+            stats=self._stats(message.query_id, ()),
+            heat=tuple(map(_heat, load.recent())) if message.experts else (),
+        )
+        self._send(peer, feed)
+
+    def _tend_watch(self) -> None:
+        now = self._clock()
+        if self._watch.ends(now):
+            if self.policy is not None:
+                self.policy.on_step = None
+        elif (step := self._watch.due(now)) is not None:
+            self._start_trace(WATCH, TraceRequest(query_id=0, seconds=0.0, step=step))
+
+    def _node(self, place: Member) -> FeedNode:
+        nodes, config = self._nodes, self._planned[place]
+        is_awaited = place.role == "draft" and str(place) in nodes.drafts.awaited().split(", ")
+        takes_part = self.policy is not None and self._takes_part(place) and not is_awaited
+        memory = {(each.role, each.index): each.resident_bytes for each in nodes.memory()}
+        held = self._formation.table.experts_of(place.index) if place.role == "expert" else ()
+        return FeedNode(
+            role=place.role,
+            index=place.index,
+            state="lost" if place not in nodes.peers else "serving" if takes_part else "loading",
+            host=config.host,
+            device=config.device,
+            num_threads=config.num_threads,
+            times=self._slowness.slow.get(place, 1.0),
+            resident_bytes=memory.get((place.role, place.index), 0),
+            experts=sum(map(len, held)),
+        )
 
     # Counters.
 
-    def _stats(self, query_id: int) -> Stats:
-        load = self._balancer.load
-        totals, nodes = load.totals(), self._nodes.counts()
+    def _stats(self, query_id: int, totals: tuple[tuple[int, ...], ...]) -> Stats:
+        load, nodes = self._balancer.load, self._nodes.counts()
         memory = self._nodes.memory()
         if self.policy is None:
             return Stats(
@@ -198,3 +272,9 @@ class GatewaySide:
                 for each, times in self._slowness.slow.items()
             ),
         )
+
+
+def _heat(shares: Sequence[float]) -> bytes:
+    """Return a layer's shares as bytes, where 255 is the largest."""
+    largest = max(shares, default=0.0)
+    return bytes(round(255 * share / largest) if largest else 0 for share in shares)

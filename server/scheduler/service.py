@@ -39,6 +39,7 @@ from server.scheduler.planning.plans import StepMessages
 from server.scheduler.planning.policy import Policy
 from server.scheduler.planning.telemetry import JournalNote, no_note
 from server.scheduler.traces import Tracer
+from server.scheduler.watch import Watch
 from topspin import __version__, errors
 from topspin.errors import (
     ConfigError,
@@ -132,7 +133,8 @@ class Service:
         self._plan = plan
         self._facts = facts
         self._clock = clock
-        self._log = _Log(logger)
+        watch = Watch()
+        self._log = _Log(logger, watch)
         self._report_dead = report_dead
         self._on_turn = on_turn
         self._note = note
@@ -167,10 +169,14 @@ class Service:
         self._compared_s = 0.0
         self._gateways = GatewaySide(
             self._nodes,
+            plan=plan,
+            formation=self.formation,
             balancer=self.balancer,
             slowness=self._slowness,
             tracer=tracer,
+            watch=watch,
             send=channel.send,
+            takes_part=lambda member: self._faults.takes_part(member),
             log=self._log,
             clock=clock,
         )
@@ -603,7 +609,16 @@ def _result_in(event: Event) -> StepResult | None:
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):
-    """Adds the process's name to every line."""
+    """Adds the process's name to every line, and shows warnings to those who watch."""
+
+    def __init__(self, logger: logging.Logger, watch: Watch) -> None:
+        super().__init__(logger)
+        self._watch = watch
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        super().log(level, msg, *args, **kwargs)
+        if level >= logging.WARNING:
+            self._watch.told(str(msg) % args if args else str(msg), is_warning=True)
 
     def process(
         self, msg: object, kwargs: MutableMapping[str, Any]

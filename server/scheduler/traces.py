@@ -26,6 +26,7 @@ from topspin.messages import (
     TraceRequest,
 )
 from topspin.plan.settings import TraceSection
+from topspin.processes.trace_node import asked_of
 from topspin.trace import RECORD_BYTES, Kind, Ring
 
 NUM_PINGS = 4
@@ -81,6 +82,7 @@ class TraceCollection:
         self._request_id = request.query_id
         self._query_id = collection_id
         self._seconds = min(max(0.0, request.seconds), MAX_SECONDS)
+        self._step = request.step
         self._nodes = {name: _TracedNode(role, index) for name, (role, index) in nodes.items()}
         self._deadline_s = now + DEADLINE_S
 
@@ -99,7 +101,8 @@ class TraceCollection:
         node.high_ns = min(node.high_ns, pong.node_ns - pong.sent_ns)
         if node.num_pings < NUM_PINGS:
             return [Ask(name, ClockPing(query_id=self._query_id, sent_ns=now_ns))]
-        return [Ask(name, TraceQuery(query_id=self._query_id, seconds=self._seconds))]
+        query = TraceQuery(query_id=self._query_id, seconds=self._seconds, step=self._step)
+        return [Ask(name, query)]
 
     def on_dump(self, name: str, dump: TraceDump) -> None:
         """Keep a node's stamps."""
@@ -145,10 +148,9 @@ class TraceCollection:
             missing=tuple(name for name, node in self._nodes.items() if node.records is None),
         )
 
-    @property
-    def seconds(self) -> float:
-        """Return the age of the oldest stamps to collect."""
-        return self._seconds
+    def records_of(self, ring: Ring | None, now_ns: int) -> bytes:
+        """Return what of a ring of our own belongs to the trace."""
+        return asked_of(ring, self._seconds, step=self._step, now_ns=now_ns)
 
 
 class TraceAnswer(NamedTuple):
@@ -203,7 +205,6 @@ class Tracer:
         for gateway, collection in list(self._collections.items()):
             if collection.is_done(now):
                 del self._collections[gateway]
-                since_ns = max(0, now_ns - round(collection.seconds * 1e9))
-                own = b"" if self._ring is None else self._ring.dump(since_ns)
+                own = collection.records_of(self._ring, now_ns)
                 answers.append(TraceAnswer(gateway, collection.result(own)))
         return answers

@@ -124,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 def test_golden_bytes_of_a_ticket() -> None:
     """The form on the wire; when it changes, so does PROTOCOL_VERSION."""
-    assert PROTOCOL_VERSION == 11
+    assert PROTOCOL_VERSION == 12
     golden = (
         b"\x88\xa4type\xaaStepTicket\xa4step\x09\xa8previous\x08\xaageneration\x01"
         b"\xadtable_version\x02\xb1num_micro_batches\x02\xacparticipants\x92\x00\x01"

@@ -13,8 +13,9 @@ Senders and receivers:
                           Goodbye
     scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
                           StepPlan, CompileGrammar and ReleaseGrammar (attention), Stop
-    gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest
-    scheduler -> gateway  EngineState, RequestQueued, Outputs, RequestFailed, Stats, Trace, Refused
+    gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest, FeedRequest
+    scheduler -> gateway  EngineState, RequestQueued, Outputs, RequestFailed, Stats, Trace, Feed,
+                          Refused
     attention -> draft    Verdicts
     draft -> attention    TreeOffers
     for a trace           ClockPing, TraceQuery (to nodes), ClockPong, TraceDump (from nodes)
@@ -35,6 +36,7 @@ from topspin.messages.base import (
     unpack_ints,
 )
 from topspin.messages.drafts import DraftCounts, TreeOffer, TreeOffers, Verdict, Verdicts
+from topspin.messages.feeds import Feed, FeedNews, FeedNode, FeedRequest, FeedStep
 from topspin.messages.kv import KvCounts
 from topspin.messages.lifecycle import (
     ExpertPeer,
@@ -121,6 +123,11 @@ __all__ = [
     "EngineState",
     "ExpertCounts",
     "ExpertPeer",
+    "Feed",
+    "FeedNews",
+    "FeedNode",
+    "FeedRequest",
+    "FeedStep",
     "FinishReason",
     "Goodbye",
     "GrammarLost",
@@ -189,6 +196,8 @@ AnyMessage = (
     | TraceQuery
     | TraceDump
     | Trace
+    | FeedRequest
+    | Feed
     | Hello
     | Welcome
     | Refused

@@ -14,7 +14,7 @@ import msgspec
 
 from topspin.errors import ProtocolError
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 Role = Literal["attention", "stage", "expert", "draft", "gateway"]
 FinishReason = Literal["stop", "length", "abort"]

@@ -82,8 +82,9 @@ class Tenant(
     """The owner of a request, and what the operator grants it; a limit of 0 is none.
 
     While several tenants want more than there is, their shares are in proportion to `weight`.
-    `max_concurrency` counts choices that wait or run. Without keys all requests are of the tenant
-    without a name.
+    `max_concurrency` counts choices that wait or run. An `operator` (1) may watch the engine, and
+    so see what other tenants' requests take. Without keys all requests are of the tenant without a
+    name.
     """
 
     name: str = ""
@@ -91,6 +92,7 @@ class Tenant(
     max_concurrency: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = 0
     requests_per_minute: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
     tokens_per_minute: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    operator: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
 
 
 class AddRequest(Message, frozen=True, kw_only=True):

@@ -11,10 +11,11 @@ from topspin.messages.base import Message
 
 
 class TraceRequest(Message, frozen=True, kw_only=True):
-    """A gateway wants the stamps of the last `seconds` of every node."""
+    """A gateway wants the stamps of the last `seconds` of every node, or those of one `step`."""
 
     query_id: int
     seconds: float
+    step: int = 0
 
 
 class ClockPing(Message, frozen=True, kw_only=True):
@@ -33,10 +34,14 @@ class ClockPong(Message, frozen=True, kw_only=True):
 
 
 class TraceQuery(Message, frozen=True, kw_only=True):
-    """To a node: send the stamps of your last `seconds`. Answered between steps."""
+    """To a node: send the stamps of your last `seconds`, or (not 0) of a `step`.
+
+    Answered between steps.
+    """
 
     query_id: int
     seconds: float
+    step: int = 0
 
 
 class TraceDump(Message, frozen=True, kw_only=True):

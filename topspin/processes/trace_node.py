@@ -31,6 +31,12 @@ def answer_trace(
         query_id, sent_ns = question.query_id, question.sent_ns
         control.send(ClockPong(query_id=query_id, sent_ns=sent_ns, node_ns=now_ns))
         return
-    since_ns = max(0, now_ns - round(question.seconds * 1e9))
-    records = b"" if ring is None else ring.dump(since_ns)
+    records = asked_of(ring, question.seconds, step=question.step, now_ns=now_ns)
     control.send(TraceDump(query_id=question.query_id, records=records))
+
+
+def asked_of(ring: Ring | None, seconds: float, *, step: int, now_ns: int) -> bytes:
+    """Return the records of a step, or (0) of the last `seconds`; none of a node without any."""
+    if ring is None:
+        return b""
+    return ring.of_step(step) if step else ring.dump(max(0, now_ns - round(seconds * 1e9)))

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final
 
@@ -189,13 +189,22 @@ class Authentication:
     """ASGI middleware, inside of Exchanges: refuses requests without a valid key.
 
     With `preflights`, a browser's question what it may send (CORS) is let through, which has no
-    key; the application's CORS middleware answers it, and no route does.
+    key; the application's CORS middleware answers it, and no route does. `open_paths` are others
+    that ask for none.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, *, preflights: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        *,
+        preflights: bool = False,
+        open_paths: Set[str] = frozenset(),
+    ) -> None:
         self._app = app
         self._keys = keys
         self._preflights = preflights
+        self._open_paths = OPEN_PATHS | open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
@@ -210,7 +219,7 @@ class Authentication:
         await app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in self._open_paths:
             return True
         names = {name for name, _ in scope["headers"]}
         return self._preflights and scope["method"] == "OPTIONS" and names >= _PREFLIGHT_HEADERS

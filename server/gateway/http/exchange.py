@@ -27,8 +27,8 @@ from topspin.messages import Tenant
 HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout"
 
-# Asked for every few seconds by machines; their lines would hide the others.
-UNLOGGED_PATHS = frozenset({"/health", "/live", "/metrics"})
+# Asked for every few seconds by machines, and by the page; their lines would hide the others.
+UNLOGGED_PATHS = frozenset({"/health", "/live", "/metrics", "/feed"})
 MAX_LOGGED_PATH_CHARS = 256
 
 _HEADER_BYTES = HEADER.lower().encode()

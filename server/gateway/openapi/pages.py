@@ -1,4 +1,4 @@
-"""GET /openapi.json, /docs and /: the description of the API, without anything from elsewhere.
+"""GET /openapi.json and /docs: the description of the API, without anything from elsewhere.
 
 Owns these routes and the pages. Knows no other route. Called by server.gateway.app.
 """
@@ -13,15 +13,6 @@ from starlette.responses import HTMLResponse, Response
 
 from server.gateway.openapi.endpoint import Endpoint
 
-START_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Topspin</title>
-<h1>Topspin</h1>
-<p>This is an OpenAI-compatible server: point a client at <code>/v1</code>.
-<p><a href="docs">Its routes, with examples</a> &middot; <a href="openapi.json">OpenAPI</a>
-&middot; <a href="v1/models">models</a> &middot; <a href="health">health</a>
-&middot; <a href="metrics">metrics</a>
-</html>
-"""
 # The page loads nothing but the description, and nothing can be put into it from elsewhere.
 POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
@@ -36,7 +27,6 @@ OPENAPI = Endpoint(
     media_type="application/json",
 )
 DOCS = Endpoint(method="get", path="/docs", summary="Show it as a page", media_type="text/html")
-START = Endpoint(method="get", path="/", summary="Show the way", media_type="text/html")
 
 
 async def show_page(_: Request, *, page: str) -> Response:

@@ -106,7 +106,7 @@ class Probes:
             stats = await self.engine.stats(STATS_DEADLINE_S)
         except EngineError:
             stats = None  # reported by topspin_engine_up
-        text = self.metrics.render(stats, per_expert=_is_set(request, "per_expert"))
+        text = self.metrics.render(stats, per_expert=is_set(request, "per_expert"))
         return Response(text, headers={"Content-Type": PROMETHEUS_TEXT})
 
     async def version(self, _: Request) -> Response:
@@ -114,7 +114,7 @@ class Probes:
         return _answer(ServerVersion(version=__version__))
 
 
-def _is_set(request: Request, name: str) -> bool:
+def is_set(request: Request, name: str) -> bool:
     """Return whether the query sets `name` to 1; raises InvalidRequest for other values than 0."""
     text = request.query_params.get(name, "0")
     if text not in ("0", "1"):

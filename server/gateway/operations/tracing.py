@@ -46,14 +46,15 @@ TRACE = Endpoint(
 
 async def trace(request: Request, *, engine: EngineClient) -> Response:
     """Answer GET /trace?seconds=S."""
-    if not _is_loopback(request) or not PROXY_HEADERS.isdisjoint(request.headers):
+    if not is_of_this_host(request):
         raise NotFound("traces are shown to clients of the server's own host only")
     seconds = _seconds(request.query_params.get("seconds"))
     return json_response(msgspec.json.encode(await engine.trace(seconds, TRACE_DEADLINE_S)))
 
 
-def _is_loopback(request: Request) -> bool:
-    if request.client is None:
+def is_of_this_host(request: Request) -> bool:
+    """Say whether the client is on this host and has come without a proxy."""
+    if request.client is None or not PROXY_HEADERS.isdisjoint(request.headers):
         return False
     try:
         address = ipaddress.ip_address(request.client.host)

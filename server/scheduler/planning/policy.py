@@ -15,7 +15,7 @@ released, and become findable as a prefix, only when the last step that writes t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from server.scheduler.experts.local_layers import LocalLayers
 from server.scheduler.micro_batching.cost import CostFits, CostModel, StepLoad
@@ -127,6 +127,8 @@ class Policy:
         without both they have no drafter. `note` takes what happens to single requests,
         `local_layers` the times of steps.
         """
+        # Called with each step that has ended; None: nobody watches.
+        self.on_step: Callable[[RunningStep, Mapping[int, StepTimings]], None] | None = None
         self._depths = None if controller is None else AdaptiveDepths(controller)
         if self._depths is not None:
             draft_tokens = self._depths.of
@@ -497,6 +499,8 @@ class Policy:
             for node, part in step.parts.items():
                 step.loads[node] = fed(step.loads[node], part)
             self._learn(step, timings)
+            if self.on_step is not None:
+                self.on_step(step, timings)
             if self._depths is not None:
                 self._depths.learn(step)
             self._counters.observe_tokens(sum(load.num_tokens for load in step.loads.values()))

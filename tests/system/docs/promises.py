@@ -167,7 +167,7 @@ PROMISES: dict[str, tuple[Promise, ...]] = {
             ),
         ),
         Promise(
-            "Every route but those of probes needs a key.",
+            "Every route but those of probes, and the page's files, needs a key.",
             (f"{HTTP}test_auth.py::test_every_route_but_those_of_probes_needs_a_key",),
         ),
         Promise(
