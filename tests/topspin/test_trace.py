@@ -44,6 +44,22 @@ def test_a_dump_begins_where_asked() -> None:
     assert ring.dump(times[-1] + 1) == b""
 
 
+@pytest.mark.parametrize("capacity", [7, 12, 64])
+def test_the_records_of_a_step_come_with_the_one_before(capacity: int) -> None:
+    ring = Ring(capacity)
+    # The next step begins before the one before has ended.
+    steps = [1, 1, 2, 2, 3, 2, 3, 3, 4, 3, 4, 4]
+    for layer, step in enumerate(steps):
+        ring.step = step
+        ring.stamp(Kind.ATTENTION, layer)
+    for step in range(6):
+        kept = list(enumerate(steps))[-capacity:]
+        own = [layer for layer, number in kept if number == step]
+        first = max(own[0] - 1, kept[0][0]) if own else 0
+        expected = range(first, own[-1] + 1) if own else range(0)
+        assert [each.layer for each in read_stamps(ring.of_step(step))] == list(expected)
+
+
 def test_golden_bytes_of_a_record() -> None:
     ring = Ring(1)
     ring.step = 9

@@ -140,7 +140,7 @@ export class RallyView {
     const slider = (name, label, low, high, value, show) => {
       const out = make("output", {}, show(value));
       const input = make("input", {
-        type: "range", min: low, max: high, value, step: "any", id: `if-${name}`, "aria-label": label,
+        type: "range", min: low, max: high, step: name === "m" ? 1 : "any", value, id: `if-${name}`, "aria-label": label,
         input: () => {
           out.textContent = show(Number(input.value));
           this.drawWhatIf();
@@ -160,7 +160,6 @@ export class RallyView {
         slider("m", "Micro-batches", 1, 4, 1, (value) => number(Math.round(value))),
         slider("fixed", "Of a task's time, reading weights", 0, 1, 0.5, (value) => `${number(100 * value)} %`)),
       this.answers);
-    this.sliders.m.step = 1;
     this.sliders.m.addEventListener("input", () => { this.mIsChosen = true; });
     return panelOf;
   }

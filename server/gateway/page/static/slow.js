@@ -98,7 +98,7 @@ export class SlowMotion {
     const { lanes } = this.step;
     const side = (role) => lanes.filter((lane) => (role === "expert") === (lane.role === "expert") && lane.role !== "draft");
     const sides = [side("attention"), side("expert")];
-    const height = ROW * Math.max(...sides.map((each) => each.length)) + 36;
+    const height = ROW * Math.max(...sides.map((each) => each.length)) + 48;
     this.court.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
     this.boxes = new Map();
     const parts = [
@@ -109,11 +109,13 @@ export class SlowMotion {
     ];
     sides.forEach((own, which) => own.forEach((lane, row) => {
       const x = which ? RIGHT : LEFT;
-      const y = 36 + (height - 36) * (row + 0.5) / own.length;
+      const y = 36 + (height - 48) * (row + 0.5) / own.length;
       const box = draw("rect", { x: x - BOX / 2, y: y - 25, width: BOX, height: 50, rx: 8, class: "node" });
       const label = draw("text", { x, y: y - 6, "text-anchor": "middle" }, lane.name);
       const doing = draw("text", { x, y: y + 12, "text-anchor": "middle", class: "doing" }, "");
-      this.boxes.set(lane.name, { x, y, box, doing, lane });
+      // Balls of several nodes lie side by side before one.
+      const fan = 16 * (row - (own.length - 1) / 2);
+      this.boxes.set(lane.name, { x, y, fan: Math.max(-22, Math.min(22, fan)), box, doing, lane });
       parts.push(box, label, doing);
     }));
     this.air = draw("g");
@@ -140,7 +142,7 @@ export class SlowMotion {
       const part = Math.min(1, (at - sent) / (lands - sent));
       const edge = (node) => node.x + (node.x < WIDTH / 2 ? 1 : -1) * (BOX / 2 + 14);
       const x = edge(begin) + (edge(end) - edge(begin)) * part;
-      const y = begin.y + (end.y - begin.y) * part - 26 * Math.sin(Math.PI * part);
+      const y = begin.y + (end.y + begin.fan - begin.y) * part - 26 * Math.sin(Math.PI * part);
       flying.push(draw("g", { class: `ball m${read.microBatch % 4}` },
         draw("circle", { cx: x, cy: y, r: 10 }), draw("text", { x, y: y + 4, "text-anchor": "middle" }, read.microBatch)));
     }

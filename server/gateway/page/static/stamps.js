@@ -46,7 +46,7 @@ export function stepOf({ nodes }) {
   if (!last) return null;
   for (const lane of lanes) lane.spans = lane.spans.filter(({ step }) => step === last.step);
   const used = lanes.filter(({ spans }) => spans.length);
-  const busy = used.flatMap(({ spans }) => spans.filter(({ kind }) => !isWait(kind)));
+  const busy = used.flatMap(({ spans }) => spans.filter(({ kind, start, end }) => !isWait(kind) && start < end));
   if (!busy.length) return null;
   const first = busy.reduce((least, { start }) => (start < least ? start : least), busy[0].start);
   const seconds = (ns) => Number(ns - first) / 1e9;
