@@ -161,8 +161,11 @@ def _complaint(method: str, params: dict[str, Any]) -> str | None:
         return json.dumps(params["exceptionDetails"])
     if method == "Runtime.consoleAPICalled" and params["type"] in ("error", "assert"):
         return json.dumps(params["args"])
-    if method == "Log.entryAdded" and params["entry"]["level"] == "error":
-        return json.dumps(params["entry"])
+    if method == "Log.entryAdded":
+        entry = params["entry"]
+        # An answer of 401, say, which is the page's own matter.
+        is_answer = entry["source"] == "network"
+        return json.dumps(entry) if entry["level"] == "error" and not is_answer else None
     return None
 
 
