@@ -298,11 +298,6 @@ https://a.test/<script>
 ```html
 ~~~
 </code><script>
-> 
-- 
-  - 
-1. 
-# 
 **
 __
 *
@@ -311,9 +306,7 @@ __
 [
 ](
 )""".splitlines(),
-    "\n",
-    "\n\n",
-    " ",
+    *("\n", "\n\n", " ", "> ", "- ", "  - ", "1. ", "# "),
     "[x](\x01javascript:hacked())",
 )
 HOSTILE = """(async () => {
@@ -350,10 +343,20 @@ HOSTILE = """(async () => {
 )
 # Each would take for ever if a scan of a text began another one at each of its characters.
 LONG = (
-    *["*a", "**a", "_a", "~~a", "[", "![", "[a](", "`a", "``a`", "<a", "|a", "http://"],
+    "*a",
+    "**a",
+    "_a",
+    "~~a",
+    "[",
+    "![",
+    "[a](",
+    "`a",
+    "``a`",
+    "<a",
+    "|a",
+    "http://",
     "> ",
     "- ",
-    "\\",
 )
 
 
