@@ -3,7 +3,7 @@
 import { bytes, draw, duration, make, number } from "./dom.js";
 import { fillFacts, panel } from "./rally.js";
 
-const STATES = { serving: "serves", loading: "loads", lost: "lost" };
+const STATES = { serving: "serves", loading: "loads", lost: "not there" };
 const SIDES = [["attention", "Attention"], ["stage", "Stages"], ["expert", "Experts"], ["draft", "Drafts"]];
 const CELL = 9;
 

@@ -29,12 +29,12 @@ CHECKS = (
     content_type_conformance,
     response_schema_conformance,
 )
-# A trace is the engine's, which is not here.
+# Traces and the feed are the engine's, which is not here.
 OPERATIONS = [
     (method, path)
     for path, methods in described()["paths"].items()
     for method in methods
-    if path != "/trace"
+    if path not in ("/trace", "/feed")
 ]
 
 
@@ -69,7 +69,8 @@ def fill_in(case: schemathesis.Case, url: str) -> None:
     """Set what no description tells: names, ids, and which roles the model's template has."""
     places = case.path_parameters or {}
     if places.get("name", "z") < "m":
-        places["name"] = "org/alias"
+        is_file = case.operation.path.startswith("/page/")
+        places["name"] = "main.js" if is_file else "org/alias"
     if places.get("response_id", "z") < "m":
         stored = httpx.post(f"{url}/v1/responses", json={"model": "tiny", "input": "hi"})
         places["response_id"] = stored.json()["id"]
