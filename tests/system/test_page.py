@@ -30,9 +30,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium"),
     pytest.mark.timeout(300),
 ]
-# Two MoE layers, two hops each: 16 ms a step, so that answers outlast what happens.
-LINK_US = 4_000
-NUM_TOKENS = 400
+# Two MoE layers, two hops each: 40 ms a step, so that answers outlast what happens.
+LINK_US = 10_000
+NUM_TOKENS = 120
 OPERATOR, USER = "sk-operator-0123456789", "sk-user-0123456789"
 ANSWER = "document.querySelector('.message.assistant:last-child .body').textContent"
 IS_IDLE = "document.getElementById('send').textContent === 'Send'"
