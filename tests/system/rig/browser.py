@@ -107,6 +107,7 @@ class Tab:
         )
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.send("Emulation.setEmulatedMedia", features=features)
+        await self.run("new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))")
 
     async def picture(self, path: Path) -> None:
         """Write what the tab shows as a PNG."""
@@ -189,6 +190,8 @@ class Browser:
         self._connection.tabs[attached["sessionId"]] = tab
         for domain in ("Page", "Runtime", "Log"):
             await tab.send(f"{domain}.enable")
+        # A tab behind another one would draw nothing.
+        await tab.send("Emulation.setFocusEmulationEnabled", enabled=True)
         return tab
 
 

@@ -51,9 +51,8 @@ export function stepOf({ nodes }) {
   const first = busy.reduce((least, { start }) => (start < least ? start : least), busy[0].start);
   const seconds = (ns) => Number(ns - first) / 1e9;
   for (const lane of used) {
-    lane.spans = lane.spans
-      .map((span) => ({ ...span, start: Math.max(0, seconds(span.start)), end: seconds(span.end) }))
-      .filter(({ end }) => end >= 0);
+    // Waits for it may have begun before the step.
+    lane.spans = lane.spans.map((span) => ({ ...span, start: seconds(span.start), end: seconds(span.end) }));
     lane.tasks = tasksOf(lane);
     lane.bubble = bubbleOf(lane);
   }
