@@ -1,4 +1,4 @@
-"""What somebody who watches the engine is shown: its last steps, one of them in full, its news.
+"""The notes for somebody who watches the engine: its last steps, one of them in full, its news.
 
 Owns who watches, and until when: nothing is noted of steps while nobody does. Pure: times are
 arguments. Knows no node and no gateway; gateways.py asks nodes for the stamps of the step that is

@@ -1,4 +1,4 @@
-"""What a gateway shows of the engine while somebody watches. See topspin.messages."""
+"""The engine as a gateway shows it while somebody watches. See topspin.messages."""
 
 from __future__ import annotations
 

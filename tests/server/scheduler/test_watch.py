@@ -1,4 +1,4 @@
-"""Who watches the engine sees its steps and nodes; nothing is noted or asked while nobody does."""
+"""A watch of the engine shows its steps and nodes; nothing is noted or asked while nobody watches."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ export class EngineView {
     this.canvas = make("canvas", { role: "img", "aria-label": "How often each expert is chosen, by layer", mousemove: (event) => this.point(event) });
     this.pointed = make("p.minor", {}, "");
     this.heat = panel("Experts by layer", "A row is an MoE layer, a column an expert; the brighter, the more often it was chosen lately.",
-      make("div.scroll", {}, this.canvas), this.pointed);
+      make("div.scroll", { tabIndex: 0, role: "group", "aria-label": "Experts" }, this.canvas), this.pointed);
     this.counts = make("dl.facts");
     this.list = make("ul.news");
     this.body = make("div.panels", { hidden: true },

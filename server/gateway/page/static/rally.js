@@ -28,7 +28,7 @@ export class RallyView {
       panel("One step, by node", "A node's row is coloured while it works for a micro-batch and pale while it waits.",
         this.facts, make("div.controls", {}, this.hold,
           make("label", {}, "Layers shown ", this.zoom), make("label", {}, "From ", this.from), legend()),
-        make("div.scroll", {}, this.gantt)),
+        make("div.scroll", { tabIndex: 0, role: "group", "aria-label": "Timeline" }, this.gantt)),
       panel("The same step in slow motion", "A micro-batch is a ball: attention serves it over the net, the experts return it. While one is in the air, the next is being hit.", this.slow.element),
       this.whatIf(),
       panel("The last steps", `Up to ${SHOWN_STEPS} steps of the slowest attention node, from left to right.`, phaseLegend(), this.bars));
