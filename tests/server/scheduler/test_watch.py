@@ -1,4 +1,4 @@
-"""A watch of the engine shows its steps and nodes; nothing is noted or asked while nobody watches."""
+"""A watch of the engine shows its steps and nodes; unwatched, nothing is noted or asked."""
 
 from __future__ import annotations
 
