@@ -207,6 +207,9 @@ async def chromium(command: str, directory: Path) -> AsyncIterator[Browser]:
     )
     try:
         url = await _address(process)
+        assert process.stderr is not None
+        # What it says later would fill the pipe.
+        saying = asyncio.create_task(process.stderr.read())
         async with (
             aiohttp.ClientSession() as session,
             session.ws_connect(url, max_msg_size=0) as socket,
@@ -217,6 +220,7 @@ async def chromium(command: str, directory: Path) -> AsyncIterator[Browser]:
             await connection.send("Browser.close")
             reading.cancel()
         async with asyncio.timeout(DEADLINE_S):
+            await saying
             await process.wait()
     finally:
         if process.returncode is None:
