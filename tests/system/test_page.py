@@ -34,7 +34,7 @@ pytestmark = [
 LINK_US = 10_000
 NUM_TOKENS = 120
 OPERATOR, USER = "sk-operator-0123456789", "sk-user-0123456789"
-ANSWER = "document.querySelector('.message.assistant:last-child .body').textContent"
+ANSWER = "(document.querySelector('.message.assistant:last-child > .body')?.textContent ?? '')"
 IS_IDLE = "document.getElementById('send').textContent === 'Send'"
 
 
