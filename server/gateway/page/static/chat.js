@@ -224,7 +224,7 @@ export class Chat {
       this.running = null;
       this.sendButton.textContent = "Send";
     }
-    const isEmpty = !message.content && !message.reasoning && !message.tool_calls;
+    const isEmpty = !message.content && !message.reasoning && !message.tool_calls && !message.stats?.tokens;
     if (isEmpty && conversation.messages[conversation.messages.length - 1] === message) conversation.messages.pop();
     if (this.shown === conversation) {
       this.keep();

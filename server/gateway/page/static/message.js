@@ -106,7 +106,7 @@ function pretty(text) {
   }
 }
 
-function statsText({ role, stats }, isGrowing) {
+function statsText({ role, stats, content, reasoning, tool_calls: calls }, isGrowing) {
   if (role !== "assistant" || !stats) return "";
   const parts = [];
   if (stats.tokens !== undefined) {
@@ -118,6 +118,7 @@ function statsText({ role, stats }, isGrowing) {
   if (stats.prompt) parts.push(`${number(stats.cached)} of ${number(stats.prompt)} prompt tokens cached`);
   if (stats.tokens > 4 * stats.pieces / 3) parts.push(`${number(stats.tokens / stats.pieces, 1)} tokens a piece`);
   if (stats.accepted) parts.push(`${number(stats.accepted)} drafted`);
+  if (!isGrowing && !content && !reasoning && !calls) parts.push("said nothing");
   if (!isGrowing && FINISHES[stats.finish]) parts.push(FINISHES[stats.finish]);
   return parts.join(" · ");
 }
