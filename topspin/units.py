@@ -76,6 +76,13 @@ def parse_origins(text: str) -> tuple[str, ...]:
     return origins
 
 
+def parse_root_path(text: str) -> str:
+    """Return the path of a URL that begins all others; raises ConfigError."""
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", text):
+        raise ConfigError(f"{text!r} is not a path such as /llm or /team/llm")
+    return text.rstrip("/")
+
+
 def parse_object(text: str) -> dict[str, Any]:
     """Return the JSON object `text`; raises ConfigError if it is none."""
     try:

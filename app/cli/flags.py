@@ -90,7 +90,14 @@ def hide_api_key(arguments: argparse.Namespace) -> None:
 
 def add_url(parser: argparse.ArgumentParser) -> None:
     """Add the flag of a client that says where the server is."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument(
+        "--url",
+        "--base-url",
+        dest="url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the server (%(default)s)",
+    )
 
 
 def key_header() -> dict[str, str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import topspin
+from app.cli.parser import CommandParser
 from topspin.errors import ConfigError, TopspinError
 from topspin.process import open_standard_streams
 
@@ -29,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         check_installation()
-        parsed = _parser(arguments).parse_args(arguments)
+        parsed, unknown = _parser(arguments).parse_known_args(arguments)
+        if unknown:
+            parsed.parser.refuse(unknown)
     except ConfigError as error:
         return _fail("topspin", error, status=2)
     command: Callable[[argparse.Namespace], int] = parsed.run
@@ -69,18 +72,17 @@ def check_installation() -> None:
             )
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> CommandParser:
     """Build the parser; only the command in `argv` has its flags, and its module, loaded."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="topspin",
         description="Serves Mixture-of-Experts language models, attention and experts apart.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"topspin {topspin.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for name, (summary, place) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command = commands.add_parser(name, help=summary, description=summary)
         if name == wanted:
             _add(place, command)
     return parser

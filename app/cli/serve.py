@@ -36,6 +36,7 @@ from topspin.plan.setting import AUTO
 from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import EnginePlan, NodeSpec, ServeConfig
 from topspin.plan.speculation import SELF_INT4
+from topspin.processes.listening import bind
 
 
 class AskedEngine(NamedTuple):
@@ -99,6 +100,33 @@ def check_http(gateway: GatewaySection) -> None:
     check_endpoint(gateway.otlp_traces_endpoint)
 
 
+def check_text(path: Path, gateway: GatewaySection) -> None:
+    """Raise ConfigError if the gateway could not read or write the model's text.
+
+    A model without a chat template is served, but not to chats, which is said.
+    """
+    from models.text.chat_template import ChatTemplate, has_template
+    from models.text.tokenizer_names import RANK_FILE, TOKENIZER_FILE, has_tokenizer
+
+    if not has_tokenizer(path):
+        raise ConfigError(
+            f"{path}: has no tokenizer (neither {TOKENIZER_FILE} nor {RANK_FILE}); copy it from "
+            "the model that this one was made of"
+        )
+    if gateway.chat_template is not None:
+        ChatTemplate.from_file(path, gateway.chat_template)
+    elif not has_template(path):
+        _to_stderr(
+            f"topspin: {path} has no chat template: only /v1/completions is served; "
+            "--chat-template FILE gives one"
+        )
+
+
+def check_defaults(path: Path, gateway: GatewaySection) -> None:
+    """Raise ConfigError for defaults of sampling parameters that cannot be used."""
+    load_sampling_defaults(path, gateway.generation_config, gateway.override_generation_config)
+
+
 def set_log_format(gateway: GatewaySection) -> None:
     """Have this process's roles write their logs in the format that was asked for."""
     if gateway.log_format is not None:
@@ -121,9 +149,16 @@ def asked_for(arguments: argparse.Namespace) -> AskedEngine:
     if not arguments.print_plan:
         check_http(gateway)  # before layouts are measured
     if arguments.plan is not None:
-        return asked_by_plan(arguments.plan, gateway)
+        planned = asked_by_plan(arguments.plan, gateway)
+        if not arguments.print_plan:
+            check_text(planned.path, gateway)
+        return planned
     path = resolve_model(asked["path"])
-    load_sampling_defaults(path, gateway.generation_config)
+    check_defaults(path, gateway)
+    if not arguments.print_plan:
+        check_text(path, gateway)
+        if asked.get("layout", AUTO) == AUTO:
+            bind(gateway).close()  # launch() comes after the measurement
     plan = measured_plan(asked, path)
     on_device = any(node.place.is_device for node in plan.attention)
     if "gpu_memory_utilization" in asked and not on_device:
@@ -138,7 +173,7 @@ def asked_by_plan(file: str, gateway: GatewaySection) -> AskedEngine:
     model = load_model_config(path, plan.model.hf_overrides)
     check_model(plan, facts_of(model, path))
     check_draft_model(plan, model)
-    load_sampling_defaults(path, gateway.generation_config)
+    check_defaults(path, gateway)
     return AskedEngine(plan, gateway, path)
 
 

@@ -99,7 +99,7 @@ def choose_layout(
     key = _key(plan, choices, path, cores)
     known = _read(cache)
     if (chosen := known.get(key)) is not None:
-        emit(f"layout: {_describe(chosen, cores)} (measured before: {cache})")
+        emit(f"layout: {_describe(chosen, cores)} (measured before: {cache}){_others(chosen)}")
         return chosen
     started = time.monotonic()
     try:
@@ -116,7 +116,9 @@ def choose_layout(
         if each != chosen
     ]
     against = f"; a step takes {', '.join(others)}" if others else ""
-    emit(f"layout: {_describe(chosen, cores)} (measured in {took_s:.1f} s{against})")
+    emit(
+        f"layout: {_describe(chosen, cores)} (measured in {took_s:.1f} s{against}){_others(chosen)}"
+    )
     _write(cache, known | {key: chosen})
     return chosen
 
@@ -173,6 +175,13 @@ def _candidate(
         return LayoutCandidate(choice, config, (first, second))
     node = CandidateNode(_num_threads(choice, cores))
     return LayoutCandidate(choice, config, (node, node))
+
+
+def _others(choice: LayoutChoice) -> str:
+    """Return where attention and experts run, and how a user has them run otherwise."""
+    if choice.transport == "local":
+        return "; --transport shm gives attention and experts a process each"
+    return "; attention and experts have a process each, --transport local puts them in one"
 
 
 def _num_threads(choice: LayoutChoice, cores: Sequence[int]) -> int:

@@ -263,6 +263,8 @@ class EngineStart:
             nodes = nodes.replace(" +", f" + {len(plan.drafts)} draft +")
         if num_optional := sum(node.optional for node in plan.nodes):
             nodes += f" ({num_optional} of them optional)"
+        if plan.link.transport == "local":
+            nodes += " in one process"
         devices = dict.fromkeys(node.device for node in plan.nodes)
         if any(node.place.is_gpu for node in plan.nodes):
             nodes += f" on {' + '.join(devices)}"

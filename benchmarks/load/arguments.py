@@ -41,9 +41,15 @@ _SAMPLING: dict[str, type] = {
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the target: --base-url or --host and --port, and of requests."""
+    """Add the flags of the target: --url or --host and --port, and of requests."""
     group = parser.add_argument_group("server")
-    group.add_argument("--base-url", metavar="URL", help="the server, if not --host and --port")
+    group.add_argument(
+        "--url",
+        "--base-url",
+        dest="base_url",
+        metavar="URL",
+        help="the server, if not --host and --port",
+    )
     group.add_argument("--host", default=None, help="the server's host (127.0.0.1)")
     group.add_argument("--port", type=int, default=None, help="the server's port (8000)")
     add_request_arguments(group)

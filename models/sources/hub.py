@@ -73,8 +73,9 @@ def resolve_model(model: str) -> Path:
         if not (made / "config.json").exists():
             raise ConfigError(f"{model}: is not in {made}; run `topspin pull {model}`")
         return made
-    if not model or directory.is_absolute() or model.startswith((".", "~")):
-        raise ConfigError(f"{model!r}: no such directory")
+    is_file = model.startswith((".", "~")) or model.endswith(".gguf")
+    if not model or directory.is_absolute() or is_file:
+        raise ConfigError(f"{model!r}: no such directory, nor GGUF file")
     if model.count("/") != 1:
         raise ConfigError(
             f"{model!r}: is neither a directory, nor {DEFAULT_MODEL}, nor a hub id such as "

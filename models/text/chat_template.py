@@ -188,6 +188,11 @@ def may_set(name: str) -> bool:
     return name.isidentifier() and not name.startswith("_") and name not in _RESERVED
 
 
+def has_template(path: Path) -> bool:
+    """Return whether the checkpoint directory `path` has a chat template."""
+    return bool(_sources(path))
+
+
 class ChatTemplate:
     """The compiled templates of one checkpoint; immutable, may be shared by threads."""
 
@@ -204,6 +209,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
         self._sources = tuple(sources.values())
+        self._text = sources["default"]
         self._words: set[object] = set()
         read: set[str] = set()
         for name, text in sources.items():
@@ -245,6 +251,11 @@ class ChatTemplate:
         text = _read(Path(file).expanduser())
         special = read_special_tokens(checkpoint)
         return cls({"default": text}, special_tokens=special, source=file)
+
+    @property
+    def text(self) -> str:
+        """The source of the template that is used without tools."""
+        return self._text
 
     @cached_property
     def forms(self) -> MessageForms:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 
+import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,21 +22,29 @@ from starlette.types import ASGIApp
 
 from server.gateway.call import ClientGone
 from server.gateway.dialects.anthropic.dialect import COUNT_TOKENS, CREATE_MESSAGE, AnthropicDialect
+from server.gateway.dialects.anthropic.reply import TokenCount
+from server.gateway.dialects.chat.batch import BATCH, BatchDialect
 from server.gateway.dialects.chat.dialect import CHAT, ChatDialect
 from server.gateway.dialects.completions.dialect import COMPLETIONS, CompletionDialect
 from server.gateway.dialects.models import LIST_MODELS, SHOW_MODEL, Models
 from server.gateway.dialects.responses.dialect import (
+    CANCEL_RESPONSE,
     FORGET_RESPONSE,
+    INPUT_TOKENS,
     RESPONSES,
     SHOW_RESPONSE,
     ResponsesDialect,
 )
+from server.gateway.dialects.responses.input_items import INPUT_ITEMS
+from server.gateway.dialects.responses.reply import ResponseInputTokens
 from server.gateway.dialects.tokenization import (
     DETOKENIZE,
     MAX_BODY_BYTES,
     TOKENIZE,
+    TOKENIZER_INFO,
     detokenize,
     tokenize,
+    tokenizer_info,
 )
 from server.gateway.engine_client import EngineClient
 from server.gateway.errors import error_response, truncated
@@ -51,7 +60,16 @@ from server.gateway.operations.feed import FEED, feed
 from server.gateway.operations.health import ProgressWatch
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.operations.otlp import SpanSender
-from server.gateway.operations.probes import HEALTH, LIVE, METRICS, VERSION, Probes
+from server.gateway.operations.probes import (
+    HEALTH,
+    LIVE,
+    LOAD,
+    METRICS,
+    PING,
+    PING_BY_POST,
+    VERSION,
+    Probes,
+)
 from server.gateway.operations.spans import GONE_STATUS
 from server.gateway.operations.tracing import TRACE, trace
 from server.gateway.page.files import PAGE, PAGE_FILE, page_paths, send_file
@@ -75,13 +93,14 @@ def create_app(
     spans: SpanSender | None = None,
     keep_alive_s: float = 0.0,
     request_timeout_s: float = 0.0,
+    root_path: str = "",
 ) -> ASGIApp:
     """Return the application. The caller runs `engine.run()` concurrently.
 
     `keys`: those of which a request must have one (None or empty: it needs none). Pages of
     `allowed_origins` (`*`: all) may call it from a browser (CORS). `access_log`: each request is
     logged at its end. `spans`: where the spans of requests go (None: they have none).
-    `keep_alive_s` is Handler's, `request_timeout_s` Exchanges'.
+    `keep_alive_s` is Handler's, `request_timeout_s` and `root_path` are Exchanges'.
     """
     metrics = GatewayMetrics(model.names[0])
     handler = Handler(engine=engine, model=model, metrics=metrics, keep_alive_s=keep_alive_s)
@@ -111,6 +130,7 @@ def create_app(
         answered=answered,
         spans=spans,
         timeout_s=request_timeout_s,
+        root_path=root_path,
     )
 
 
@@ -124,20 +144,33 @@ def _handlings(handler: Handler, probes: Probes) -> dict[Endpoint, Handling]:
     async def openapi(_: Request) -> Response:
         return json_response(description())
 
+    async def info(_: Request) -> Response:
+        return json_response(msgspec.json.encode(tokenizer_info(model)))
+
     found: dict[Endpoint, Handling] = {
         CHAT: partial(handler.generate, dialect=ChatDialect(model)),
+        BATCH: partial(handler.generate, dialect=BatchDialect(model)),
         COMPLETIONS: partial(handler.generate, dialect=CompletionDialect(model)),
         RESPONSES: partial(handler.generate, dialect=responses),
+        INPUT_TOKENS: partial(
+            handler.count, prepare=responses.prepare_count, answer=ResponseInputTokens
+        ),
         SHOW_RESPONSE: responses.stored,
+        INPUT_ITEMS: responses.input_items,
+        CANCEL_RESPONSE: responses.cancel,
         FORGET_RESPONSE: responses.stored,
         CREATE_MESSAGE: partial(handler.generate, dialect=anthropic),
-        COUNT_TOKENS: partial(handler.count, prepare=anthropic.prepare_count),
+        COUNT_TOKENS: partial(handler.count, prepare=anthropic.prepare_count, answer=TokenCount),
         TOKENIZE: partial(tokens, conversion=partial(tokenize, model=model, engine=engine)),
         DETOKENIZE: partial(tokens, conversion=partial(detokenize, model=model)),
+        TOKENIZER_INFO: info,
         LIST_MODELS: models.list,
         SHOW_MODEL: models.show,
         HEALTH: probes.health,
+        PING: probes.health,
+        PING_BY_POST: probes.health,
         LIVE: probes.live,
+        LOAD: probes.load,
         METRICS: probes.prometheus,
         VERSION: probes.version,
         TRACE: partial(trace, engine=engine),

@@ -127,6 +127,8 @@ class Failure:
         message = self.message
         if self.param is not None and self.param not in message:
             message = f"{self.param}: {message}"
+        if self.code == ContextLengthExceeded.code:
+            message = f"prompt is too long: {message}"  # agents look for these words
         kind = ANTHROPIC_TYPES.get(self.status, others)
         return AnthropicErrorBody(error=AnthropicError(type=kind, message=message))
 

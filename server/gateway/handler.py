@@ -7,6 +7,7 @@ socket.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,8 +20,13 @@ from starlette.responses import Response
 
 from models.text.tokenizer import IncrementalDetokenizer
 from server.gateway.call import ClientGone
-from server.gateway.dialects.anthropic.reply import TokenCount
-from server.gateway.dialects.dialect import Dialect, PreparedRequest, Replies, ReplyHead
+from server.gateway.dialects.dialect import (
+    BackgroundReplies,
+    Dialect,
+    PreparedRequest,
+    Replies,
+    ReplyHead,
+)
 from server.gateway.engine_client import EngineClient
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
@@ -66,6 +72,7 @@ class Handler:
     keep_alive_s: float = 0.0
     threads: PreparationThreads = field(default_factory=PreparationThreads)
     bodies: Bodies = field(default_factory=Bodies)
+    background: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def generate(self, request: Request, *, dialect: Dialect) -> Response:
         """Answer a request that generates."""
@@ -98,14 +105,21 @@ class Handler:
         run = self._submitted(prepared, exchange, resumption)
         if exchange.record is not None:
             exchange.record.submitted(params, response_id=head.id, choices=run.choices)
-        run.watch(request.receive)
         replies = prepared.make_replies(head)
+        if isinstance(replies, BackgroundReplies):
+            await run.queued()
+            response: Response = json_response(replies.begun(run.close))
+            finishing = asyncio.create_task(self._finish(run, replies, params, exchange))
+            self.background.add(finishing)
+            finishing.add_done_callback(self.background.discard)
+            return _with_ignored(response, prepared.ignored)
+        run.watch(request.receive)
         if params.stream:
             # Waiting here gives a request that is refused a proper status. It waits for a place,
             # not for the first token: clients and proxies give up on a server that says nothing.
             await run.queued()
             blocks = self._event_blocks(run, replies, params, exchange, resumption)
-            response: Response = EventStream(
+            response = EventStream(
                 blocks,
                 close=run.close,
                 keep_alive=replies.keep_alive,
@@ -117,11 +131,25 @@ class Handler:
             response.headers[TOOLS_HEADER] = "generic"
         return _with_ignored(response, prepared.ignored)
 
-    async def count(self, request: Request, *, prepare: Prepare) -> Response:
+    async def _finish(
+        self, run: Run, replies: BackgroundReplies, params: RequestParams, exchange: Exchange
+    ) -> None:
+        """Complete an answer that nobody waits for; `replies` keep it, or its failure."""
+        try:
+            await self._whole_answer(run, replies, params)
+        except ClientGone:
+            return  # it was cancelled
+        except Exception as error:
+            exchange.failed(error)
+            replies.failed(error)
+
+    async def count(
+        self, request: Request, *, prepare: Prepare, answer: Callable[..., msgspec.Struct]
+    ) -> Response:
         """Answer a request that only asks how many tokens its prompt has."""
         prepared = await self._prepared(request, prepare)
         [prompt] = prepared.prompts
-        body = msgspec.json.encode(TokenCount(input_tokens=len(prompt.ids)))
+        body = msgspec.json.encode(answer(input_tokens=len(prompt.ids)))
         return _with_ignored(json_response(body), prepared.ignored)
 
     async def convert(

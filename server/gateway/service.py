@@ -167,7 +167,11 @@ def build_app(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         created_at_s=int(time.time()),
-        defaults=load_sampling_defaults(path, config.gateway.generation_config),
+        defaults=load_sampling_defaults(
+            path, config.gateway.generation_config, config.gateway.override_generation_config
+        ),
+        ignores_unknown=config.gateway.unknown_fields == "ignore",
+        max_logprobs=config.gateway.max_logprobs,
         tokenizer=Tokenizer.from_directory(path),
         template=template,
         formats=message_formats(config.gateway, template),
@@ -182,6 +186,7 @@ def build_app(
         keys=keys_of(config.gateway),
         spans=spans,
         request_timeout_s=config.gateway.request_timeout_s,
+        root_path=config.gateway.root_path,
         keep_alive_s=config.gateway.sse_keep_alive_interval_s,
     )
 

@@ -7,7 +7,7 @@ flags that write no field). Knows no nodes, no tensors and no sockets. Part of t
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -15,10 +15,13 @@ from msgspec import Meta
 from topspin.cores import SPIN_COUNT
 from topspin.logs import FORMAT_VARIABLE, LogFormat
 from topspin.plan.setting import AUTO, Setting
-from topspin.units import parse_origins, parse_switch
+from topspin.units import parse_object, parse_origins, parse_root_path, parse_switch
 
 API_KEY_VARIABLE = "TOPSPIN_API_KEY"
 """The variable with the one API key of a server, and of the commands that are its clients."""
+
+MAX_LOGPROBS = 20
+"""Log-probabilities of other tokens that a request may have beside each."""
 
 WINDOW_ROWS = 512
 GPU_WINDOW_ROWS = 2048
@@ -246,6 +249,40 @@ class GatewaySection(Section, frozen=True, kw_only=True):
             flag="--generation-config auto|none|DIR",
         ),
     ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any] | None,
+        Setting(
+            "defaults of sampling parameters in place of those of --generation-config, as JSON",
+            flag="--override-generation-config JSON",
+            parse=parse_object,
+            unset="none",
+        ),
+    ] = None
+    max_logprobs: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)],
+        Setting(
+            f"log-probabilities that a request may ask for beside each token, at most "
+            f"{MAX_LOGPROBS}",
+            flag="--max-logprobs N",
+        ),
+    ] = MAX_LOGPROBS
+    unknown_fields: Annotated[
+        Literal["refuse", "ignore"],
+        Setting(
+            "what becomes of a request with fields that no API here has: it is refused with the "
+            "field's name, or they are ignored and named in the header x-topspin-ignored",
+            flag="--unknown-fields",
+        ),
+    ] = "refuse"
+    root_path: Annotated[
+        str,
+        Setting(
+            "the path below which a proxy shows this server, as /llm; requests may come with it "
+            "or without",
+            flag="--root-path PATH",
+            parse=parse_root_path,
+        ),
+    ] = ""
     chat_template: Annotated[
         str | None,
         Setting(

@@ -23,6 +23,7 @@ from topspin.errors import ConfigError, EngineUnavailable
 from topspin.messages import Trace
 
 TIMEOUT_S = 15.0
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("trace.json"),
         metavar="FILE",
-        help="Chrome/Perfetto JSON to write (%(default)s)",
+        help="what its name says: .json for Chrome and Perfetto, .png, .svg or .pdf for the Gantt "
+        "chart (%(default)s)",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the Gantt chart")
 
@@ -47,19 +49,26 @@ def run(parsed: argparse.Namespace) -> int:
 
     Raises ConfigError for an answer that cannot be used, EngineUnavailable without one.
     """
-    url, output, png = parsed.url, parsed.output, parsed.png
+    url, output = parsed.url, parsed.output
+    pictures = [parsed.png] * (parsed.png is not None)
+    suffix = output.suffix.lower()
+    if suffix in PICTURES:
+        pictures.append(output)
+    elif suffix != ".json":
+        raise ConfigError(f"-o {output}: its name must end in .json, {', '.join(PICTURES)}")
     found = fetch(url, parsed.seconds)
     lanes = lanes_of(found)
-    output.write_bytes(msgspec.json.encode(chrome_trace(lanes)))
-    print(f"written: {output} (open it in https://ui.perfetto.dev)")
+    if suffix == ".json":
+        output.write_bytes(msgspec.json.encode(chrome_trace(lanes)))
+        print(f"written: {output} (open it in https://ui.perfetto.dev)")
     report = make_report(lanes)
     for name in found.missing:
         print(f"{name} did not answer in time")
     print(describe(report, lanes))
-    if png is not None:
+    for picture in pictures:
         start_ns, end_ns = gantt_window(lanes)
-        draw_gantt(lanes, png, title=f"The rally at {url}", start_ns=start_ns, end_ns=end_ns)
-        print(f"written: {png}")
+        draw_gantt(lanes, picture, title=f"The rally at {url}", start_ns=start_ns, end_ns=end_ns)
+        print(f"written: {picture}")
     return 0
 
 

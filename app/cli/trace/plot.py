@@ -22,14 +22,14 @@ _LAYERS_SHOWN = 6
 def draw_gantt(
     lanes: Sequence[Lane], path: Path, *, title: str, start_ns: int, end_ns: int
 ) -> None:
-    """Write a PNG of the nodes' activity from `start_ns` to `end_ns`.
+    """Draw the nodes' activity from `start_ns` to `end_ns`, in the form that the file's name says.
 
     Raises ConfigError if matplotlib is not installed.
     """
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--png needs matplotlib: pip install -e '.[plots]'") from error
+        raise ConfigError("a picture needs matplotlib: pip install -e '.[plots]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch

@@ -2,14 +2,16 @@
 
 Owns the messages of these errors. A call of msgspec holds the interpreter's lock, and with it the
 event loop, until it returns: what may be long is read as Raw first, which is fast, and then in
-parts. Knows no fields; server.gateway.dialects calls it.
+parts. Knows no fields; server.gateway.bodies.reading and the dialects call it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from msgspec import Raw
@@ -38,15 +40,19 @@ _ERRORS = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _Value = TypeVar("_Value")
 
 
+class UnknownField(InvalidRequest):
+    """The object has a field that its type does not have."""
+
+
 def decode(data: bytes | Raw, kind: type[_Value], *, param: str = "") -> _Value:
     """Return the value in `data`; raises InvalidRequest for a part of the field `param`."""
     try:
         return msgspec.json.decode(data, type=kind)
     except _ERRORS as error:
-        raise _invalid(error, param, data) from None
+        raise _invalid(error, param, data, kind) from None
 
 
-def decode_each(items: list[Raw], kind: type[_Value], *, param: str) -> list[_Value]:
+def decode_each(items: Sequence[Raw], kind: type[_Value], *, param: str) -> list[_Value]:
     """Return the values of the list `param`, item by item; raises as decode."""
     decoder = msgspec.json.Decoder(kind)
     values: list[_Value] = []
@@ -54,7 +60,7 @@ def decode_each(items: list[Raw], kind: type[_Value], *, param: str) -> list[_Va
         try:
             values.append(decoder.decode(item))
         except _ERRORS as error:
-            raise _invalid(error, f"{param}[{len(values)}]", item) from None
+            raise _invalid(error, f"{param}[{len(values)}]", item, kind) from None
     return values
 
 
@@ -91,7 +97,26 @@ def _too_deep(param: str) -> InvalidRequest:
     return InvalidRequest(f"{where} is nested too deeply", param=param or None)
 
 
-def _invalid(error: Exception, prefix: str, data: bytes | Raw) -> InvalidRequest:
+@cache
+def structs_in(kind: Any) -> tuple[type[msgspec.Struct], ...]:
+    """Return the structs that a value of the type `kind`, or of its items, may be."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return (kind,)
+    return tuple(dict.fromkeys(each for part in get_args(kind) for each in structs_in(part)))
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    """Return the names of the fields of `kind`, and of the structs in them."""
+    names: dict[str, None] = {}
+    for struct in structs_in(kind):
+        for field in msgspec.structs.fields(struct):
+            names[field.name] = None
+            names |= dict.fromkeys(_field_names(field.type))
+    return tuple(names)
+
+
+def _invalid(error: Exception, prefix: str, data: bytes | Raw, kind: Any) -> InvalidRequest:
     """Return an InvalidRequest for msgspec's error; `prefix` and the path become `param`."""
     if isinstance(error, RecursionError):
         return _too_deep(prefix)
@@ -117,5 +142,8 @@ def _invalid(error: Exception, prefix: str, data: bytes | Raw) -> InvalidRequest
         )
     field = truncated(named.group(1), 64)
     param = f"{path}.{field}" if path else field
-    what = "missing required" if "missing required" in message[:24] else "unknown or unsupported"
-    return InvalidRequest(f"{what} field `{param}`", param=param)
+    if "missing required" in message[:24]:
+        return InvalidRequest(f"missing required field `{param}`", param=param)
+    near = get_close_matches(field, _field_names(kind), n=1, cutoff=0.75)
+    hint = f"; did you mean `{near[0]}`?" if near else ""
+    return UnknownField(f"unknown or unsupported field `{param}`{hint}", param=param)

@@ -1,4 +1,4 @@
-"""The fields that the bodies of OpenAI's older endpoints, chat and completions, have in common.
+"""Fields that the bodies of OpenAI's endpoints have in common, and other servers' names of them.
 
 Other APIs are translated to a chat's. server.gateway.generation.params gives the fields their
 meaning.
@@ -6,7 +6,7 @@ meaning.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -19,7 +19,6 @@ from server.gateway.bodies.fields import (
     Count,
     Ignored,
     Name,
-    NumLogprobs,
     Object,
     Priority,
     Refused,
@@ -36,7 +35,8 @@ from server.gateway.bodies.sampling_defaults import (
     TopK,
     TopP,
 )
-from server.sampling_limits import MAX_BIAS, MAX_PENALTY
+from server.sampling_limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS, MAX_PENALTY
+from topspin.errors import InvalidRequest
 from topspin.plan.retrieval import MAX_TOKENS, MIN_TOKENS
 
 MAX_CHOICES = 128
@@ -50,6 +50,8 @@ MAX_ALLOWED_TOKEN_IDS = 2**14
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[ -~]*$")]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float
+"""A float is a whole number, as languages without integers write it."""
 Choices = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_STRUCTURED_CHOICES)]
 
 
@@ -106,14 +108,12 @@ class StructuredOutputs(BodyFields, kw_only=True, frozen=True):
     json_object: bool | None = None
 
 
-class GenerationBody(BodyFields, kw_only=True, frozen=True):
-    """The fields that chat and plain completions have in common."""
+class SamplingBody(BodyFields, kw_only=True, frozen=True):
+    """The fields that say how tokens are chosen, and with whom a request shares what."""
 
     model: str | None = None
-    max_tokens: Count | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -123,27 +123,24 @@ class GenerationBody(BodyFields, kw_only=True, frozen=True):
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: (
         Annotated[
-            dict[int, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]],
+            dict[str, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]],
             Meta(max_length=MAX_LOGIT_BIAS),
         ]
         | None
     ) = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    add_special_tokens: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     truncate_prompt_tokens: PositiveCount | None = None
-    prompt_logprobs: NumLogprobs | None = None
-    return_token_ids: bool | None = None
+    truncation_side: Literal["left", "right"] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: Name | None = None
     priority: Priority | None = None
     request_id: RequestId | None = None
     kv_retrieval: KvRetrieval | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: (
         Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
@@ -157,38 +154,131 @@ class GenerationBody(BodyFields, kw_only=True, frozen=True):
     ) = None
 
     # OpenAI's
-    metadata: Ignored[Object] = None
     prompt_cache_key: Ignored[str] = None
     prompt_cache_retention: Ignored[str] = None
     safety_identifier: Ignored[str] = None
     service_tier: Ignored[str] = None
-    store: Ignored[bool] = None
     user: Ignored[str] = None
+    # vLLM's
+    kv_transfer_params: RefusedObject = ABSENT
+    logprob_token_ids: Refused = ABSENT
+    repetition_detection: Refused = ABSENT
+    vllm_xargs: RefusedObject = ABSENT
+
+
+class GenerationBody(SamplingBody, kw_only=True, frozen=True):
+    """The fields that chat and plain completions have in common."""
+
+    max_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+
+    # Other servers' names of what is above; `meant` puts them there.
+    ebnf: str | None = None
+    grammar: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_json: Raw = ABSENT
+    guided_regex: str | None = None
+    json_schema: Raw = ABSENT
+    n_predict: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    random_seed: Seed | None = None
+    regex: str | None = None
+
+    # OpenAI's
+    metadata: Ignored[Object] = None
+    store: Ignored[bool] = None
     # vLLM's; length_penalty is for beam search, spaces_between_special_tokens for tokenizers
     # without a tokenizer.json.
+    guided_decoding_backend: Ignored[str] = None
+    guided_whitespace_pattern: Ignored[str] = None
     length_penalty: Ignored[float] = None
     session_id: Ignored[str] = None
     spaces_between_special_tokens: Ignored[bool] = None
     stream_interval: Ignored[int] = None
-    kv_transfer_params: RefusedObject = ABSENT
-    logprob_token_ids: Refused = ABSENT
-    repetition_detection: Refused = ABSENT
-    return_tokens_as_token_ids: RefusedSwitch = ABSENT
-    thinking_token_budget: Annotated[Raw, neutral(-1)] = ABSENT
-    truncation_side: Annotated[Raw, neutral("left")] = ABSENT
     use_beam_search: RefusedSwitch = ABSENT
-    vllm_xargs: RefusedObject = ABSENT
     # llama.cpp's
     cache_prompt: Ignored[bool] = None
+    dry_allowed_length: Ignored[Any] = None
+    dry_base: Ignored[Any] = None
+    dry_penalty_last_n: Ignored[Any] = None
+    dry_sequence_breakers: Ignored[Any] = None
+    dynatemp_exponent: Ignored[Any] = None
     id_slot: Ignored[int] = None
+    min_keep: Ignored[Any] = None
+    mirostat_eta: Ignored[Any] = None
+    mirostat_tau: Ignored[Any] = None
+    n_discard: Ignored[Any] = None
+    n_keep: Ignored[Any] = None
+    post_sampling_probs: Ignored[Any] = None
+    reasoning_format: Ignored[Any] = None
+    repeat_last_n: Ignored[Any] = None
     return_progress: Ignored[bool] = None
     timings_per_token: Ignored[bool] = None
+    xtc_threshold: Ignored[Any] = None
     dry_multiplier: Annotated[Raw, neutral(0)] = ABSENT
     dynatemp_range: Annotated[Raw, neutral(0)] = ABSENT
-    grammar: Annotated[Raw, neutral("")] = ABSENT
-    json_schema: RefusedObject = ABSENT
     mirostat: Annotated[Raw, neutral(0)] = ABSENT
     n_probs: Annotated[Raw, neutral(0)] = ABSENT
     repeat_penalty: Annotated[Raw, neutral(1)] = ABSENT
     typical_p: Annotated[Raw, neutral(1)] = ABSENT
     xtc_probability: Annotated[Raw, neutral(0)] = ABSENT
+    # Of Ollama, LM Studio, NIM, OpenRouter, SGLang and Mistral: how a server runs, finds or shows
+    # the model.
+    draft_model: Ignored[Any] = None
+    keep_alive: Ignored[Any] = None
+    models: Ignored[Any] = None
+    nvext: Ignored[Any] = None
+    plugins: Ignored[Any] = None
+    prompt_mode: Ignored[Any] = None
+    provider: Ignored[Any] = None
+    rid: Ignored[Any] = None
+    route: Ignored[Any] = None
+    safe_prompt: Ignored[Any] = None
+    separate_reasoning: Ignored[Any] = None
+    stream_reasoning: Ignored[Any] = None
+    transforms: Ignored[Any] = None
+    ttl: Ignored[Any] = None
+    usage: Ignored[Any] = None
+
+
+_SAME: Final = {"n_predict": "max_tokens", "random_seed": "seed"}
+_SAME_OUTPUTS: Final = {
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "json_schema": "json",
+    "regex": "regex",
+}
+OTHER_NAMES: Final = {
+    **_SAME,
+    **{name: f"structured_outputs.{field}" for name, field in _SAME_OUTPUTS.items()},
+}
+"""Other servers' names of fields, by which they are known here too."""
+_EMPTY: Final = (None, "", b"null", b"{}")
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+def meant(body: Body) -> Body:
+    """Return a body with what it says under other servers' names under ours.
+
+    Raises InvalidRequest for what is then given twice.
+    """
+    found: dict[str, Any] = {}
+    for name, field in OTHER_NAMES.items():
+        value = getattr(body, name)
+        if (bytes(value) if isinstance(value, Raw) else value) in _EMPTY:
+            continue
+        target, _, part = field.partition(".")
+        if target in found or getattr(body, target) is not None:
+            raise InvalidRequest(f"`{name}` and `{target}` are given both", param=name)
+        found[target] = StructuredOutputs(**{part: value}) if part else value
+    return msgspec.structs.replace(body, **found) if found else body

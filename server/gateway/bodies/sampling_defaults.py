@@ -80,22 +80,43 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: PositiveCount | None = msgspec.field(name="max_new_tokens", default=None)
 
 
-def load_sampling_defaults(checkpoint: Path, source: str) -> SamplingDefaults:
+_NAMES = frozenset(
+    {"do_sample", *(field.encode_name for field in msgspec.structs.fields(SamplingDefaults))}
+)
+
+
+def load_sampling_defaults(
+    checkpoint: Path, source: str, overrides: Mapping[str, object] | None = None
+) -> SamplingDefaults:
     """Return the defaults of `source`: "auto" (the checkpoint's file), "none" or a directory.
 
     `do_sample: false` means greedy decoding, as in transformers. A checkpoint may have no
-    file, a directory must have one. Raises ConfigError naming the file and the value.
+    file, a directory must have one. `overrides` count more than the file. Raises ConfigError naming
+    the file or the flag, and the value.
     """
     file = _file(checkpoint, source)
-    if file is None:
-        return SamplingDefaults()
-    given = {name: value for name, value in read_json(file).items() if value is not None}
-    if given.get("do_sample") is False:
-        given["temperature"] = 0
+    read = {} if file is None else read_json(file)
+    hint = f"{file}: {{}} (--generation-config none ignores the file)"
+    found = _checked(read, hint)
+    if not overrides:
+        return found
+    if unknown := sorted(set(overrides) - _NAMES):
+        raise ConfigError(
+            f"--override-generation-config: {', '.join(unknown)}: not applied here; "
+            f"{', '.join(sorted(_NAMES))} are"
+        )
+    return _checked({**read, **overrides}, "--override-generation-config: {}")
+
+
+def _checked(given: Mapping[str, object], told: str) -> SamplingDefaults:
+    """Return the defaults that are `given`; raises ConfigError with the reason in `told`."""
+    values = {name: value for name, value in given.items() if value is not None}
+    if values.get("do_sample") is False:
+        values["temperature"] = 0
     try:
-        return msgspec.convert(given, SamplingDefaults)
+        return msgspec.convert(values, SamplingDefaults)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {error} (--generation-config none ignores the file)") from None
+        raise ConfigError(told.format(error)) from None
 
 
 def unapplied_defaults(checkpoint: Path, source: str) -> list[str]:

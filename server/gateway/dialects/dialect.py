@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.params import RequestParams
@@ -45,6 +45,14 @@ class Replies(Protocol):
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed."""
+
+
+@runtime_checkable
+class BackgroundReplies(Replies, Protocol):
+    """The encoder of an answer that nobody waits for."""
+
+    def begun(self, close: Callable[[], None]) -> bytes:
+        """Return the body that says so; `close` ends the request."""
 
 
 class PreparedRequest(NamedTuple):

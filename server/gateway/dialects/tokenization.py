@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, vLLM's: their bodies, and their conversion.
+"""POST /tokenize and /detokenize, GET /tokenizer_info, vLLM's: their bodies, and their conversion.
 
 Owns their fields and what goes with what; a chat's fields have the chat endpoint's own types and
 checks, so that a prompt is refused here exactly if it is there. Knows no HTTP.
@@ -6,11 +6,13 @@ checks, so that a prompt is refused here exactly if it is there. Knows no HTTP.
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw
 
+from models.description.config_fields import read_json
 from server.gateway.bodies.decoding import decode
 from server.gateway.bodies.fields import (
     ABSENT,
@@ -104,6 +106,22 @@ DETOKENIZE = Endpoint(
 )
 
 
+TOKENIZER_INFO = Endpoint(
+    method="get",
+    path="/tokenizer_info",
+    summary="Show the tokenizer's configuration and the chat template",
+    media_type="application/json",
+)
+
+
+def tokenizer_info(model: ServedModel) -> dict[str, Any]:
+    """Return what the checkpoint's tokenizer_config.json says, with the template that is used."""
+    file = Path(model.root) / "tokenizer_config.json"
+    read = read_json(file) if file.is_file() else {}
+    shown = {"tokenizer_class": "PreTrainedTokenizerFast", "vocab_size": model.vocab_size, **read}
+    return {**shown, "chat_template": None if model.template is None else model.template.text}
+
+
 def tokenize(data: bytes, *, model: ServedModel, engine: EngineClient) -> Tokenized:
     """Return the tokens of a prompt, which may be longer than the model's context.
 
@@ -136,7 +154,7 @@ def _chat_tokens(body: TokenizeBody, model: ServedModel) -> list[int]:
         **{name: getattr(body, name) for name in CHAT_FIELDS},
     )
     tools = tool_use(chat, formats=model.formats)
-    messages = checked_messages(body.messages, {})
+    messages = checked_messages(body.messages, model.reader())
     shown = shown_chat(chat, messages, tools, template, calls=model.formats.calls)
     return chat_prompt(chat, shown.messages, model=model, tools=shown.tools).ids
 

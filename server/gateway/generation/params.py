@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from server.gateway.bodies.generation import GenerationBody, KvRetrieval, StreamOptions
-from server.gateway.errors import ContextLengthExceeded
+from server.gateway.errors import ContextLengthExceeded, truncated
 from server.gateway.generation.choice import TextOptions
 from server.gateway.generation.prompts import bad_word_tokens
 from server.gateway.generation.served_model import ServedModel
@@ -39,6 +39,7 @@ class RequestParams:
     `sampling` lacks only max_tokens and choice, which `sampling_of` sets for each choice; its
     `prompt_logprobs` may be for `echo`, `num_prompt_logprobs` are the client's. `grammar_field` is
     the one that asks for the grammar. `has_seed`: the client's seed, else one was drawn.
+    `tokens_as_ids`: log-probabilities name tokens `token_id:N`, not by their texts.
     """
 
     model: str
@@ -52,6 +53,7 @@ class RequestParams:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool
     num_prompt_logprobs: int | None
     echo: bool
     cache_salt: str
@@ -110,6 +112,11 @@ class RequestParams:
                 param=param,
             )
 
+    def wanted(self, limit: int) -> int:
+        """Return how many tokens of output a prompt that is shortened leaves room for."""
+        asked = self.default_max_tokens if self.max_tokens is None else self.max_tokens
+        return max(1, limit // 4) if asked is None else min(asked, limit)
+
     def output_budget(self, num_prompt_tokens: int, *, limit: int, param: str) -> int:
         """Return how many tokens may be generated after a prompt of this length.
 
@@ -151,6 +158,7 @@ def request_params(
     """
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
+    _check_logprobs(body.prompt_logprobs, num_logprobs, most=model.max_logprobs)
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest(
             "`prompt_logprobs` is not available in a stream", param="prompt_logprobs"
@@ -159,6 +167,8 @@ def request_params(
     num_prompt_logprobs = max((num for num in asked if num is not None), default=None)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     options = body.stream_options or StreamOptions()
+    if max_tokens == -1:  # llama.cpp's: as many as fit
+        max_tokens = default_max_tokens = None
     grammar = grammar_of(body)
     return RequestParams(
         model=model.checked_name(body.model),
@@ -185,6 +195,7 @@ def request_params(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         num_prompt_logprobs=body.prompt_logprobs,
         echo=echo,
         cache_salt=body.cache_salt or "",
@@ -202,16 +213,16 @@ def _sampling(
     num_prompt_logprobs: int | None,
     grammar: str,
 ) -> SamplingParams:
-    logit_bias = body.logit_bias or {}
-    if any(token_id < 0 for token_id in logit_bias):
-        raise InvalidRequest("`logit_bias`: a token id is negative", param="logit_bias")
+    logit_bias = {_token_id(key): bias for key, bias in (body.logit_bias or {}).items()}
     model.check_vocabulary(list(logit_bias), param="logit_bias")
     stop_token_ids = tuple(body.stop_token_ids or ())
     model.check_vocabulary(stop_token_ids, param="stop_token_ids")
     allowed_token_ids = tuple(body.allowed_token_ids or ())
     model.check_vocabulary(allowed_token_ids, param="allowed_token_ids")
     defaults = model.defaults
-    seed = body.seed
+    seed = None if body.seed is None else int(body.seed)
+    if seed != body.seed:
+        raise InvalidRequest(f"`seed` is {body.seed}, which is no whole number", param="seed")
     if seed is None:
         seed = secrets.randbits(64)
         _log.debug("drew seed %d for an unseeded request", seed)
@@ -236,6 +247,28 @@ def _sampling(
         allowed_token_ids=allowed_token_ids,
         bad_words=bad_word_tokens(body.bad_words, model.tokenizer),
     )
+
+
+def _token_id(key: str) -> int:
+    """Return the token of a key of `logit_bias`."""
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        shown = truncated(key, 64)
+        raise InvalidRequest(
+            f"`logit_bias`: the key `{shown}` is no token id", param=f"logit_bias.{shown}"
+        )
+    return int(key)
+
+
+def _check_logprobs(prompt: int | None, output: int | None, *, most: int) -> None:
+    """Raise InvalidRequest for more candidates beside each token than the operator lets have."""
+    for name, asked in (("prompt_logprobs", prompt), ("logprobs", output)):
+        if asked is not None and (asked > most or asked < 0):
+            reason = "all of the vocabulary" if asked < 0 else str(asked)
+            raise InvalidRequest(
+                f"`{name}` asks for {reason} beside each token; at most {most} are served "
+                "(--max-logprobs)",
+                param=name,
+            )
 
 
 def _retrieval_tokens(asked: KvRetrieval | None, *, served: RetrievalPolicy | None) -> int | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from models.text.tokenizer import Tokenizer
+from server.gateway.bodies.generation import SamplingBody
 from server.sampling_limits import MAX_BAD_WORD_TOKENS
 from topspin.errors import InvalidRequest, ProtocolError
 from topspin.messages import RequestOutput, TokenLogprobs
@@ -71,6 +72,9 @@ def bad_word_tokens(
     return tuple(sequences)
 
 
-def last_tokens(token_ids: list[int], num_tokens: int | None) -> list[int]:
-    """Return the last `num_tokens` ids; None: all."""
-    return token_ids if num_tokens is None else token_ids[-num_tokens:]
+def cut_prompt(token_ids: list[int], body: SamplingBody) -> list[int]:
+    """Return the ids that a request wants of a prompt: all, the last ones, or the first ones."""
+    num_tokens = body.truncate_prompt_tokens
+    if num_tokens is None:
+        return token_ids
+    return token_ids[:num_tokens] if body.truncation_side == "right" else token_ids[-num_tokens:]

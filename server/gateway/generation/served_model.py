@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
+from server.gateway.bodies.reading import BodyReader
 from server.gateway.bodies.sampling_defaults import SamplingDefaults
 from server.gateway.errors import ModelNotFound, truncated
 from server.gateway.parsing.formats import MessageFormats
+from server.sampling_limits import MAX_LOGPROBS
 from topspin.errors import InvalidRequest
 from topspin.plan.retrieval import RetrievalPolicy
 
@@ -23,7 +25,8 @@ class ServedModel:
 
     `root` is the checkpoint's directory. `template` None: the checkpoint has no chat template, and
     chat is refused. `formats` is what can be read in the model's text. `retrieval`: what tokens of
-    long contexts attend to; None: to all keys.
+    long contexts attend to; None: to all keys. `ignores_unknown`: requests may have fields that no
+    API here has. `max_logprobs`: so many candidates beside each token may be asked for.
     """
 
     names: tuple[str, ...]
@@ -36,6 +39,12 @@ class ServedModel:
     template: ChatTemplate | None
     formats: MessageFormats
     retrieval: RetrievalPolicy | None = None
+    ignores_unknown: bool = False
+    max_logprobs: int = MAX_LOGPROBS
+
+    def reader(self) -> BodyReader:
+        """Return what reads a request's body as the operator wants."""
+        return BodyReader(keeps_on=self.ignores_unknown)
 
     def checked_name(self, asked: str | None) -> str:
         """Return the name by which a request asks for the model, the first one if by none.

@@ -33,7 +33,7 @@ from topspin.processes.listening import bind
 
 DEFAULT_TENANT: Final = "default"
 # Probes have no key; the answer tells the engine's state only.
-OPEN_PATHS: Final = frozenset({"/health", "/live"})
+OPEN_PATHS: Final = frozenset({"/health", "/live", "/ping"})
 # What makes OPTIONS a preflight; without one of them it would reach the routes.
 _PREFLIGHT_HEADERS: Final = frozenset({b"origin", b"access-control-request-method"})
 MIN_KEY_CHARS: Final = 16

@@ -28,7 +28,7 @@ HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout"
 
 # Asked for every few seconds by machines, and by the page; their lines would hide the others.
-UNLOGGED_PATHS = frozenset({"/health", "/live", "/metrics", "/feed"})
+UNLOGGED_PATHS = frozenset({"/feed", "/health", "/live", "/load", "/metrics", "/ping"})
 MAX_LOGGED_PATH_CHARS = 256
 
 _HEADER_BYTES = HEADER.lower().encode()
@@ -101,7 +101,8 @@ class Exchanges:
 
     `answered` is called with the path and the status of each request at its end. `spans`: where the
     spans of requests that generate go; None: they have none. `timeout_s`: a request ends after it,
-    unless its header says less; 0: never.
+    unless its header says less; 0: never. `root_path`: where a proxy shows the application; it is
+    taken away from paths that have it.
     """
 
     def __init__(
@@ -112,8 +113,10 @@ class Exchanges:
         answered: Callable[[str, int], None] = lambda path, status: None,
         spans: SpanSender | None = None,
         timeout_s: float = 0.0,
+        root_path: str = "",
     ) -> None:
         self._app = app
+        self._root_path = root_path
         self._is_logging = access_log
         self._answered = answered
         self._spans = spans
@@ -124,6 +127,9 @@ class Exchanges:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        root, path = self._root_path, scope["path"]
+        if root and (path == root or path.startswith(f"{root}/")):
+            scope = {**scope, "path": path.removeprefix(root) or "/"}
         exchange = Exchange(make_request_id(), False, send)
         scope[_KEY] = exchange
         if self._spans is not None and scope["path"] in OPERATIONS and scope["method"] == "POST":

@@ -1,9 +1,9 @@
-"""GET /health, /live, /metrics and /version, which machines ask for every few seconds."""
+"""GET /health, /live, /load, /metrics and /version, which machines ask for every few seconds."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -37,6 +37,12 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["alive"] = "alive"
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /load: how many choices this gateway waits for."""
+
+    server_load: int
+
+
 class ServerVersion(msgspec.Struct, frozen=True, kw_only=True):
     """The body of /version."""
 
@@ -56,6 +62,18 @@ LIVE = Endpoint(
     path="/live",
     summary="Say that this gateway runs, whatever its engine does",
     answer=Live,
+)
+PING = Endpoint(
+    method="get",
+    path="/ping",
+    summary="Say the same as /health, where hosts of models look for it",
+    answer=Health,
+    refusals=(503,),
+    failure=Health,
+)
+PING_BY_POST = replace(PING, method="post")
+LOAD = Endpoint(
+    method="get", path="/load", summary="Show how many answers are being generated", answer=Load
 )
 METRICS = Endpoint(
     method="get",
@@ -99,6 +117,10 @@ class Probes:
     async def live(self, _: Request) -> Response:
         """Answer 200 as long as this process does, whatever its engine does."""
         return _answer(Live())
+
+    async def load(self, _: Request) -> Response:
+        """Answer with the number of choices in flight."""
+        return _answer(Load(server_load=self.engine.num_in_flight))
 
     async def prometheus(self, request: Request) -> Response:
         """Answer with the counts of this gateway and, if it answers, of the engine."""

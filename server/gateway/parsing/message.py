@@ -32,7 +32,8 @@ class MessageOptions:
     `is_named`: the client named the function to be called. `reasons`: the model marks its
     reasoning; `is_inside_reasoning`: the prompt ends within it. `has_channels`: it writes messages
     in channels, and the prompt has `begun` the first. `hides_reasoning_tokens`: the reasoning's
-    tokens are not shown either.
+    tokens are not shown either. `has_only_calls`: a grammar allows no content, so that text which
+    is no call is a part of one that was cut.
     """
 
     calls: CallFormat | None = None
@@ -45,6 +46,7 @@ class MessageOptions:
     begun: str = ""
     shows_reasoning: bool = True
     hides_reasoning_tokens: bool = False
+    has_only_calls: bool = False
 
     @property
     def markers(self) -> frozenset[str]:
@@ -177,6 +179,8 @@ class AnswerMessage:
             self.num_reasoning_tokens += num_tokens
         if not self.options.shows_reasoning:
             parts = [each for each in parts if not isinstance(each, Reasoning)]
+        if self.options.has_only_calls:
+            parts = [each for each in parts if not isinstance(each, Content)]
         if self.options.only_one_call:
             parts = [each for each in parts if not _is_of_later_call(each)]
         self._keep(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,11 +19,13 @@ from app.cli import collect_env
 from app.cli import pull as pull_command
 from app.cli import serve as serve_command
 from app.cli.main import main
+from app.cli.parser import OTHERS_FLAGS
 from app.cli.serve import plan_of
 from tests.app.cli.checkpoint import MIXTRAL, write_checkpoint
 from tests.app.launch.roles import ROOT
 from topspin.errors import ConfigError, EngineError
 from topspin.plan.file import print_plan, read_plan
+from topspin.plan.flags import FLAGS
 from topspin.plan.precision import rules_of
 from topspin.plan.settings import GatewaySection
 from topspin.plan.spec import EnginePlan, ServeConfig
@@ -345,3 +348,70 @@ def test_collect_env_says_when_torch_cannot_be_asked(monkeypatch: pytest.MonkeyP
     facts = collect_env.collect()
     assert facts["torch facts"] == "not available: ImportError: broken torch"
     assert "cores" in facts
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("serve --prot 8", "unknown flag --prot: did you mean --port?"),
+        ("serve --max_model_len=5", "unknown flag --max_model_len: did you mean --max-model-len?"),
+        ("serve --tensor-parallel-size 2", "--attention-nodes and --expert-nodes add some"),
+        ("serve -tp 2", "--attention-nodes and --expert-nodes add some"),
+        ("serve --seed 1", "the field `seed`"),
+        ("serve --dtype half", "served as bfloat16, or as float32"),
+        ("chat --ulr x", "unknown flag --ulr: did you mean --url?"),
+        ("chat --seed 1", "unknown flag --seed: did you mean"),
+        ("chat --wholly-unheard-of", "(topspin chat --help shows all)"),
+        ("serve a b", "unrecognized arguments: b"),
+    ],
+)
+def test_an_unknown_flag_is_told_in_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"topspin {words.partition(' ')[0]}: error: ")
+    assert said in line
+
+
+def test_hints_name_flags_that_there_are() -> None:
+    known = {flag for field in FLAGS for flag in [field.shown_name]} | {"--plan", "--print-plan"}
+    for name, hint in OTHERS_FLAGS.items():
+        assert name not in known
+        assert set(re.findall(r"--[a-z-]+", hint)) <= known | {"--no-access-log"}, name
+
+
+def test_what_cannot_be_served_is_told_once_before_anything_starts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never = pytest.fail
+    monkeypatch.setattr(serve_command, "launch", lambda config: never("was launched"))
+    monkeypatch.setattr(serve_command, "choose_layout", lambda *_, **__: never("was measured"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        rows: list[tuple[tuple[str, ...], str]] = [
+            ((str(checkpoint), "--port", port), f"--port {port}: Address already in use"),
+            ((str(checkpoint), "--chat-template", "/nowhere.jinja"), "/nowhere.jinja: cannot be"),
+            (("./nowhere.gguf",), "no such directory, nor GGUF file"),
+            (("nowhere.gguf",), "no such directory, nor GGUF file"),
+        ]
+        for arguments, said in rows:
+            assert main(["serve", *arguments]) == 2
+            *notes, line = capsys.readouterr().err.splitlines()
+            assert said in line
+            assert all("no chat template" in note for note in notes)
+    (checkpoint / "tokenizer.json").unlink()
+    assert main(["serve", str(checkpoint), "--layout", "shared"]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_a_model_without_a_chat_template_is_served_and_told(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve_command, "launch", lambda config: 0)
+    assert main(["serve", str(checkpoint), "--layout", "shared"]) == 0
+    assert "only /v1/completions is served" in capsys.readouterr().err
+    (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(["serve", str(checkpoint), "--layout", "shared"]) == 0
+    assert "template" not in capsys.readouterr().err

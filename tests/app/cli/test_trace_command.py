@@ -77,6 +77,19 @@ def test_it_draws_the_gantt_chart(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra plots")
+def test_it_writes_what_the_files_name_says(tmp_path: Path) -> None:
+    output = tmp_path / "t.svg"
+    with serving(msgspec.json.encode(played())) as (url, _):
+        assert main(["trace", "--base-url", url, "-o", str(output)]) == 0
+    assert "<svg" in output.read_text()
+
+
+def test_a_name_that_says_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "-o", "trace.txt"]) == 2
+    assert "must end in .json, .png, .svg, .pdf" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("body", "status", "exit_status", "text"),
     [

@@ -63,11 +63,11 @@ class AnthropicDialect:
 
     def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body; see Dialect."""
-        return self._prepared(decode_messages(data), max_tokens)
+        return self._prepared(decode_messages(data, self.model.reader()), max_tokens)
 
     def prepare_count(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body that is only counted, and may have any length."""
-        return self._prepared(decode_count(data), None)
+        return self._prepared(decode_count(data, self.model.reader()), None)
 
     def _prepared(self, decoded: DecodedChat, max_tokens: int | None) -> PreparedRequest:
         return prepared_chat(decoded, self.model, lambda _: MessagesReplies, max_tokens=max_tokens)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from server.gateway.bodies.decoding import decode, decode_each
+from server.gateway.bodies.decoding import decode
 from server.gateway.bodies.fields import (
     ABSENT,
     MAX_STOP_STRINGS,
@@ -27,10 +27,10 @@ from server.gateway.bodies.fields import (
     RefusedList,
     StopString,
     ToolName,
-    check_fields,
     items_of,
 )
 from server.gateway.bodies.generation import KvRetrieval, ResponseFormat
+from server.gateway.bodies.reading import BodyReader
 from server.gateway.bodies.sampling_defaults import PositiveCount, TopK, TopP
 from server.gateway.dialects.chat.prompt import BILLING_PREFIX
 from server.gateway.dialects.chat.request import (
@@ -179,9 +179,9 @@ class MessagesBody(PromptFields, kw_only=True, frozen=True):
     workspace_id: Ignored[str] = None
 
 
-def decode_messages(data: bytes) -> DecodedChat:
+def decode_messages(data: bytes, reader: BodyReader) -> DecodedChat:
     """Return the chat that a request to /v1/messages is; raises InvalidRequest."""
-    body = decode(data, MessagesBody)
+    body = reader.read(data, MessagesBody)
     chat = _chat(body)
     chat = msgspec.structs.replace(
         chat,
@@ -195,27 +195,24 @@ def decode_messages(data: bytes) -> DecodedChat:
         priority=body.priority,
         kv_retrieval=body.kv_retrieval,
     )
-    return _decoded(body, chat)
+    return _decoded(body, chat, reader)
 
 
-def decode_count(data: bytes) -> DecodedChat:
+def decode_count(data: bytes, reader: BodyReader) -> DecodedChat:
     """Return the chat that a request to /v1/messages/count_tokens is; raises InvalidRequest."""
-    body = decode(data, PromptFields)
-    return _decoded(body, _chat(body))
+    body = reader.read(data, PromptFields)
+    return _decoded(body, _chat(body), reader)
 
 
-def _decoded(body: PromptFields, chat: ChatBody) -> DecodedChat:
-    ignored = check_fields(body)
+def _decoded(body: PromptFields, chat: ChatBody, reader: BodyReader) -> DecodedChat:
     items = decode(body.messages, MessageList, param="messages")
-    given = decode_each(items, InputMessage, param="messages")
     messages = _system(body.system)
-    for idx, message in enumerate(given):
-        ignored |= check_fields(message, param=f"messages[{idx}].", shown="messages.")
+    for idx, message in enumerate(reader.read_each(items, InputMessage, param="messages")):
         messages += _messages(message, f"messages[{idx}]")
     if messages[-1].role == "assistant":
         # As Anthropic has it, an answer then continues the assistant's words.
         chat = msgspec.structs.replace(chat, continue_final_message=True)
-    return DecodedChat(chat, messages, tuple(ignored))
+    return DecodedChat(chat, messages, reader.names)
 
 
 def _chat(body: PromptFields) -> ChatBody:

@@ -22,7 +22,8 @@ from server.gateway.dialects.chat.prompt import (
 )
 from server.gateway.dialects.chat.reply import ChatAnswer, ChatChunk, ChatReplies
 from server.gateway.dialects.chat.request import ChatBody, ChatMessage, DecodedChat, decode_chat
-from server.gateway.dialects.chat.tools import constrained, tool_use
+from server.gateway.dialects.chat.tools import ThoughtBudget, constrained, tool_use
+from server.gateway.dialects.chat.truncation import latest_turns
 from server.gateway.dialects.dialect import PreparedRequest, Replies, ReplyHead
 from server.gateway.generation.params import RequestParams, request_params
 from server.gateway.generation.prompts import Prompt
@@ -66,10 +67,15 @@ class ChatDialect:
     def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body; see Dialect."""
 
-        def replies(prompt: ChatPrompt) -> MakeReplies:
-            return partial(ChatReplies, tokenizer=self.model.tokenizer, places=prompt.map)
+        decoded = decode_chat(data, self.model.reader())
+        echoed = decoded.echoed()
 
-        return prepared_chat(decode_chat(data), self.model, replies, max_tokens=max_tokens)
+        def replies(prompt: ChatPrompt) -> MakeReplies:
+            return partial(
+                ChatReplies, tokenizer=self.model.tokenizer, places=prompt.map, echoed=echoed
+            )
+
+        return prepared_chat(decoded, self.model, replies, max_tokens=max_tokens)
 
 
 def prepared_chat(
@@ -79,11 +85,13 @@ def prepared_chat(
     *,
     max_tokens: int | None,
     scores_text: bool = False,
+    drops_turns: bool = False,
 ) -> PreparedRequest:
     """Return a chat ready to be generated; raises as Dialect.prepare.
 
     `max_tokens` None: its prompt may have any length. `scores_text`: log-probabilities are those of
-    the answer's text, not of its reasoning.
+    the answer's text, not of its reasoning. `drops_turns`: where all do not fit, the latest are
+    answered.
     """
     body, messages, ignored = decoded
     tokenizer, formats = model.tokenizer, model.formats
@@ -99,9 +107,11 @@ def prepared_chat(
         check_fewest = partial(
             params.check_prompt, limit=max_tokens, param="messages", at_least=True
         )
-    prompt = chat_prompt(
-        body, shown.messages, model=model, tools=shown.tools, check_fewest=check_fewest
-    )
+    made_of = partial(chat_prompt, body, model=model, tools=shown.tools, check_fewest=check_fewest)
+    if drops_turns and max_tokens is not None:
+        prompt = latest_turns(shown.messages, made_of, room=max_tokens - params.wanted(max_tokens))
+    else:
+        prompt = made_of(shown.messages)
     if body.reasoning_effort and not reasoning_variables(body, template):
         ignored = ("reasoning_effort", *ignored)
     unread = unread_variables(body, template)
@@ -116,12 +126,17 @@ def prepared_chat(
         is_inside_reasoning=is_inside,
         has_channels=formats.has_channels,
         begun=begun_answer(prompt.text) if formats.has_channels else "",
+        has_only_calls=bool(tools.called)
+        and not (formats.has_channels and body.continue_final_message),
         shows_reasoning=body.include_reasoning is not False,
         hides_reasoning_tokens=formats.reasons
         and (scores_text or body.include_reasoning is False)
         and (params.text.num_logprobs is not None or params.return_token_ids),
     )
     terminal = marker_terminal(tokenizer.token_id, tokenizer.special_ids)
+    budget = ThoughtBudget.of(body.thinking_token_budget, formats, tokenizer.token_id)
+    if body.thinking_token_budget not in (None, -1) and not formats.reasons:
+        ignored = ("thinking_token_budget", *ignored)
     if formats.has_channels:
         begun = AnswerMessage(options)
         grammar = constrained_channels(params.sampling.grammar, tools, begun, terminal=terminal)
@@ -135,13 +150,15 @@ def prepared_chat(
             reasons=formats.reasons,
             is_inside_reasoning=is_inside,
             is_behind_reasoning=is_behind and not is_inside,
+            budget=budget,
         )
     if grammar:
-        check_end(body, "tools")
-        params = params.with_grammar(grammar, field="tools")
-    made = [Prompt(ids=prompt.ids)]
+        field = "tools" if tools.tools else "thinking_token_budget"
+        check_end(body, field)
+        params = params.with_grammar(grammar, field=field)
+    prompts = [Prompt(ids=prompt.ids)]
     replies = replies_to(prompt)
-    return PreparedRequest(params, made, "messages", ignored, replies, options, shown.is_generic)
+    return PreparedRequest(params, prompts, "messages", ignored, replies, options, shown.is_generic)
 
 
 def _params(body: ChatBody, model: ServedModel) -> RequestParams:

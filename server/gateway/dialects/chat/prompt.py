@@ -21,7 +21,7 @@ from server.gateway.dialects.chat.request import ChatBody, ChatMessage, ToolCall
 from server.gateway.dialects.chat.tools import ToolUse
 from server.gateway.dialects.dialect import CheckFewest
 from server.gateway.errors import truncated
-from server.gateway.generation.prompts import last_tokens
+from server.gateway.generation.prompts import cut_prompt
 from server.gateway.generation.served_model import ServedModel
 from topspin.errors import InvalidRequest
 
@@ -105,9 +105,7 @@ def chat_prompt(
         places = PromptMap(text=text, begins=begins)
     continued = text_of(messages[-1]["content"]) if body.continue_final_message else ""
     is_off = any(kwargs.get(name) is False for name in _REASONING_SWITCHES & template.options)
-    return ChatPrompt(
-        last_tokens(token_ids, body.truncate_prompt_tokens), text, places, continued, is_off
-    )
+    return ChatPrompt(cut_prompt(token_ids, body), text, places, continued, is_off)
 
 
 def _begins(

@@ -139,11 +139,16 @@ class ChatReplies(ChunkReplies):
     chunk = ChatChunk
 
     def __init__(
-        self, head: ReplyHead, tokenizer: Tokenizer, places: PromptMap | None = None
+        self,
+        head: ReplyHead,
+        tokenizer: Tokenizer,
+        places: PromptMap | None = None,
+        echoed: str = "",
     ) -> None:
-        """`places`: report where the prompt stops being in the cache."""
+        """`places`: report where the prompt stops being cached. `echoed` begins the answer."""
         super().__init__(head, tokenizer)
         self._places = places
+        self._echoed = echoed
 
     def events(self, choice: Choice) -> bytes:
         """Return role (once), content (if there is any) and finish events."""
@@ -158,6 +163,9 @@ class ChatReplies(ChunkReplies):
                 prefix_cache=self._report(choice),
             )
             events.append(first)
+            if self._echoed:
+                echo = ChatChunkChoice(index=index, delta=ChatDelta(content=self._echoed))
+                events.append(self._event(echo, usage=self._usage_so_far(choice, 0)))
         usage = self._usage_so_far(choice, choice.num_tokens)
         grown = [_grown(part) for part in choice.parts]
         if not grown and choice.token_ids and self._shows_tokens:
@@ -201,7 +209,7 @@ class ChatReplies(ChunkReplies):
     def _whole_choice(self, choice: Choice) -> ChatChoice:
         return ChatChoice(
             index=choice.index,
-            message=_whole_message(choice.message),
+            message=_whole_message(choice.message, self._echoed),
             logprobs=self._logprobs(choice.token_ids, choice.logprobs),
             finish_reason=chat_finish(choice),
             stop_reason=shown_stop(choice.stop_reason),
@@ -234,7 +242,8 @@ def chat_logprobs(
 
     def shown(token_id: int, logprob: float) -> dict[str, Any]:
         data = list(tokenizer.token_bytes(token_id))
-        text = tokenizer.token_text(token_id)
+        is_id = params.tokens_as_ids
+        text = f"token_id:{token_id}" if is_id else tokenizer.token_text(token_id)
         return {"token": text, "logprob": finite(logprob), "bytes": data}
 
     content: list[ChatLogprob] = []
@@ -272,7 +281,7 @@ def _grown(part: Part) -> ChatDelta:
             return ChatDelta(tool_calls=[more])
 
 
-def _whole_message(message: AnswerMessage) -> ChatMessageOut:
+def _whole_message(message: AnswerMessage, echoed: str) -> ChatMessageOut:
     calls = [
         ToolCallOut(
             id=call.id,
@@ -281,7 +290,7 @@ def _whole_message(message: AnswerMessage) -> ChatMessageOut:
         )
         for call in message.calls
     ]
-    content, reasoning = message.content, message.reasoning
+    content, reasoning = echoed + message.content, message.reasoning
     return ChatMessageOut(
         content=None if calls and not content else content,
         reasoning=reasoning or UNSET,

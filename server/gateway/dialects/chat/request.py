@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Raw
+from msgspec.structs import replace
 
-from server.gateway.bodies.decoding import decode, decode_each
+from server.gateway.bodies.decoding import decode
 from server.gateway.bodies.fields import (
     ABSENT,
     MAX_NAME_CHARS,
@@ -27,11 +28,11 @@ from server.gateway.bodies.fields import (
     RefusedObject,
     RefusedSwitch,
     ToolName,
-    check_fields,
     items_of,
     neutral,
 )
-from server.gateway.bodies.generation import GenerationBody
+from server.gateway.bodies.generation import GenerationBody, meant
+from server.gateway.bodies.reading import BodyReader
 from server.gateway.errors import truncated
 from server.sampling_limits import MAX_COUNT
 from topspin.errors import InvalidRequest
@@ -145,6 +146,15 @@ class ChatMessage(BodyFields, kw_only=True, frozen=True):
     cache_control: Ignored[Object] = None
     provider_specific_fields: Ignored[Object] = None
     parsed: Ignored[Any] = None  # openai's client adds it
+    # Other servers' and SDKs', in answers that are sent back.
+    created_at: Ignored[Any] = None
+    id: Ignored[Any] = None
+    partial: Ignored[Any] = None
+    prefix: Ignored[Any] = None
+    reasoning_details: Ignored[Any] = None
+    status: Ignored[Any] = None
+    thinking_blocks: Ignored[Any] = None
+    type: Ignored[Any] = None
     audio: Refused = ABSENT
     function_call: Refused = ABSENT
     refusal: Refused = ABSENT
@@ -166,6 +176,25 @@ class ChatMessage(BodyFields, kw_only=True, frozen=True):
         )
 
 
+class ThinkingSwitch(BodyFields, kw_only=True, frozen=True):
+    """Whether the model reasons, as DeepSeek, GLM and Anthropic write it."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+    budget_tokens: Count | None = None
+    clear_thinking: Ignored[Any] = None
+    keep: Ignored[Any] = None
+
+
+class ReasoningChoice(BodyFields, kw_only=True, frozen=True):
+    """How much the model reasons, as OpenRouter writes it; `exclude`: it is not shown."""
+
+    effort: Name | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: Count | None = None
+    summary: Ignored[str] = None
+
+
 class ChatBody(GenerationBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions, and what other APIs of chats are translated to."""
 
@@ -183,6 +212,11 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     report_prefix_cache: bool | None = None
+    echo: bool | None = None
+    # Other servers' forms of the fields above; decode_chat puts them there.
+    enable_thinking: bool | None = None
+    reasoning: ReasoningChoice | None = None
+    thinking: ThinkingSwitch | None = None
 
     # OpenAI's; a prediction only speeds up an answer.
     prediction: Ignored[Object] = None
@@ -197,7 +231,6 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     # vLLM's
     chat_template: Refused = ABSENT
     documents: RefusedList = ABSENT
-    echo: RefusedSwitch = ABSENT
     media_io_kwargs: RefusedObject = ABSENT
     mm_processor_kwargs: RefusedObject = ABSENT
     return_prompt_text: RefusedSwitch = ABSENT
@@ -210,23 +243,54 @@ class DecodedChat(NamedTuple):
     messages: list[ChatMessage]
     ignored: tuple[str, ...]
 
+    def echoed(self) -> str:
+        """Return what `echo` shows first: the last message, if it is the assistant's."""
+        last = self.messages[-1]
+        if not self.body.echo or last.role != "assistant":
+            return ""
+        content = last.content or ""
+        return content if isinstance(content, str) else "".join(each.text or "" for each in content)
 
-def decode_chat(data: bytes) -> DecodedChat:
+
+def decode_chat(data: bytes, reader: BodyReader) -> DecodedChat:
     """Return the chat request in `data`; raises InvalidRequest naming the field."""
-    body = decode(data, ChatBody)
-    ignored = check_fields(body)
-    messages = checked_messages(body.messages, ignored)
-    return DecodedChat(body, messages, tuple(ignored))
+    body = reader.read(data, ChatBody)
+    messages = checked_messages(body.messages, reader)
+    return DecodedChat(_with_reasoning(meant(body)), messages, reader.names)
 
 
-def checked_messages(data: Raw, ignored: dict[str, None]) -> list[ChatMessage]:
-    """Return the messages in `data`, and add the ignored fields that they set to `ignored`."""
+def _with_reasoning(body: ChatBody) -> ChatBody:
+    """Return a body with what other servers' fields say of reasoning in our own.
+
+    Ours count if they are there too.
+    """
+    switch = body.enable_thinking
+    thinking, reasoning = body.thinking, body.reasoning or ReasoningChoice()
+    if thinking is not None and thinking.type in ("enabled", "disabled"):
+        switch = thinking.type == "enabled"
+    switch = reasoning.enabled if switch is None else switch
+    variables = body.chat_template_kwargs or {}
+    if switch is not None:
+        variables = {"enable_thinking": switch, **variables}
+    budgets = (reasoning.max_tokens, thinking.budget_tokens if thinking else None)
+    given = {
+        "chat_template_kwargs": variables or None,
+        "reasoning_effort": body.reasoning_effort or reasoning.effort,
+        "thinking_token_budget": next(
+            (each for each in (body.thinking_token_budget, *budgets) if each is not None), None
+        ),
+    }
+    if reasoning.exclude and body.include_reasoning is None:
+        given["include_reasoning"] = False
+    return replace(body, **given)
+
+
+def checked_messages(data: Raw, reader: BodyReader) -> list[ChatMessage]:
+    """Return the messages in `data`; raises InvalidRequest."""
     items = decode(data, MessageList, param="messages")
-    messages = decode_each(items, ChatMessage, param="messages")
+    messages: list[ChatMessage] = reader.read_each(items, ChatMessage, param="messages")
     for idx, message in enumerate(messages):
-        param = f"messages[{idx}]"
-        _check_content(message, param=f"{param}.content")
-        ignored |= check_fields(message, param=f"{param}.", shown="messages.")
+        _check_content(message, param=f"messages[{idx}].content")
     return messages
 
 

@@ -14,9 +14,9 @@ server.gateway.grammars.structured_outputs. Pure; the text of calls is server.ga
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.gateway.bodies.decoding import check_depth
 from server.gateway.dialects.chat.request import ChatBody, NamedToolChoice, Tool
@@ -36,6 +36,8 @@ from server.gateway.parsing.named_calls import CallMarks
 from server.gateway.parsing.reasoning import BEGIN, END
 from topspin.errors import InvalidRequest
 
+# A larger budget bounds nothing: an answer is cut by its length before.
+MAX_THOUGHT_TOKENS = 2**15
 # Keys of a schema that models read best first; the others follow in alphabetical order.
 _FIRST_KEYS = ("type", "title", "description", "enum", "const", "properties", "required", "items")
 _NAME_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -145,6 +147,32 @@ def _canonical_required(value: Any) -> Any:
     return value
 
 
+class ThoughtBudget(NamedTuple):
+    """The most tokens of reasoning, and the tokens that begin and end it."""
+
+    num_tokens: int
+    begin_id: int
+    end_id: int
+
+    @classmethod
+    def of(
+        cls, asked: int | None, formats: MessageFormats, token_id: Callable[[str], int | None]
+    ) -> ThoughtBudget | None:
+        """Return what `thinking_token_budget` asks for, None if nothing; raises InvalidRequest."""
+        if asked in (None, -1) or asked is None or not formats.reasons:
+            return None
+        begin_id, end_id = token_id(BEGIN), token_id(END)
+        if formats.has_channels or begin_id is None or end_id is None:
+            reason = "in channels" if formats.has_channels else "in marks of several tokens"
+            raise InvalidRequest(
+                f"`thinking_token_budget`: this model reasons {reason}, which no grammar bounds",
+                param="thinking_token_budget",
+            )
+        if asked > MAX_THOUGHT_TOKENS:
+            return None
+        return cls(asked, begin_id, end_id)
+
+
 def constrained(
     grammar: str,
     use: ToolUse,
@@ -154,15 +182,18 @@ def constrained(
     reasons: bool,
     is_inside_reasoning: bool,
     is_behind_reasoning: bool = False,
+    budget: ThoughtBudget | None = None,
 ) -> str:
     """Return the grammar of an answer with these tools, empty if it may be any text.
 
     `grammar` is that of the answer's text, empty if any text will do. `terminal` gives the Lark of
     a marker, which may be a special token. `reasons`: the model may reason before it answers,
-    unless `is_behind_reasoning`: it has, or is told not to. Raises InvalidRequest for schemas that
-    cannot be served.
+    unless `is_behind_reasoning`: it has, or is told not to; `budget` bounds its reasoning. Raises
+    InvalidRequest for schemas that cannot be served.
     """
     rules: list[str] = []
+    is_answer = reasons and is_behind_reasoning
+    reasons = reasons and not is_behind_reasoning
     must_call = bool(use.called)
     is_strict = any(tool.function.strict for tool in use.tools)
     if calls is not None and use.may_call and (must_call or is_strict or grammar):
@@ -172,27 +203,33 @@ def constrained(
         elif grammar:
             rules.append("answer: calls | @text")
         else:
-            rules += _text_and_calls(calls, terminal, is_answer=reasons and is_behind_reasoning)
+            rules += _text_and_calls(calls, terminal, is_answer=is_answer)
     elif grammar:
         rules.append("answer: @text")
+    elif budget is not None and reasons:
+        rules.append(f"answer: <[^{budget.begin_id}]>*")  # whatever it is, no more reasoning
     else:
         return ""
-    reasons = reasons and not is_behind_reasoning
     if not reasons and rules == ["answer: @text"]:
         return grammar
-    rules += _beginning(terminal, reasons=reasons, is_inside=is_inside_reasoning)
+    rules += _beginning(terminal, reasons=reasons, is_inside=is_inside_reasoning, budget=budget)
     top = {"name": "top", "lark_grammar": "\n".join(rules)}
     text = [] if must_call or not grammar else [named_text(grammar)]
     return checked_grammar(json.dumps({"grammars": [top, *text]}), param="tools")
 
 
-def _beginning(terminal: Terminal, *, reasons: bool, is_inside: bool) -> list[str]:
+def _beginning(
+    terminal: Terminal, *, reasons: bool, is_inside: bool, budget: ThoughtBudget | None
+) -> list[str]:
     if not reasons:
         return ["start: answer"]
     # A lazy rule ends at its first possible end: reasoning cannot contain its own end mark.
     thought = ["thought[lazy]: /(.|\\n)*/ " + terminal(END), "blank: /\\n{0,2}/"]
     if terminal(END).startswith("<["):
         thought[0] = f"thought: /(.|\\n)*/ {terminal(END)}"
+    if budget is not None:
+        free = f"<[^{budget.end_id}]>{{0,{budget.num_tokens}}}" if budget.num_tokens else ""
+        thought[0] = f"thought: {free} <[{budget.end_id}]>"
     if is_inside:
         return [*thought, "start: thought blank answer"]
     opened = f"start: blank {terminal(BEGIN)} thought blank answer | answer"

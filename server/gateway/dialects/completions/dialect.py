@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from server.gateway.bodies.decoding import decode
-from server.gateway.bodies.fields import check_fields
+from server.gateway.bodies.generation import meant
 from server.gateway.dialects.completions.reply import Completion, CompletionReplies
 from server.gateway.dialects.completions.request import (
     CompletionBody,
@@ -46,8 +45,8 @@ class CompletionDialect:
 
     def prepare(self, data: bytes, *, max_tokens: int, tenant: str) -> PreparedRequest:
         """Return the request in a body; see Dialect."""
-        body, model = decode(data, CompletionBody), self.model
-        tokenizer, ignored = model.tokenizer, tuple(check_fields(body))
+        model, reader = self.model, self.model.reader()
+        body, tokenizer = meant(reader.read(data, CompletionBody)), model.tokenizer
         params = request_params(
             body,
             model,
@@ -64,4 +63,4 @@ class CompletionDialect:
             shown = echoes(body, given, prompts, tokenizer=tokenizer)
         made = [Prompt(ids=ids, echo=echo) for ids, echo in zip(prompts, shown, strict=True)]
         replies = partial(CompletionReplies, tokenizer=tokenizer)
-        return PreparedRequest(params, made, "prompt", ignored, replies)
+        return PreparedRequest(params, made, "prompt", reader.names, replies)

@@ -191,6 +191,8 @@ class CompletionReplies(ChunkReplies):
 
     def _name(self, token_id: int) -> str:
         """Return a token's text; parts of characters, which look alike as text, by their bytes."""
+        if self._params.tokens_as_ids:
+            return f"token_id:{token_id}"
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()

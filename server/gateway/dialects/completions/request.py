@@ -16,7 +16,7 @@ from server.gateway.bodies.decoding import decode, decode_each, decode_pieces
 from server.gateway.bodies.fields import ABSENT, Count, Ignored, NumLogprobs, neutral
 from server.gateway.bodies.generation import GenerationBody
 from server.gateway.dialects.dialect import CheckFewest
-from server.gateway.generation.prompts import last_tokens
+from server.gateway.generation.prompts import cut_prompt
 from server.gateway.generation.served_model import ServedModel
 from topspin.errors import InvalidRequest
 
@@ -109,7 +109,7 @@ def completion_prompts(
     ]
     if not all(prompts):
         raise InvalidRequest("a prompt is empty", param="prompt")
-    return [last_tokens(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
+    return [cut_prompt(token_ids, body) for token_ids in prompts]
 
 
 def echoes(

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import Raw, UnsetType
 
 from models.text.tokenizer import Tokenizer
 from server.gateway.dialects.chat.reply import chat_logprobs
 from server.gateway.dialects.chunks import COMMENT
 from server.gateway.dialects.dialect import ReplyHead
-from server.gateway.dialects.responses.request import (
-    FunctionChoice,
-    FunctionTool,
-    ResponsesBody,
-    TextFormat,
-)
+from server.gateway.dialects.responses.request import FunctionChoice, ResponsesBody, TextFormat
 from server.gateway.errors import describe
 from server.gateway.generation.choice import Choice
 from server.gateway.generation.usage import Usage
@@ -32,6 +28,7 @@ from server.gateway.parsing.message import AnswerMessage, MessageCall
 from server.gateway.parsing.parts import CallArguments, CallBegin, Content, Reasoning
 
 _Json = dict[str, Any]
+CancelRun = Callable[[], None]
 # Per kind of item: the prefix of its id, and of its events (their `delta` and `done`).
 _KINDS = {
     "message": ("msg", "response.output_text"),
@@ -40,7 +37,7 @@ _KINDS = {
 }
 
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +71,20 @@ class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     text: dict[str, _Json]
     tool_choice: str | FunctionChoice
-    tools: list[FunctionTool]
+    tools: Raw
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"]
+    background: bool
     usage: ResponseUsage | None
     metadata: dict[str, str]
+
+
+class ResponseInputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens the prompt of a response has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +105,13 @@ class _Item:
     logprobs: list[Any]
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return the members with the name of a called function."""
+        own = {"name": self.name}
+        return own if self.namespace is None else {**own, "namespace": self.namespace}
 
     @property
     def text(self) -> str:
@@ -118,7 +130,7 @@ class _Item:
         match self.kind:
             case "function_call":
                 arguments = "" if is_open else self.text
-                return {**begun, "call_id": self.call_id, "name": self.name, "arguments": arguments}
+                return {**begun, "call_id": self.call_id, **self.names, "arguments": arguments}
             case "reasoning":
                 return {**begun, "summary": [], "content": [] if is_open else [self.content()]}
         content = [] if is_open else [self.content()]
@@ -128,7 +140,8 @@ class _Item:
 class ResponsesReplies:
     """The answer to one request, which has one choice.
 
-    `keep` is called once, with the body of the whole answer and its message.
+    `keep` is called once, with the body of the whole answer and its message. `places` are the
+    namespaces and names of functions by the names that the model calls.
     """
 
     keep_alive = COMMENT
@@ -139,11 +152,13 @@ class ResponsesReplies:
         *,
         tokenizer: Tokenizer,
         request: ResponsesBody,
+        places: Mapping[str, tuple[str, str]],
         keep: Callable[[str, bytes, AnswerMessage], None] | None,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
         self._request = request
+        self._places = places
         self._keep = keep
         self._encoder = msgspec.json.Encoder()
         self._items: list[_Item] = []
@@ -210,7 +225,7 @@ class ResponsesReplies:
             self._waiting = []
         _, prefix = _KINDS[item.kind]
         if item.kind == "function_call":
-            done = {"arguments": item.text, "name": item.name}
+            done = {"arguments": item.text, **item.names}
             events.append(self._event(f"{prefix}.done", **place, **done))
         else:
             extra = {"logprobs": item.logprobs} if item.kind == "message" else {}
@@ -233,11 +248,7 @@ class ResponsesReplies:
 
     def failed(self, error: Exception) -> bytes:
         """Return the event of a response that failed."""
-        failure = describe(error)
-        shown = {"code": failure.code or "server_error", "message": failure.message}
-        output = [item.shown("incomplete") for item in self._items]
-        response = self._response("failed", output=output, usage=None, error=shown)
-        return self._event("response.failed", response=response)
+        return self._event("response.failed", response=self._failed(error))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """Return the whole answer."""
@@ -252,10 +263,19 @@ class ResponsesReplies:
             messages[0].logprobs.extend(self._logprobs(choice))
         return self._encoder.encode(self._ended(choice, usage))
 
-    def _add(self, kind: str, parts: list[str], **names: str) -> None:
+    def _add(self, kind: str, parts: list[str], *, name: str = "", call_id: str = "") -> None:
         prefix, _ = _KINDS[kind]
-        item_id = f"{prefix}_{secrets.token_hex(16)}"
-        self._items.append(_Item(kind=kind, id=item_id, parts=[*parts], logprobs=[], **names))
+        namespace, name = self._places.get(name, (None, name))
+        item = _Item(
+            kind=kind,
+            id=f"{prefix}_{secrets.token_hex(16)}",
+            parts=[*parts],
+            logprobs=[],
+            call_id=call_id,
+            name=name,
+            namespace=namespace,
+        )
+        self._items.append(item)
 
     def _logprobs(self, choice: Choice) -> list[Any]:
         params = self._head.params
@@ -297,18 +317,59 @@ class ResponsesReplies:
             temperature=sampling.temperature,
             text={"format": _shown_format(text_format)},
             tool_choice=request.tool_choice or "auto",
-            tools=request.tools or [],
+            tools=Raw(b"[]") if bytes(request.tools) == b"null" else request.tools,
             top_logprobs=request.top_logprobs or 0,
             top_p=sampling.top_p,
+            truncation=request.truncation or "disabled",
+            background=bool(request.background),
             usage=usage,
             metadata=request.metadata or {},
             **members,
         )
 
+    def _failed(self, error: Exception) -> ResponseAnswer:
+        failure = describe(error)
+        shown = {"code": failure.code or "server_error", "message": failure.message}
+        output = [item.shown("incomplete") for item in self._items]
+        return self._response("failed", output=output, usage=None, error=shown)
+
     def _event(self, kind: str, **members: object) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
         data = self._encoder.encode({"type": kind, "sequence_number": number, **members})
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+class BackgroundResponse(ResponsesReplies):
+    """The answer to a request that nobody waits for: what there is of it is kept.
+
+    `hold` is called with the body of an answer that is not whole, and what ends it (None: nothing
+    is to be ended any more).
+    """
+
+    def __init__(
+        self, head: ReplyHead, *, hold: Callable[[str, bytes, CancelRun | None], None], **own: Any
+    ) -> None:
+        super().__init__(head, **own)
+        self._hold = hold
+
+    def begun(self, close: CancelRun) -> bytes:
+        """Return the answer to the client; `close` ends the request."""
+        self._hold_as("in_progress", partial(self._cancel, close))
+        return self._encoder.encode(self._response("queued", output=[], usage=None))
+
+    def _cancel(self, close: CancelRun) -> None:
+        close()
+        self._hold_as("cancelled", None)
+
+    def _hold_as(self, status: Status, cancel: CancelRun | None) -> None:
+        body = self._encoder.encode(self._response(status, output=[], usage=None))
+        self._hold(self._head.id, body, cancel)
+
+    def failed(self, error: Exception) -> bytes:
+        """Keep the failure, and return it."""
+        body = self._encoder.encode(self._failed(error))
+        self._hold(self._head.id, body, None)
+        return body
 
 
 def _output_text(text: str, logprobs: list[Any]) -> _Json:

@@ -7,7 +7,7 @@ response comes from server.gateway.dialects.responses.store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -16,6 +16,7 @@ from msgspec import Meta, Raw
 from server.gateway.bodies.decoding import decode, decode_each
 from server.gateway.bodies.fields import (
     ABSENT,
+    MAX_TOOL_NAME_CHARS,
     MAX_TOOLS,
     MESSAGE_LIST_SCHEMA,
     NOT_GIVEN,
@@ -26,21 +27,20 @@ from server.gateway.bodies.fields import (
     Name,
     NumLogprobs,
     Object,
-    Priority,
     Refused,
     RefusedSwitch,
     ToolName,
-    check_fields,
-    neutral,
 )
-from server.gateway.bodies.generation import KvRetrieval, ResponseFormat
-from server.gateway.bodies.sampling_defaults import MinP, PositiveCount, Temperature, TopK, TopP
+from server.gateway.bodies.generation import ResponseFormat, SamplingBody
+from server.gateway.bodies.reading import BodyReader
+from server.gateway.bodies.sampling_defaults import PositiveCount
 from server.gateway.dialects.chat.request import (
     ChatBody,
     ChatMessage,
     DecodedChat,
     FunctionDefinition,
     NamedToolChoice,
+    TemplateVariables,
     Tool,
     ToolCall,
 )
@@ -70,14 +70,14 @@ class MessageItem(BodyFields, kw_only=True, frozen=True, tag="message"):
 
 
 class CallItem(BodyFields, kw_only=True, frozen=True, tag="function_call"):
-    """A tool call of an earlier response."""
+    """A tool call of an earlier response; `namespace`: of the tool that it called."""
 
     call_id: str
     name: Name
     arguments: str
+    namespace: Name | None = None
     id: Ignored[str] = None
     status: Ignored[str] = None
-    namespace: Ignored[str] = None
 
 
 class CallOutputItem(BodyFields, kw_only=True, frozen=True, tag="function_call_output"):
@@ -102,10 +102,9 @@ class ReasoningItem(BodyFields, kw_only=True, frozen=True, tag="reasoning"):
 Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
-class FunctionTool(BodyFields, kw_only=True, frozen=True):
-    """A function that the model may call. Tools that a server would run are refused by type."""
+class FunctionTool(BodyFields, kw_only=True, frozen=True, tag="function"):
+    """A function that the model may call."""
 
-    type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -113,11 +112,51 @@ class FunctionTool(BodyFields, kw_only=True, frozen=True):
     defer_loading: Ignored[bool] = None
 
 
+class NamespaceTool(BodyFields, kw_only=True, frozen=True, tag="namespace"):
+    """Functions with a name in common, as Codex gives them; the model sees `NAME__FUNCTION`."""
+
+    name: ToolName
+    description: Ignored[str] = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
+
+
+class ToolKind(msgspec.Struct, frozen=True):
+    """What is looked at first in a tool."""
+
+    type: str
+
+
+# Tools that a server would run, or that are no functions; left out where the model may do without.
+BUILT_IN_TOOLS = frozenset(
+    {
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    }
+)
+_ToolList = Annotated[list[Raw], Meta(max_length=MAX_TOOLS)]
+NAMESPACE_MARK = "__"
+"""Between a namespace and a function's name, as the model sees them."""
+
+
 class FunctionChoice(BodyFields, kw_only=True, frozen=True):
     """A choice of one function, which is then called."""
 
     type: Literal["function"]
     name: str
+    namespace: str | None = None
 
 
 class TextFormat(BodyFields, kw_only=True, frozen=True):
@@ -153,6 +192,26 @@ class ResponseStreamOptions(BodyFields, kw_only=True, frozen=True):
 
 
 ITEMS = (MessageItem, CallItem, CallOutputItem, ReasoningItem)
+TOOLS = (FunctionTool, NamespaceTool)
+TOOLS_SCHEMA: dict[str, object] = {
+    "anyOf": [
+        {
+            "type": "array",
+            "maxItems": MAX_TOOLS,
+            "items": {
+                "anyOf": [
+                    *({"$ref": SCHEMA_REF.format(name=each.__name__)} for each in TOOLS),
+                    {
+                        "type": "object",
+                        "properties": {"type": {"enum": sorted(BUILT_IN_TOOLS)}},
+                        "required": ["type"],
+                    },
+                ]
+            },
+        },
+        {"type": "null"},
+    ]
+}
 INPUT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -164,82 +223,109 @@ INPUT_SCHEMA = {
 }
 
 
-class ResponsesBody(BodyFields, kw_only=True, frozen=True):
-    """POST /v1/responses; the fields from `top_k` on are vLLM's and Topspin's."""
+class ResponsesBody(SamplingBody, kw_only=True, frozen=True):
+    """POST /v1/responses."""
 
-    model: str | None = None
     input: Annotated[Raw, Meta(extra_json_schema=INPUT_SCHEMA)]  # may be long: decoded by items
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
+    background: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     max_output_tokens: PositiveCount | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     top_logprobs: NumLogprobs | None = None
     include: list[str] | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Raw, Meta(extra_json_schema=TOOLS_SCHEMA)] = ABSENT
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    cache_salt: Name | None = None
-    kv_retrieval: KvRetrieval | None = None
-    priority: Priority | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    include_reasoning: bool | None = None
 
     client_metadata: Ignored[Object] = None
     context_management: Ignored[list[Raw]] = None
     max_tool_calls: Ignored[int] = None
-    prompt_cache_key: Ignored[str] = None
     prompt_cache_options: Ignored[Object] = None
-    prompt_cache_retention: Ignored[str] = None
-    safety_identifier: Ignored[str] = None
-    service_tier: Ignored[str] = None
     stream_options: ResponseStreamOptions | None = None
-    user: Ignored[str] = None
-    background: RefusedSwitch = ABSENT
     conversation: Refused = ABSENT
+    enable_response_messages: RefusedSwitch = ABSENT
     moderation: Refused = ABSENT
+    previous_input_messages: Refused = ABSENT
     prompt: Refused = ABSENT
-    truncation: Annotated[Raw, neutral("disabled")] = ABSENT
 
 
 class DecodedResponse(NamedTuple):
     """A request: its own fields, and the chat that it is without the instructions.
 
-    The chat's messages follow on those of the previous response.
+    The chat's messages follow on those of the previous response. `items` are its input as it came;
+    `places`: the namespaces and names of functions by the names that the model sees.
     """
 
     body: ResponsesBody
     chat: DecodedChat
+    items: tuple[Raw, ...]
+    places: Mapping[str, tuple[str, str]]
 
 
-def decode_response(data: bytes) -> DecodedResponse:
+def decode_response(data: bytes, reader: BodyReader) -> DecodedResponse:
     """Return the request in `data`; raises InvalidRequest naming the field."""
-    body = decode(data, ResponsesBody)
-    ignored = check_fields(body)
-    if bytes(body.input)[:1] == b'"':
-        items: list[Item] = [MessageItem(role="user", content=decode(body.input, str))]
-    else:
-        items = _items(body.input)
-    for idx, item in enumerate(items):
-        ignored |= check_fields(item, param=f"input[{idx}].", shown="input.")
-    messages = _messages(items)
-    return DecodedResponse(body, DecodedChat(_chat(body), messages, tuple(ignored)))
+    body = reader.read(data, ResponsesBody)
+    given = _items(body.input)
+    messages = _messages(reader.read_each(given, Item, param="input"))
+    tools = _tools(body, reader)
+    places = {
+        _flat(tool.name, each.name): (tool.name, each.name)
+        for tool in tools
+        if isinstance(tool, NamespaceTool)
+        for each in tool.tools
+    }
+    chat = DecodedChat(_chat(body, tools), messages, reader.names)
+    return DecodedResponse(body, chat, tuple(given), places)
 
 
-def _items(data: Raw) -> list[Item]:
-    """Return the items; one without `type` is a message, as OpenAI has it."""
+def _items(data: Raw) -> list[Raw]:
+    """Return the items with their types; one without is a message, as OpenAI has it."""
+    if bytes(data)[:1] == b'"':
+        return [Raw(msgspec.json.encode(MessageItem(role="user", content=decode(data, str))))]
     given = decode_each(decode(data, MessageList, param="input"), dict[str, Raw], param="input")
-    typed = [
+    return [
         Raw(msgspec.json.encode(each if "type" in each else {"type": "message", **each}))
         for each in given
     ]
-    return decode_each(typed, Item, param="input")  # type: ignore[arg-type]
+
+
+def _tools(body: ResponsesBody, reader: BodyReader) -> list[FunctionTool | NamespaceTool]:
+    """Return the functions; other tools are named as ignored where the model may do without."""
+    may_choose = body.tool_choice in (None, "auto", "none")
+    given = [] if bytes(body.tools) == b"null" else decode(body.tools, _ToolList, param="tools")
+    kept: list[Raw] = []
+    for idx, tool in enumerate(given):
+        kind = decode(tool, ToolKind, param=f"tools[{idx}]").type
+        if kind in BUILT_IN_TOOLS and may_choose:
+            reader.ignored[f"tools.{kind}"] = None
+        elif kind in BUILT_IN_TOOLS:
+            raise InvalidRequest(
+                f"`tools[{idx}]`: this server runs no `{kind}`; it is ignored where `tool_choice` "
+                "is auto",
+                param=f"tools[{idx}].type",
+            )
+        else:
+            kept.append(tool)
+    return reader.read_each(kept, FunctionTool | NamespaceTool, param="tools")
+
+
+def _flat(namespace: str | None, name: str) -> str:
+    """Return the name of a function as the model sees it; raises InvalidRequest if it is long."""
+    flat = name if namespace is None else f"{namespace}{NAMESPACE_MARK}{name}"
+    if len(flat) > MAX_TOOL_NAME_CHARS:
+        raise InvalidRequest(
+            f"`tools`: a function has at most {MAX_TOOL_NAME_CHARS} characters in its name, with "
+            f"that of its namespace and `{NAMESPACE_MARK}` between them",
+            param="tools",
+        )
+    return flat
 
 
 def _messages(items: Sequence[Item]) -> list[ChatMessage]:
@@ -251,7 +337,8 @@ def _messages(items: Sequence[Item]) -> list[ChatMessage]:
                 text = _text(item.content)
                 message = ChatMessage(role=item.role, content=text)
             case CallItem():
-                call = ToolCall.of(item.call_id, item.name, item.arguments)
+                name = _flat(item.namespace, item.name)
+                call = ToolCall.of(item.call_id, name, item.arguments)
                 message = ChatMessage.of_assistant(calls=[call])
             case CallOutputItem():
                 text = _text(item.output)
@@ -286,7 +373,7 @@ def _text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _chat(body: ResponsesBody) -> ChatBody:
+def _chat(body: ResponsesBody, tools: Sequence[FunctionTool | NamespaceTool]) -> ChatBody:
     text, choice = body.text or TextConfig(), body.tool_choice
     reasoning = body.reasoning or ReasoningOptions()
     shows_logprobs = LOGPROBS in (body.include or ())
@@ -294,24 +381,18 @@ def _chat(body: ResponsesBody) -> ChatBody:
         raise InvalidRequest(
             f'`top_logprobs` needs "{LOGPROBS}" in `include`', param="top_logprobs"
         )
+    functions = [function for tool in tools for function in _functions(tool)]
     return ChatBody(
-        model=body.model,
+        **{name: getattr(body, name) for name in SamplingBody.__struct_fields__},
         messages=NOT_GIVEN,
         max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
-        stream=body.stream,
         logprobs=shows_logprobs,
         top_logprobs=body.top_logprobs if shows_logprobs else None,
-        cache_salt=body.cache_salt,
-        kv_retrieval=body.kv_retrieval,
-        priority=body.priority,
+        chat_template_kwargs=body.chat_template_kwargs,
+        include_reasoning=body.include_reasoning,
         reasoning_effort=reasoning.effort,
-        tools=[_tool(tool) for tool in body.tools] if body.tools else None,
-        tool_choice=NamedToolChoice.of(choice.name)
+        tools=functions or None,
+        tool_choice=NamedToolChoice.of(_flat(choice.namespace, choice.name))
         if isinstance(choice, FunctionChoice)
         else choice,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -319,15 +400,22 @@ def _chat(body: ResponsesBody) -> ChatBody:
     )
 
 
-def _tool(tool: FunctionTool) -> Tool:
-    return Tool(
-        function=FunctionDefinition(
-            name=tool.name,
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict,
+def _functions(tool: FunctionTool | NamespaceTool) -> list[Tool]:
+    """Return the functions of a tool, under the names that the model sees."""
+    namespace, functions = None, [tool] if isinstance(tool, FunctionTool) else tool.tools
+    if isinstance(tool, NamespaceTool):
+        namespace = tool.name
+    return [
+        Tool(
+            function=FunctionDefinition(
+                name=_flat(namespace, each.name),
+                description=each.description,
+                parameters=each.parameters,
+                strict=each.strict,
+            )
         )
-    )
+        for each in functions
+    ]
 
 
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:

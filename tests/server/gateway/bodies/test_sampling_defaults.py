@@ -82,3 +82,15 @@ def test_every_option_of_transformers_is_applied_or_named(tmp_path: Path) -> Non
     assert unapplied_defaults(tmp_path, "none") == []
     write(tmp_path, config._get_default_generation_params())
     assert unapplied_defaults(tmp_path, "auto") == []
+
+
+def test_the_operators_values_count_more(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "model", {"temperature": 0.2, "top_k": 5})
+    overrides = {"temperature": 0.6, "max_new_tokens": 9}
+    expected = SamplingDefaults(temperature=0.6, top_k=5, max_tokens=9)
+    assert load_sampling_defaults(checkpoint, "auto", overrides) == expected
+    greedy = load_sampling_defaults(checkpoint, "none", {"do_sample": False})
+    assert greedy == SamplingDefaults(temperature=0.0)
+    for wrong in ({"beams": 2}, {"top_p": 7}):
+        with pytest.raises(ConfigError, match="--override-generation-config: "):
+            load_sampling_defaults(checkpoint, "auto", wrong)

@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 
 from server.gateway.dialects.anthropic.dialect import AnthropicDialect
+from server.gateway.dialects.chat.batch import BatchDialect
 from server.gateway.dialects.chat.dialect import ChatDialect
 from server.gateway.dialects.completions.dialect import CompletionDialect
 from server.gateway.dialects.responses.dialect import ResponsesDialect
@@ -136,7 +137,9 @@ ENGINE = EngineClient(FakeEngine())
 READERS: dict[str, Callable[..., object]] = {
     CHAT: ChatDialect(MODEL).prepare,
     PLAIN: CompletionDialect(MODEL).prepare,
+    f"{CHAT}/batch": BatchDialect(MODEL).prepare,
     "/v1/responses": ResponsesDialect(MODEL).prepare,
+    "/v1/responses/input_tokens": ResponsesDialect(MODEL).prepare_count,
     "/v1/messages": AnthropicDialect(MODEL).prepare,
     "/v1/messages/count_tokens": AnthropicDialect(MODEL).prepare_count,
     "/tokenize": lambda data, **_: tokenize(data, model=MODEL, engine=ENGINE),

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from models.text.tokenizer import Tokenizer
+from server.gateway.bodies.reading import BodyReader
 from server.gateway.dialects.chat.prompt import chat_prompt
 from server.gateway.dialects.chat.request import decode_chat
 from server.gateway.dialects.chat.tools import tool_use
@@ -80,7 +81,7 @@ CHAT: list[dict[str, Any]] = [
 def prompt_text(name: str, messages: list[dict[str, Any]], **fields: Any) -> str:
     """Return the prompt of a chat with the tools, as the gateway gives it to the model."""
     body = {"model": "m", "messages": messages, "tools": TOOLS, **fields}
-    decoded = decode_chat(json.dumps(body).encode())
+    decoded = decode_chat(json.dumps(body).encode(), BodyReader())
     model = served_model(template=template_of(TEMPLATES[name]))
     tools = tool_use(decoded.body, formats=model.formats)
     return chat_prompt(decoded.body, decoded.messages, model=model, tools=tools).text
@@ -161,7 +162,7 @@ def test_calls_are_found_where_their_marks_are_special_tokens(name: str) -> None
         yield output(request, token_ids, finish_reason="stop")
 
     model = {"template": template_of(TEMPLATES[name]), "tokenizer": tokens}
-    fields = {"tools": TOOLS, "tool_choice": "required"}
+    fields = {"tools": TOOLS}
     fake = FakeEngine(script)
     answer = post(CHAT_PATH, {**CHAT_BODY, **fields}, fake, **model, max_request_tokens=5000)
     message = answer.json()["choices"][0]["message"]

@@ -15,6 +15,8 @@ from server.gateway.dialects.chat.request import (
     ChatBody,
     ChatMessage,
     ContentPart,
+    ReasoningChoice,
+    ThinkingSwitch,
     Tool,
     ToolCall,
     ToolFunction,
@@ -51,12 +53,12 @@ def accepted(path: str, body: dict[str, Any], *, source: str | None = None) -> t
 
 
 IGNORED: dict[str, Any] = {
-    "metadata": {"run": "7"},
     "prompt_cache_key": "k",
     "safety_identifier": "s",
     "service_tier": "auto",
-    "store": False,
     "user": "me",
+    "metadata": {"run": "7"},
+    "store": False,
     "spaces_between_special_tokens": True,
     "cache_prompt": True,
     "include_reasoning": True,
@@ -176,6 +178,8 @@ def test_the_page_lists_every_field_in_its_class() -> None:
         ("messages.tool_calls.", ToolCall),
         ("messages.tool_calls.function.", ToolFunction),
         ("tools.", Tool),
+        ("reasoning.", ReasoningChoice),
+        ("thinking.", ThinkingSwitch),
     ]
     ignored, refused = set(), set()
     for prefix, kind in kinds:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from models.text.tokenizer import Tokenizer
+from server.gateway.bodies.reading import BodyReader
 from server.gateway.dialects.chat.prompt import ChatPrompt, chat_prompt
 from server.gateway.dialects.chat.request import decode_chat
 from server.gateway.dialects.chat.tools import ToolUse
@@ -58,7 +59,9 @@ AS_TEXT = {
 
 def _prompt(path: Path, template: str, messages: list[dict[str, Any]], **more: Any) -> ChatPrompt:
     write_tokenizer(path)
-    decoded = decode_chat(json.dumps({"model": "m", "messages": messages, **more}).encode())
+    decoded = decode_chat(
+        json.dumps({"model": "m", "messages": messages, **more}).encode(), BodyReader()
+    )
     return chat_prompt(
         decoded.body,
         decoded.messages,

@@ -158,7 +158,7 @@ def test_a_call_that_was_cut_is_not_in_the_conversation() -> None:
     messages = [ChatMessage(role="user", content="1+2?")]
     store, message = ResponseStore(), AnswerMessage(MessageOptions(calls=HERMES))
     message.push(f"{CALL} {CALL[:-20]}", is_last=True)
-    store.keep("a", b"", message, messages=messages, num_bytes=0)
+    store.keep("a", b"", message, messages=messages, items=(), num_bytes=0)
     [_, answer] = store.get("a").messages
     assert len(message.calls) == 2
     assert len(answer.tool_calls or ()) == 1

@@ -59,7 +59,7 @@ def test_every_refusal_is_described_as_the_error_object() -> None:
 EXAMPLES = {
     path: methods["post"]["requestBody"]["content"]["application/json"]["example"]
     for path, methods in described()["paths"].items()
-    if "post" in methods
+    if "requestBody" in methods.get("post", {})
 }
 
 
