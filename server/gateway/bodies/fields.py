@@ -45,9 +45,9 @@ Object = dict[str, Raw]
 MessageList = Annotated[list[Raw], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-def neutral(*values: object) -> Meta:
+def neutral(*values: object, why: str = "") -> Meta:
     """Mark a Raw field as refused unless it has one of `values`, which change nothing."""
-    return Meta(extra={"neutral": values})
+    return Meta(extra={"neutral": values, "why": why})
 
 
 def items_of(name: str, *, may_be_null: bool = False) -> Meta:
@@ -73,12 +73,14 @@ ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]+$", max_length=MAX_TOOL
 class FieldClasses(NamedTuple):
     """The fields not implemented: ignored ones, and refused ones with their neutral values.
 
-    `nested` are those that hold fields themselves, or lists of such objects.
+    `nested` are those that hold fields themselves, or lists of such objects; `reasons` say why some
+    are refused.
     """
 
     ignored: tuple[str, ...]
     refused: dict[str, tuple[object, ...]]
     nested: tuple[str, ...]
+    reasons: dict[str, str]
 
 
 @cache
@@ -95,6 +97,7 @@ def field_classes(kind: type[BodyFields]) -> FieldClasses:
         ignored=tuple(name for name, mark in marks if "is_ignored" in mark),
         refused={name: mark["neutral"] for name, mark in marks if "neutral" in mark},
         nested=tuple(field.name for field in fields if _holds_fields(field.type)),
+        reasons={name: mark["why"] for name, mark in marks if mark.get("why")},
     )
 
 
@@ -114,7 +117,8 @@ def check_fields(fields: BodyFields, *, param: str = "", shown: str = "") -> dic
     for name, neutral_values in classes.refused.items():
         raw: Raw = getattr(fields, name)
         if raw is not NOT_GIVEN:
-            _refuse_set(raw, param=f"{param}{name}", neutral_values=neutral_values)
+            why = classes.reasons.get(name, "")
+            _refuse_set(raw, param=f"{param}{name}", neutral_values=neutral_values, why=why)
     found = {shown + name: None for name in classes.ignored if getattr(fields, name) is not None}
     for name in classes.nested:
         value = getattr(fields, name)
@@ -126,11 +130,12 @@ def check_fields(fields: BodyFields, *, param: str = "", shown: str = "") -> dic
     return found
 
 
-def _refuse_set(raw: Raw, *, param: str, neutral_values: tuple[object, ...]) -> None:
+def _refuse_set(raw: Raw, *, param: str, neutral_values: tuple[object, ...], why: str) -> None:
     """Raise InvalidRequest unless the field is null or has a value that changes nothing."""
     text = bytes(raw)
     if text == b"null":
         return
     # A value that is no short scalar or object cannot be neutral, and is not worth decoding.
     if len(text) > 64 or msgspec.json.decode(text) not in neutral_values:
-        raise InvalidRequest(f"`{param}` is not supported by this server", param=param)
+        reason = f": {why}" if why else ""
+        raise InvalidRequest(f"`{param}` is not supported by this server{reason}", param=param)

@@ -23,7 +23,6 @@ from server.gateway.bodies.fields import (
     Priority,
     Refused,
     RefusedObject,
-    RefusedSwitch,
     StopString,
     neutral,
 )
@@ -86,10 +85,14 @@ class JsonSchemaFormat(BodyFields, kw_only=True, frozen=True):
 
 
 class ResponseFormat(BodyFields, kw_only=True, frozen=True):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`, and vLLM's for text with tags."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    # Of a structural_tag; server.gateway.grammars.structural_tags decodes them.
+    format: Raw = ABSENT
+    structures: Raw = ABSENT
+    triggers: Raw = ABSENT
 
     @classmethod
     def of_schema(cls, schema: dict[str, Any], *, name: str = "output") -> ResponseFormat:
@@ -106,6 +109,7 @@ class StructuredOutputs(BodyFields, kw_only=True, frozen=True):
     choice: Choices | None = None
     grammar: NonEmpty | None = None
     json_object: bool | None = None
+    structural_tag: Raw = ABSENT
 
 
 class SamplingBody(BodyFields, kw_only=True, frozen=True):
@@ -160,8 +164,12 @@ class SamplingBody(BodyFields, kw_only=True, frozen=True):
     service_tier: Ignored[str] = None
     user: Ignored[str] = None
     # vLLM's
-    kv_transfer_params: RefusedObject = ABSENT
-    logprob_token_ids: Refused = ABSENT
+    kv_transfer_params: Annotated[Raw, neutral({}, why="caches do not move between engines")] = (
+        ABSENT
+    )
+    logprob_token_ids: Annotated[
+        Raw, neutral(why="nodes find the likeliest tokens only; ask for `logprobs`")
+    ] = ABSENT
     repetition_detection: Refused = ABSENT
     vllm_xargs: RefusedObject = ABSENT
 
@@ -189,6 +197,7 @@ class GenerationBody(SamplingBody, kw_only=True, frozen=True):
     n_predict: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     random_seed: Seed | None = None
     regex: str | None = None
+    structural_tag: Raw = ABSENT
 
     # OpenAI's
     metadata: Ignored[Object] = None
@@ -201,7 +210,9 @@ class GenerationBody(SamplingBody, kw_only=True, frozen=True):
     session_id: Ignored[str] = None
     spaces_between_special_tokens: Ignored[bool] = None
     stream_interval: Ignored[int] = None
-    use_beam_search: RefusedSwitch = ABSENT
+    use_beam_search: Annotated[
+        Raw, neutral(False, why="answers are sampled; `n` gives several")
+    ] = ABSENT
     # llama.cpp's
     cache_prompt: Ignored[bool] = None
     dry_allowed_length: Ignored[Any] = None
@@ -257,6 +268,7 @@ _SAME_OUTPUTS: Final = {
     "guided_regex": "regex",
     "json_schema": "json",
     "regex": "regex",
+    "structural_tag": "structural_tag",
 }
 OTHER_NAMES: Final = {
     **_SAME,

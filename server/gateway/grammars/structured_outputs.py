@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+import msgspec
 from llguidance import LLMatcher
 from msgspec import Raw
 
@@ -20,6 +21,7 @@ from server.gateway.bodies.decoding import check_depth, decode
 from server.gateway.bodies.generation import GenerationBody, ResponseFormat, StructuredOutputs
 from server.gateway.grammars.gbnf import is_gbnf, lark_of
 from server.gateway.grammars.json_schemas import check_counts, closed
+from server.gateway.grammars.structural_tags import tag_grammar
 from topspin.errors import InvalidRequest
 from topspin.grammars import MAX_GRAMMAR_BYTES, reason_of
 
@@ -36,6 +38,12 @@ GRAMMAR_FIELDS: Final = (
     b'"tools"',
     b'"format"',
     b'"output_format"',
+    b'"ebnf"',
+    b'"grammar"',
+    b'"guided_grammar"',
+    b'"guided_json"',
+    b'"json_schema"',
+    b'"structural_tag"',
 )
 
 
@@ -99,6 +107,15 @@ def check_end(body: GenerationBody, name: str) -> None:
 
 
 def _of_format(form: ResponseFormat) -> FieldGrammar:
+    tags = {name: getattr(form, name) for name in ("format", "structures", "triggers")}
+    tags = {name: value for name, value in tags.items() if _is_set(value)}
+    if form.type == "structural_tag":
+        return _of_tags(Raw(msgspec.json.encode(tags)), param="response_format")
+    for name in tags:
+        raise InvalidRequest(
+            f"`response_format.{name}` needs `type` to be `structural_tag`",
+            param=f"response_format.{name}",
+        )
     param = "response_format.json_schema"
     if form.type != "json_schema":
         if form.json_schema is not None:
@@ -128,6 +145,8 @@ def _of_outputs(outputs: StructuredOutputs) -> FieldGrammar:
         case "json":
             schema = closed(_schema(outputs.json, param=param))
             grammar = json_grammar(schema, param=param)
+        case "structural_tag":
+            return _of_tags(outputs.structural_tag, param=param)
         case "json_object":
             grammar = json_grammar(_ANY_OBJECT, param=param)
         case "regex":
@@ -139,6 +158,12 @@ def _of_outputs(outputs: StructuredOutputs) -> FieldGrammar:
             grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
         case _:
             grammar = _of_text(outputs.grammar or "", param=param)
+    return FieldGrammar(checked_grammar(grammar, param=param), param)
+
+
+def _of_tags(data: Raw, *, param: str) -> FieldGrammar:
+    check_size(bytes(data), param=param)
+    grammar = tag_grammar(data, param=param, whitespace=WHITESPACE)
     return FieldGrammar(checked_grammar(grammar, param=param), param)
 
 

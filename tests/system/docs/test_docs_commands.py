@@ -35,7 +35,7 @@ from tests.test_docs import OTHERS, PAGES, ROOT, TARGETS, blocks, words_of
 FLAGS_OF_MAKE = (
     'make serve ARGS="--attention-nodes 2 --expert-nodes 2 --micro-batches 2 --transport tcp"'
 )
-LOAD = "topspin bench serve --port 8000 --max-concurrency 16"
+LOAD = "topspin bench serve --url http://127.0.0.1:8000 --max-concurrency 16"
 SWEEP = "topspin bench sweep --capacity-factors 1,2,5 --goodput ttft:2000 tpot:200"
 TRACE = "topspin trace --seconds 2 -o trace.json"
 PICTURE = f"{TRACE} --png rally.png"

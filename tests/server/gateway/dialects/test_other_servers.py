@@ -6,6 +6,7 @@ Each row is a request that was refused once, or answered otherwise than its send
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -28,6 +29,10 @@ from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying, templat
 from topspin.messages import SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAGS = {
+    "structures": [{"begin": "<f=add>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f="],
+}
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: CHAT_BODY,
@@ -65,6 +70,7 @@ def test_other_names_of_fields_mean_the_same(path: str) -> None:
         "ebnf": ('root ::= "a"', {"structured_outputs": {"grammar": 'root ::= "a"'}}),
         "guided_json": (SCHEMA, {"structured_outputs": {"json": SCHEMA}}),
         "json_schema": (SCHEMA, {"structured_outputs": {"json": SCHEMA}}),
+        "structural_tag": (TAGS, {"structured_outputs": {"structural_tag": TAGS}}),
     }
     assert rows.keys() == OTHER_NAMES.keys()
     for name, (value, same) in rows.items():
@@ -316,3 +322,56 @@ def test_a_budget_is_ignored_or_refused_by_name() -> None:
     refused = answer_to(CHAT, {**CHAT_BODY, "thinking_token_budget": 3}, template=THINKS)
     assert refused.json()["error"]["param"] == "thinking_token_budget"
     assert "several tokens" in refused.json()["error"]["message"]
+
+
+NEWER_TAGS = {
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [
+            {
+                "begin": "<f=add>",
+                "content": {"type": "json_schema", "json_schema": SCHEMA},
+                "end": "</f>",
+            }
+        ],
+    }
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"structural_tag": TAGS}},
+        {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
+        {"response_format": {"type": "structural_tag", **TAGS}},
+        {"response_format": {"type": "structural_tag", **NEWER_TAGS}},
+    ],
+)
+def test_text_behind_a_trigger_has_a_form(fields: dict[str, Any]) -> None:
+    grammar = sampled(**fields).grammar
+    assert allows(grammar, "so")
+    assert allows(grammar, 'so <f=add>{"a": 1}</f> and <f=add>{"a": 2}</f>.')
+    assert not allows(grammar, "so <f=add>1</f>")
+    assert not allows(grammar, 'so <f=sub>{"a": 1}</f>')
+
+
+@pytest.mark.parametrize(
+    ("tags", "said"),
+    [
+        ({**TAGS, "triggers": ["<g"]}, "no trigger begins"),
+        ({"structures": TAGS["structures"]}, "needs `structures` and `triggers`"),
+        ({**TAGS, **NEWER_TAGS}, "alone"),
+    ],
+)
+def test_tags_that_cannot_be_are_refused(tags: dict[str, Any], said: str) -> None:
+    error = error_of(CHAT, {"structured_outputs": {"structural_tag": tags}})
+    assert said in error["message"]
+    assert error["param"] == "structured_outputs.structural_tag"
+    assert error_of(CHAT, {"response_format": {"type": "text", **tags}})["param"]
+
+
+@pytest.mark.parametrize("name", ["logprob_token_ids", "use_beam_search", "kv_transfer_params"])
+def test_what_is_refused_says_why(name: str) -> None:
+    message = error_of(CHAT, {name: [1]})["message"]
+    assert message.startswith(f"`{name}` is not supported by this server: ")
