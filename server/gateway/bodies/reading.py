@@ -8,7 +8,7 @@ body by name; server.gateway.dialects calls it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -53,8 +53,18 @@ class BodyReader:
             self.ignored |= check_fields(value)
         return value
 
-    def read_each(self, items: Sequence[Raw], kind: Any, *, param: str) -> list[Any]:
-        """Return the objects of the list `param`; raises as `read`."""
+    def read_each(
+        self,
+        items: Sequence[Raw],
+        kind: Any,
+        *,
+        param: str,
+        check: Callable[[Any, str], None] = lambda value, place: None,
+    ) -> list[Any]:
+        """Return the objects of the list `param`; raises as `read`.
+
+        `check` gets each and its place, and may refuse it with words of its own.
+        """
         try:
             values = decode_each(items, kind, param=param)
         except UnknownField:
@@ -63,6 +73,7 @@ class BodyReader:
             known = [self._known(item, kind, f"{param}.") for item in items]
             values = decode_each(known, kind, param=param)
         for idx, value in enumerate(values):
+            check(value, f"{param}[{idx}]")
             self.ignored |= check_fields(value, param=f"{param}[{idx}].", shown=f"{param}.")
         return values
 

@@ -33,7 +33,7 @@ BROKEN_RULES: dict[str, list[tuple[dict[str, object], str, str, str | None]]] = 
         ({"prompt": [10**6]}, "prompt", "`prompt`: token id 1000000 is outside", None),
         ({"prompt": [[1], [2, -1]]}, "prompt[1][1]", "`prompt[1][1]`: Expected", None),
         ({"n": 128, "prompt": ["a"] * 3}, "n", "are 384 choices; at most 256", None),
-        ({"logit_bias": {"-1": 1}}, "logit_bias", "`logit_bias`: a token id is negative", None),
+        ({"logit_bias": {"-1": 1}}, "logit_bias.-1", "the key `-1` is no token id", None),
         ({"logit_bias": {"1000000": 1}}, "logit_bias", "outside the vocabulary of 265", None),
         ({"stop_token_ids": [10**6]}, "stop_token_ids", "outside the vocabulary", None),
         ({"min_tokens": 17}, "min_tokens", "17 is more than the 16 tokens", None),

@@ -288,14 +288,11 @@ def _with_reasoning(body: ChatBody) -> ChatBody:
 def checked_messages(data: Raw, reader: BodyReader) -> list[ChatMessage]:
     """Return the messages in `data`; raises InvalidRequest."""
     items = decode(data, MessageList, param="messages")
-    messages: list[ChatMessage] = reader.read_each(items, ChatMessage, param="messages")
-    for idx, message in enumerate(messages):
-        _check_content(message, param=f"messages[{idx}].content")
-    return messages
+    return reader.read_each(items, ChatMessage, param="messages", check=_check_content)
 
 
-def _check_content(message: ChatMessage, *, param: str) -> None:
-    content = message.content
+def _check_content(message: ChatMessage, place: str) -> None:
+    content, param = message.content, f"{place}.content"
     if content is None and message.role not in ("assistant", "tool"):
         raise InvalidRequest(f"missing required field `{param}`", param=param)
     for idx, part in enumerate(content if isinstance(content, list) else ()):

@@ -110,14 +110,15 @@ class ResponsesDialect:
             messages = following(earlier.messages, messages)
             num_bytes += earlier.num_bytes
         _check_background(request)
-        given: dict[str, Any] = {"items": tuple(map(with_id, items)), "num_bytes": num_bytes}
         options: dict[str, Any] = {
             "tokenizer": self.model.tokenizer,
             "request": request,
             "places": places,
             "keep": None,
         }
+        given: dict[str, Any] = {}
         if request.store is not False:
+            given = {"items": tuple(map(with_id, items)), "num_bytes": num_bytes}
             options["keep"] = partial(store.keep, messages=messages, **given)
         if request.instructions:
             messages = [ChatMessage(role="system", content=request.instructions), *messages]

@@ -82,7 +82,7 @@ def test_other_names_of_fields_mean_the_same(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "fields", "most"),
-    [(CHAT, {"max_tokens": -1}, 985), (PLAIN, {"max_tokens": -1}, 998)],
+    [(CHAT, {"max_tokens": -1}, 980), (PLAIN, {"max_tokens": -1}, 998)],
 )
 def test_minus_one_token_is_all_that_fit(path: str, fields: dict[str, Any], most: int) -> None:
     assert sampled(path, **fields).max_tokens == most
@@ -248,7 +248,7 @@ def test_the_operator_bounds_log_probabilities(fields: dict[str, Any], param: st
     assert error["param"] == param
     assert "at most 3" in error["message"]
     assert "--max-logprobs" in error["message"]
-    assert sampled(PLAIN, logprobs=3).logprobs == 3
+    assert post(PLAIN, {**PLAIN_BODY, "logprobs": 3}, fake_of("h"), max_logprobs=3)
 
 
 async def test_a_batch_of_chats_has_a_choice_each() -> None:

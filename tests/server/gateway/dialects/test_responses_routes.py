@@ -180,7 +180,7 @@ def test_tools_of_other_servers_are_left_out_where_the_model_may_do_without() ->
     assert post(PATH, {**BODY, "tools": built_in}, FakeEngine(saying("ok")), **options)
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(1000, "01234"), (75, "234"), (60, "34")])
+@pytest.mark.parametrize(("limit", "kept"), [(1000, "01234"), (65, "234"), (60, "34")])
 def test_a_long_conversation_is_answered_by_its_latest_turns(limit: int, kept: str) -> None:
     turns = [{"role": "user", "content": f"<{number}>"} for number in range(5)]
     body = {**BODY, "instructions": "Hi.", "input": turns, "max_output_tokens": 10}

