@@ -34,4 +34,5 @@ def write_checkpoint(directory: Path, fields: Mapping[str, Any] = MIXTRAL) -> Pa
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(fields))
     (directory / "tokenizer.json").write_text("{}")
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
     return directory
