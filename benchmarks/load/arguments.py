@@ -166,8 +166,8 @@ def base_url_of(parsed: argparse.Namespace) -> str:
             raise ConfigError(f"--port {port} is no port")
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     if parsed.host is not None or parsed.port is not None:
-        raise ConfigError("--base-url says where the server is; leave out --host and --port")
-    return checked_url(f"--base-url {parsed.base_url}", parsed.base_url)
+        raise ConfigError("--url says where the server is; leave out --host and --port")
+    return checked_url(f"--url {parsed.base_url}", parsed.base_url)
 
 
 def checked_url(flag: str, url: str) -> str:

@@ -5,7 +5,7 @@ Owns the command: flags, the order of the points, the table and the JSON. Each p
 that prefix caches do not help; a file repeats its prompts). A point that fails is reported, and the
 sweep continues. The rules are in benchmarks.load.knee.
 
-    topspin bench sweep --base-url http://127.0.0.1:8000 --concurrencies 1,2,4,8,16
+    topspin bench sweep --url http://127.0.0.1:8000 --concurrencies 1,2,4,8,16
 
 How a server behaves with more load than it can serve: --capacity-factors 1,2,5 measures how many
 requests a second it answers for many clients in a closed loop, and sends as many times that.

@@ -148,7 +148,7 @@ def test_a_warm_up_that_fails_ends_the_command(capsys: pytest.CaptureFixture[str
         (("--request-rate", "0"), "--request-rate is 0"),
         (("--replay", "--request-rate", "3"), "--replay"),
         (("--replay",), "timestamps"),
-        (("--port", "80"), "--base-url says where"),
+        (("--port", "80"), "--url says where"),
         (("--goodput", "itl:5"), "'itl' is no goal"),
         (("--metric-percentiles", "99,101"), "101 is not within 0 to 100"),
         (("--metric-percentiles", "many"), "not numbers"),
