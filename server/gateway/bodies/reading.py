@@ -41,16 +41,21 @@ class BodyReader:
         num_others = len(self.ignored) - len(plain)
         return (*plain, *((f"and {num_others} more",) if num_others else ()))
 
-    def read(self, data: bytes | Raw, kind: type[_Value], *, param: str = "") -> _Value:
-        """Return the object in `data`; raises InvalidRequest naming the field."""
+    def read(
+        self, data: bytes | Raw, kind: type[_Value], *, param: str = "", shown: str = ""
+    ) -> _Value:
+        """Return the object in `data`; raises InvalidRequest naming the field.
+
+        It is the field `param`, whose ignored fields are named with `shown` before them.
+        """
         try:
             value = decode(data, kind, param=param)
         except UnknownField:
             if not self._keeps_on:
                 raise
-            value = decode(self._known(data, kind, ""), kind, param=param)
+            value = decode(self._known(data, kind, shown), kind, param=param)
         if isinstance(value, BodyFields):
-            self.ignored |= check_fields(value)
+            self.ignored |= check_fields(value, param=f"{param}." if param else "", shown=shown)
         return value
 
     def read_each(

@@ -24,12 +24,12 @@ from server.gateway.dialects.responses.reply import (
 )
 from server.gateway.dialects.responses.request import (
     ITEMS,
-    TOOLS,
     ResponsesBody,
     decode_response,
     following,
 )
 from server.gateway.dialects.responses.store import ResponseStore
+from server.gateway.dialects.responses.tools import TOOLS
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.http.answer import json_response
 from server.gateway.http.exchange import exchange_of

@@ -16,8 +16,6 @@ from msgspec import Meta, Raw
 from server.gateway.bodies.decoding import decode, decode_each
 from server.gateway.bodies.fields import (
     ABSENT,
-    MAX_TOOL_NAME_CHARS,
-    MAX_TOOLS,
     MESSAGE_LIST_SCHEMA,
     NOT_GIVEN,
     SCHEMA_REF,
@@ -29,7 +27,6 @@ from server.gateway.bodies.fields import (
     Object,
     Refused,
     RefusedSwitch,
-    ToolName,
 )
 from server.gateway.bodies.generation import ResponseFormat, SamplingBody
 from server.gateway.bodies.reading import BodyReader
@@ -38,11 +35,17 @@ from server.gateway.dialects.chat.request import (
     ChatBody,
     ChatMessage,
     DecodedChat,
-    FunctionDefinition,
     NamedToolChoice,
     TemplateVariables,
-    Tool,
     ToolCall,
+)
+from server.gateway.dialects.responses.tools import (
+    TOOLS_SCHEMA,
+    ServedTool,
+    flat_name,
+    functions_of,
+    places_of,
+    served_tools,
 )
 from topspin.errors import InvalidRequest
 
@@ -102,55 +105,6 @@ class ReasoningItem(BodyFields, kw_only=True, frozen=True, tag="reasoning"):
 Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
-class FunctionTool(BodyFields, kw_only=True, frozen=True, tag="function"):
-    """A function that the model may call."""
-
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: Ignored[bool] = None
-
-
-class NamespaceTool(BodyFields, kw_only=True, frozen=True, tag="namespace"):
-    """Functions with a name in common, as Codex gives them; the model sees `NAME__FUNCTION`."""
-
-    name: ToolName
-    description: Ignored[str] = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
-
-
-class ToolKind(msgspec.Struct, frozen=True):
-    """What is looked at first in a tool."""
-
-    type: str
-
-
-# Tools that a server would run, or that are no functions; left out where the model may do without.
-BUILT_IN_TOOLS = frozenset(
-    {
-        "apply_patch",
-        "code_interpreter",
-        "computer",
-        "computer_use_preview",
-        "custom",
-        "file_search",
-        "image_generation",
-        "local_shell",
-        "mcp",
-        "shell",
-        "tool_search",
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-    }
-)
-_ToolList = Annotated[list[Raw], Meta(max_length=MAX_TOOLS)]
-NAMESPACE_MARK = "__"
-"""Between a namespace and a function's name, as the model sees them."""
-
-
 class FunctionChoice(BodyFields, kw_only=True, frozen=True):
     """A choice of one function, which is then called."""
 
@@ -192,26 +146,6 @@ class ResponseStreamOptions(BodyFields, kw_only=True, frozen=True):
 
 
 ITEMS = (MessageItem, CallItem, CallOutputItem, ReasoningItem)
-TOOLS = (FunctionTool, NamespaceTool)
-TOOLS_SCHEMA: dict[str, object] = {
-    "anyOf": [
-        {
-            "type": "array",
-            "maxItems": MAX_TOOLS,
-            "items": {
-                "anyOf": [
-                    *({"$ref": SCHEMA_REF.format(name=each.__name__)} for each in TOOLS),
-                    {
-                        "type": "object",
-                        "properties": {"type": {"enum": sorted(BUILT_IN_TOOLS)}},
-                        "required": ["type"],
-                    },
-                ]
-            },
-        },
-        {"type": "null"},
-    ]
-}
 INPUT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -274,15 +208,10 @@ def decode_response(data: bytes, reader: BodyReader) -> DecodedResponse:
     body = reader.read(data, ResponsesBody)
     given = _items(body.input)
     messages = _messages(reader.read_each(given, Item, param="input"))
-    tools = _tools(body, reader)
-    places = {
-        _flat(tool.name, each.name): (tool.name, each.name)
-        for tool in tools
-        if isinstance(tool, NamespaceTool)
-        for each in tool.tools
-    }
+    may_choose = body.tool_choice in (None, "auto", "none")
+    tools = served_tools(body.tools, reader, may_choose=may_choose)
     chat = DecodedChat(_chat(body, tools), messages, reader.names)
-    return DecodedResponse(body, chat, tuple(given), places)
+    return DecodedResponse(body, chat, tuple(given), places_of(tools))
 
 
 def _items(data: Raw) -> list[Raw]:
@@ -296,38 +225,6 @@ def _items(data: Raw) -> list[Raw]:
     ]
 
 
-def _tools(body: ResponsesBody, reader: BodyReader) -> list[FunctionTool | NamespaceTool]:
-    """Return the functions; other tools are named as ignored where the model may do without."""
-    may_choose = body.tool_choice in (None, "auto", "none")
-    given = [] if bytes(body.tools) == b"null" else decode(body.tools, _ToolList, param="tools")
-    kept: list[Raw] = []
-    for idx, tool in enumerate(given):
-        kind = decode(tool, ToolKind, param=f"tools[{idx}]").type
-        if kind in BUILT_IN_TOOLS and may_choose:
-            reader.ignored[f"tools.{kind}"] = None
-        elif kind in BUILT_IN_TOOLS:
-            raise InvalidRequest(
-                f"`tools[{idx}]`: this server runs no `{kind}`; it is ignored where `tool_choice` "
-                "is auto",
-                param=f"tools[{idx}].type",
-            )
-        else:
-            kept.append(tool)
-    return reader.read_each(kept, FunctionTool | NamespaceTool, param="tools")
-
-
-def _flat(namespace: str | None, name: str) -> str:
-    """Return the name of a function as the model sees it; raises InvalidRequest if it is long."""
-    flat = name if namespace is None else f"{namespace}{NAMESPACE_MARK}{name}"
-    if len(flat) > MAX_TOOL_NAME_CHARS:
-        raise InvalidRequest(
-            f"`tools`: a function has at most {MAX_TOOL_NAME_CHARS} characters in its name, with "
-            f"that of its namespace and `{NAMESPACE_MARK}` between them",
-            param="tools",
-        )
-    return flat
-
-
 def _messages(items: Sequence[Item]) -> list[ChatMessage]:
     """Return the items as messages: reasoning, text and calls that follow each other are one."""
     messages: list[ChatMessage] = []
@@ -337,7 +234,7 @@ def _messages(items: Sequence[Item]) -> list[ChatMessage]:
                 text = _text(item.content)
                 message = ChatMessage(role=item.role, content=text)
             case CallItem():
-                name = _flat(item.namespace, item.name)
+                name = flat_name(item.namespace, item.name)
                 call = ToolCall.of(item.call_id, name, item.arguments)
                 message = ChatMessage.of_assistant(calls=[call])
             case CallOutputItem():
@@ -373,7 +270,7 @@ def _text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _chat(body: ResponsesBody, tools: Sequence[FunctionTool | NamespaceTool]) -> ChatBody:
+def _chat(body: ResponsesBody, tools: Sequence[ServedTool]) -> ChatBody:
     text, choice = body.text or TextConfig(), body.tool_choice
     reasoning = body.reasoning or ReasoningOptions()
     shows_logprobs = LOGPROBS in (body.include or ())
@@ -381,7 +278,7 @@ def _chat(body: ResponsesBody, tools: Sequence[FunctionTool | NamespaceTool]) ->
         raise InvalidRequest(
             f'`top_logprobs` needs "{LOGPROBS}" in `include`', param="top_logprobs"
         )
-    functions = [function for tool in tools for function in _functions(tool)]
+    functions = [function for tool in tools for function in functions_of(tool)]
     return ChatBody(
         **{name: getattr(body, name) for name in SamplingBody.__struct_fields__},
         messages=NOT_GIVEN,
@@ -392,30 +289,12 @@ def _chat(body: ResponsesBody, tools: Sequence[FunctionTool | NamespaceTool]) ->
         include_reasoning=body.include_reasoning,
         reasoning_effort=reasoning.effort,
         tools=functions or None,
-        tool_choice=NamedToolChoice.of(_flat(choice.namespace, choice.name))
+        tool_choice=NamedToolChoice.of(flat_name(choice.namespace, choice.name))
         if isinstance(choice, FunctionChoice)
         else choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(text.format),
     )
-
-
-def _functions(tool: FunctionTool | NamespaceTool) -> list[Tool]:
-    """Return the functions of a tool, under the names that the model sees."""
-    namespace, functions = None, [tool] if isinstance(tool, FunctionTool) else tool.tools
-    if isinstance(tool, NamespaceTool):
-        namespace = tool.name
-    return [
-        Tool(
-            function=FunctionDefinition(
-                name=_flat(namespace, each.name),
-                description=each.description,
-                parameters=each.parameters,
-                strict=each.strict,
-            )
-        )
-        for each in functions
-    ]
 
 
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:

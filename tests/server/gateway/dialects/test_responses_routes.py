@@ -175,6 +175,8 @@ def test_tools_of_other_servers_are_left_out_where_the_model_may_do_without() ->
     assert "add" in prompt_of(fake.added[0])
     refused = answer_to(PATH, {**body, "tool_choice": "required"}, **options)
     assert refused.json()["error"]["param"] == "tools[0].type"
+    wrong = answer_to(PATH, {**body, "tools": [*built_in, {**ADD, "zip": 1}]}, **options)
+    assert wrong.json()["error"]["param"] == "tools[2].zip"
     unheard = answer_to(PATH, {**BODY, "tools": [{"type": "teleport"}]}, **options)
     assert unheard.json()["error"]["param"] == "tools[0].type"
     assert post(PATH, {**BODY, "tools": built_in}, FakeEngine(saying("ok")), **options)
