@@ -37,7 +37,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["alive"] = "alive"
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The body of /load: how many choices this gateway waits for."""
 
     server_load: int
@@ -73,7 +73,10 @@ PING = Endpoint(
 )
 PING_BY_POST = replace(PING, method="post")
 LOAD = Endpoint(
-    method="get", path="/load", summary="Show how many answers are being generated", answer=Load
+    method="get",
+    path="/load",
+    summary="Show how many answers are being generated",
+    answer=ServerLoad,
 )
 METRICS = Endpoint(
     method="get",
@@ -120,7 +123,7 @@ class Probes:
 
     async def load(self, _: Request) -> Response:
         """Answer with the number of choices in flight."""
-        return _answer(Load(server_load=self.engine.num_in_flight))
+        return _answer(ServerLoad(server_load=self.engine.num_in_flight))
 
     async def prometheus(self, request: Request) -> Response:
         """Answer with the counts of this gateway and, if it answers, of the engine."""

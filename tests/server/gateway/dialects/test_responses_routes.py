@@ -1,4 +1,4 @@
-"""What else /v1/responses has: stored input, counts, background, namespaces, built-in tools."""
+"""The rest of /v1/responses: stored input, counts, background, namespaces, built-in tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients of other servers send: other names of fields, fields without effect, misspelt ones.
+"""Requests of clients of other servers: other names of fields, fields without effect, misspelt ones.
 
 Each row is a request that was refused once, or answered otherwise than its sender meant.
 """
