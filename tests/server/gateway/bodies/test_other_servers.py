@@ -1,4 +1,4 @@
-"""Requests of clients of other servers: other names of fields, fields without effect, misspelt ones.
+"""Requests of other servers' clients: other names of fields, fields without effect, misspelt ones.
 
 Each row is a request that was refused once, or answered otherwise than its sender meant.
 """
