@@ -326,7 +326,7 @@ HOSTILE = """(async () => {
         if (name === "href" && !/^(https?|mailto):/.test(value)) bad.add(value);
       }
     }
-    if (index %% 50 === 0) {
+    if (index %% 50 === 0 && text.length < 500) {
       const grown = document.createElement("div");
       const view = new MarkdownView(grown);
       for (let end = 0; end <= text.length; end += 7) view.update(text.slice(0, end));

@@ -72,7 +72,8 @@ class Tab:
         script = f"""new Promise((resolve, reject) => {{
           const late = performance.now() + {timeout_s * 1000};
           const look = () => {{
-            const found = {condition};
+            let found = false;
+            try {{ found = {condition}; }} catch {{ /* what it looks at is not there yet */ }}
             if (found) resolve(found);
             else if (performance.now() > late) reject(new Error(document.body.innerText));
             else setTimeout(look, {_IDLE_S * 1000});
