@@ -12,11 +12,16 @@ from typing import NamedTuple
 
 
 class HopTimes(NamedTuple):
-    """Seconds of one (layer, micro-batch): attention node, expert node, one way."""
+    """Seconds of one (layer, micro-batch): attention node, expert node, one way.
+
+    `t_w` of `t_c` a card is busy with the rows, so that those of the next micro-batch wait for it;
+    each way has a card's time of its own.
+    """
 
     t_a: float
     t_e: float
     t_c: float
+    t_w: float = 0.0
 
 
 def pipeline_s(
@@ -52,23 +57,27 @@ def layers_s(layers: Sequence[HopTimes], *, num_micro_batches: int, shares_cores
     if shares_cores:
         paces = (max(m * _busy_s(each, True), _trip_s(each)) for each in layers[1:])
         return _trip_s(layers[0]) + sum(paces) + (m - 1) * _busy_s(layers[-1], True)
-    # Both sides serve (layer, micro-batch) in this order; an answer begins the next layer.
-    attention_s = experts_s = 0.0
+    # Both sides and both ways serve (layer, micro-batch) in this order; an answer begins the next
+    # layer.
+    attention_s = experts_s = there_s = back_s = 0.0
     answers = [0.0] * m
-    for t_a, t_e, t_c in layers:
+    for t_a, t_e, t_c, t_w in layers:
         for micro_batch, answer_s in enumerate(answers):
             attention_s = max(attention_s, answer_s) + t_a
             if t_e == 0.0 and t_c == 0.0:
                 answers[micro_batch] = attention_s
                 continue
-            experts_s = max(experts_s, attention_s + t_c) + t_e
-            answers[micro_batch] = experts_s + t_c
+            there_s = max(there_s, attention_s) + t_w
+            experts_s = max(experts_s, there_s + (t_c - t_w)) + t_e
+            back_s = max(back_s, experts_s) + t_w
+            answers[micro_batch] = back_s + (t_c - t_w)
     return max(answers)
 
 
 def _busy_s(times: HopTimes, shares_cores: bool) -> float:
     """Return T_f, the least time between two micro-batches of a layer."""
-    return times.t_a + times.t_e if shares_cores else max(times.t_a, times.t_e)
+    sides_s = times.t_a + times.t_e if shares_cores else max(times.t_a, times.t_e)
+    return max(sides_s, times.t_w)
 
 
 def _trip_s(times: HopTimes) -> float:

@@ -20,6 +20,8 @@ from topspin.units import parse_size
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 Amount = Annotated[float, Meta(ge=0, le=1e9)]
 LinkTransport = Literal["shm", "cuda_ipc", "tcp", "nixl"]
+SPAN_TRANSPORTS: tuple[LinkTransport, ...] = ("tcp", "nixl")
+"""What joins nodes of several hosts."""
 
 
 class DeviceGroup(DocumentFields, frozen=True, kw_only=True):
@@ -65,7 +67,8 @@ class HostGroup(DocumentFields, frozen=True, kw_only=True):
     """`count` like hosts. `price_per_hour` is that of a host, on top of its devices'.
 
     `links` join the nodes of one host: the first that can join two devices is used
-    (topspin.devices.check_transport: cuda_ipc joins GPUs, shm anything).
+    (topspin.devices.check_transport: cuda_ipc joins GPUs, shm anything). `addresses`: by which each
+    host is reached; None: NAME-0, NAME-1, ...
     """
 
     name: Name
@@ -73,15 +76,34 @@ class HostGroup(DocumentFields, frozen=True, kw_only=True):
     devices: Annotated[tuple[DeviceGroup, ...], Meta(min_length=1, max_length=16)]
     links: Annotated[tuple[HostLink, ...], Meta(min_length=1)]
     price_per_hour: Amount = 0.0
+    addresses: tuple[Name, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.addresses is not None and len(self.addresses) != self.count:
+            raise ConfigError(
+                f"{self.name}: {len(self.addresses)} addresses for {self.count} hosts"
+            )
+
+    def address(self, number: int) -> str:
+        """Return by what name or address a host of the group is reached."""
+        return f"{self.name}-{number}" if self.addresses is None else self.addresses[number]
 
 
 class Cluster(DocumentFields, frozen=True, kw_only=True):
-    """All hosts, and the link between hosts (None: they are not joined)."""
+    """All hosts, and the link between hosts (None: they are not joined).
+
+    `between_hosts.gbps`: of a host's card each way, which all its nodes share.
+    """
 
     hosts: Annotated[tuple[HostGroup, ...], Meta(min_length=1, max_length=64)]
     between_hosts: HostLink | None = None
 
     def __post_init__(self) -> None:
+        if self.between_hosts is not None and self.between_hosts.transport not in SPAN_TRANSPORTS:
+            raise ConfigError(
+                f"between_hosts: transport {self.between_hosts.transport} joins nodes of one host; "
+                f"give one of {', '.join(SPAN_TRANSPORTS)}"
+            )
         names = [host.name for host in self.hosts]
         for name in names:
             if names.count(name) > 1:

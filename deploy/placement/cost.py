@@ -262,7 +262,7 @@ def chain_s(
         attention_s = 0.0
         if idx:
             ready = [each + (pass_s if idx == 1 else 2 * pass_s) for each in ready]
-        for t_a, t_e, t_c in layers[begin:end]:
+        for t_a, t_e, t_c, _ in layers[begin:end]:
             for micro_batch, ready_s in enumerate(ready):
                 attention_s = max(attention_s, ready_s) + t_a
                 ready[micro_batch] = attention_s

@@ -18,8 +18,6 @@ from deploy.placement.search.drafts import Decision
 from deploy.placement.search.fleet import best_fleet
 from deploy.placement.search.layouts import (
     Host,
-    layouts_of,
-    merged,
     most_copies,
     price_of,
 )
@@ -40,8 +38,6 @@ FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """By which a thing is changed to see what would change the outcome."""
 SEARCHED_AGAIN = 12
 """Engines that are searched again for that, beside the best of every kind."""
-MAX_MERGED_LAYOUTS = 400
-"""Engines over two hosts that are rated."""
 BEST_SHOWN = 40
 """Engines that are asked for their figures at the workload's load."""
 
@@ -67,7 +63,6 @@ def explain(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -> 
         front=tuple(_front_of([offer.figures for offer in found.offers])),
         losers=tuple(found.rejected()),
         answers=tuple(found.answers()),
-        over_two_hosts=tuple(found.over_two_hosts()),
         flips=tuple(found.what_ifs()),
         estimates=tuple(_estimates(inputs, result.members)),
         refusal="" if result.members else found.refusal(),
@@ -343,31 +338,6 @@ class _Explainer:
         if objective == "min_latency" and new.tpot_s < 0.95 * old.tpot_s:
             return f"TPOT {milliseconds(new.tpot_s)} instead of {milliseconds(old.tpot_s)}"
         return ""
-
-    def over_two_hosts(self) -> Iterator[str]:
-        """Yield what engines over two hosts would give: the search keeps each engine on one."""
-        link, hosts, result = self.inputs.between_hosts, self.inputs.hosts, self.result
-        if link is None or not result.members or len(result.ratings) > MAX_MERGED_LAYOUTS:
-            return
-        chosen = result.members[0].rating
-        for idx, first in enumerate(hosts):
-            for second in hosts[idx if first.spec.count > 1 else idx + 1 :]:
-                both = merged(first, second, link)
-                layouts = layouts_of(both, num_experts=self.inputs.model.num_experts).layouts
-                rated = [
-                    self.rater.rate(layout, chosen.formats)
-                    for layout in layouts[:MAX_MERGED_LAYOUTS]
-                    if layout.kind == "apart"
-                ]
-                best = max(rated, key=self._per_price, default=None)
-                if best is not None and best.point is not None:
-                    own, other = self._per_price(best), self._per_price(chosen)
-                    yield (
-                        f"An engine over the hosts {both.spec.name} ({best.layout}) would carry "
-                        f"{best.load(self.workload):.3g} {self.load_unit}, {own:.3g} per price, "
-                        f"{'more' if own > other * 1.01 else 'no more'} than the plan's "
-                        f"{other:.3g}. Such a plan is made by hand (docs/hosts.md)."
-                    )
 
 
 def _front_of(offers: Sequence[FrontPoint]) -> list[FrontPoint]:

@@ -87,7 +87,6 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     front: tuple[FrontPoint, ...]
     losers: tuple[Rejected, ...]
     answers: tuple[str, ...]
-    over_two_hosts: tuple[str, ...]
     flips: tuple[PlanChange, ...]
     estimates: tuple[str, ...]
     refusal: str
@@ -126,7 +125,7 @@ def print_report(report: PlanReport, console: Console | None = None) -> None:
             for each in found:
                 table.add_row(*map(_shown, msgspec.structs.astuple(each)))
             out.print(table)
-    for line in (*report.drafts, *report.answers, *report.over_two_hosts):
+    for line in (*report.drafts, *report.answers):
         out.print(line)
     for line in report.estimates:
         out.print(f"Estimated, not measured, on {line}.")

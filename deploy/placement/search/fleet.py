@@ -1,9 +1,9 @@
 """The fleet that serves a load: engines packed into hosts, hosts chosen for the fleet.
 
-Owns two exact steps over engines that were rated before: what a host can hold at best for every
-choice of its devices (dynamic programming), and how many hosts of each filling the fleet takes (an
-integer program, scipy's HiGHS). Pure: knows rates and prices only. Called by
-deploy.placement.search.
+Owns two exact steps over engines whose loads are known: what a host can hold at best for every
+choice of its devices (dynamic programming), and how many hosts of each filling, and how many
+engines over hosts, the fleet takes (an integer program, scipy's HiGHS). Pure: knows rates and
+prices only. Called by deploy.placement.search.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,24 @@ class FleetHost(NamedTuple):
     engines: tuple[Rated, ...]
 
 
+class Spanning(NamedTuple):
+    """An engine over hosts: its key, the hosts of each kind that it takes, its load and price."""
+
+    key: int
+    hosts: tuple[int, ...]
+    rate: float
+    price: float
+
+
+class _Column(NamedTuple):
+    """What a fleet may have several of: hosts of each kind, and the engines on them."""
+
+    hosts: tuple[int, ...]
+    engines: tuple[int, ...]
+    rate: float
+    price: float
+
+
 class Fleet(NamedTuple):
     """Copies of each engine by key; `is_exact`: no better fleet of these engines exists."""
 
@@ -63,6 +82,7 @@ class Fleet(NamedTuple):
     is_exact: bool
 
 
+@lru_cache(maxsize=64)
 def fillings(host: FleetHost) -> tuple[list[Filling], bool]:
     """Return the fillings of a host that no other beats in rate and price, and if they are all."""
     best: dict[Devices, Rated] = {}
@@ -111,57 +131,70 @@ def _front(found: Sequence[Filling]) -> list[Filling]:
 
 
 def best_fleet(
-    hosts: Sequence[FleetHost], *, least_rate: float | None = None, max_price: float | None = None
+    hosts: Sequence[FleetHost],
+    spanning: Sequence[Spanning] = (),
+    *,
+    least_rate: float | None = None,
+    max_price: float | None = None,
 ) -> Fleet | None:
     """Return the cheapest fleet that carries `least_rate`; None: the one that carries most.
 
     Within `max_price`. None if there is none, or nothing carries anything.
     """
-    columns: list[tuple[int, Filling]] = []
+    columns = [
+        _Column(each.hosts, (each.key,), each.rate, each.price)
+        for each in spanning
+        if each.rate > 0
+    ]
     is_exact = True
     for idx, host in enumerate(hosts):
         found, is_whole = fillings(host)
-        columns += [(idx, filling) for filling in found]
+        one = tuple(int(idx == each) for each in range(len(hosts)))
+        columns += [_Column(one, *filling) for filling in found]
         is_exact = is_exact and is_whole
     numbers = _solve(hosts, columns, least_rate, max_price) if columns else None
     if numbers is None or not any(numbers):
         return None
     copies: Counter[int] = Counter()
     rate = price = 0.0
-    for (_, filling), number in zip(columns, numbers, strict=True):
-        rate += number * filling.rate
-        price += number * filling.price
-        for key in filling.engines if number else ():
+    for column, number in zip(columns, numbers, strict=True):
+        rate += number * column.rate
+        price += number * column.price
+        for key in column.engines if number else ():
             copies[key] += number
     return Fleet(dict(copies), rate, price, is_exact)
 
 
 def _solve(
     hosts: Sequence[FleetHost],
-    columns: Sequence[tuple[int, Filling]],
+    columns: Sequence[_Column],
     least_rate: float | None,
     max_price: float | None,
 ) -> list[int] | None:
-    """Return the number of hosts with each filling."""
-    rows = [[float(idx == each) for each, _ in columns] for idx in range(len(hosts))]
+    """Return how many the fleet has of each column."""
+    rows = [[float(column.hosts[idx]) for column in columns] for idx in range(len(hosts))]
     low = [0.0] * len(hosts)
     high = [float(host.num_hosts) for host in hosts]
-    rates = [filling.rate for _, filling in columns]
-    prices = [filling.price for _, filling in columns]
-    for values, least, most in ((rates, least_rate, None), (prices, None, max_price)):
-        if least is not None or most is not None:
+    rates = [column.rate for column in columns]
+    prices = [column.price for column in columns]
+    most = [
+        min(host.num_hosts // need for host, need in zip(hosts, column.hosts, strict=True) if need)
+        for column in columns
+    ]
+    for values, least, limit in ((rates, least_rate, None), (prices, None, max_price)):
+        if least is not None or limit is not None:
             scale = max(values) or 1.0
             rows.append([value / scale for value in values])
             low.append(-np.inf if least is None else least / scale * (1 - 1e-9))
-            high.append(np.inf if most is None else most / scale * (1 + 1e-9))
+            high.append(np.inf if limit is None else limit / scale * (1 + 1e-9))
     costs = -np.array(rates) if least_rate is None else np.array(prices)
     scale = float(np.max(np.abs(costs))) or 1.0
     # Of fleets at the same cost the one with fewer hosts.
     result = milp(
-        costs / scale + 1e-9,
+        costs / scale + 1e-9 * np.array([sum(column.hosts) for column in columns]),
         constraints=LinearConstraint(np.array(rows), low, high),
         integrality=np.ones(len(columns)),
-        bounds=Bounds(0, [hosts[idx].num_hosts for idx, _ in columns]),
+        bounds=Bounds(0, most),
         options={"mip_rel_gap": GAP, "time_limit": 5.0},
     )
     return None if result.x is None else [round(value) for value in result.x]

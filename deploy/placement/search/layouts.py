@@ -3,8 +3,8 @@
 Owns the enumeration and what a slot is. Knows no times: deploy.placement.search.rating prices a
 layout. Called by deploy.placement.search.search.
 
-A GPU is a slot. A CPU is one slot with all its cores, or several that divide them. Nodes of an
-engine are on one host, though an engine may have several (topspin.plan.network).
+A GPU is a slot. A CPU is one slot with all its cores, or several that divide them. Engines over
+several hosts are deploy.placement.search.spans'.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
-
-import msgspec
 
 from deploy.placement.cluster import HostGroup, HostLink, LinkTransport
 from deploy.placement.devices import DeviceProfile
@@ -78,15 +76,15 @@ class Host:
     devices: tuple[Device, ...]
 
 
-def merged(first: Host, second: Host, link: HostLink) -> Host:
-    """Return two hosts as one, joined by the link between hosts."""
-    devices: list[Device] = []
-    for device in (*first.devices, *second.devices):
-        devices.append(replace(device, group=len(devices)))
-    spec = msgspec.structs.replace(
-        first.spec, name=f"{first.spec.name} + {second.spec.name}", count=1, links=(link,)
-    )
-    return Host(spec, tuple(devices))
+class Span(NamedTuple):
+    """The whole hosts of one role: `count` like ones, with at most `num_nodes` nodes on each."""
+
+    host: Host
+    count: int
+    num_nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.host.spec.name}"
 
 
 class DeviceSlot(NamedTuple):
@@ -110,6 +108,8 @@ class EngineLayout:
     share a CPU's cores. `apart`: every node has a slot of its own. `used[g]` devices of group g.
     `shares_memory`: all slots are parts of one device's memory. `stages`: the slots of the later
     layers of the one attention node there is then, in their order (topspin.plan.stages).
+    `spans`: the hosts of the attention nodes, then those of the expert nodes, of an engine over
+    several; `host` stands for all of them together.
     """
 
     host: Host
@@ -121,6 +121,7 @@ class EngineLayout:
     used: tuple[int, ...]
     shares_memory: bool = False
     stages: tuple[DeviceSlot, ...] = ()
+    spans: tuple[Span, ...] = ()
 
     @property
     def chain(self) -> tuple[DeviceSlot, ...]:
@@ -193,7 +194,13 @@ class EngineLayout:
             return attention
         if self.kind == "turns":
             return f"attention and experts in turns on {attention}"
-        return f"attention on {attention}, experts on {_names(self.experts)}"
+        experts = _names(self.experts)
+        if self.spans:
+            attention, experts = (
+                f"{names} ({span})"
+                for names, span in zip((attention, experts), self.spans, strict=True)
+            )
+        return f"attention on {attention}, experts on {experts}"
 
 
 class Layouts(NamedTuple):

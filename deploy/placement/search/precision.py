@@ -90,15 +90,16 @@ class Precisions:
 
         Those of layouts of like devices: the fastest within the bound, and the smallest.
         """
-        if not self.may_quantise:
-            return (self.stored_on(layout),)
         key = (
             layout.kind,
+            layout.link,
             tuple(slot for slot, _ in layout.holders),
             tuple(slot for slot, _ in layout.experts),
         )
         if key not in self._known:
-            self._known[key] = self._portfolio(layout)
+            self._known[key] = (
+                self._portfolio(layout) if self.may_quantise else (self.stored_on(layout),)
+            )
         return self._known[key]
 
     def refined(self, rating: Rating) -> Iterator[Formats]:

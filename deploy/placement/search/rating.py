@@ -142,7 +142,7 @@ class Rater:
         if misfit is not None:
             yield Rating(layout, formats, misfit)
             return
-        budgets = _budgets(layout)
+        budgets = budgets_of(layout)
         held = self.nodes.shares(layout, formats, budgets[-1])
         if held is None:
             yield Rating(layout, formats, self.nodes.experts_misfit(layout, formats))
@@ -155,7 +155,7 @@ class Rater:
             yield Rating(layout, formats, Binding("memory", text, parts, num_layers))
             return
         start = 0
-        for itemsize in (None, 1) if self._may_have_fp8(layout) else (None,):
+        for itemsize in (None, 1) if self.may_have_fp8(layout) else (None,):
             for tokens in budgets:
                 engines = [
                     EngineSetup(layout, formats, held, weights, 1, tokens, itemsize, 0, ends)
@@ -193,7 +193,8 @@ class Rater:
         if most and not isinstance(left, Binding):
             yield engine, left
 
-    def _may_have_fp8(self, layout: EngineLayout) -> bool:
+    def may_have_fp8(self, layout: EngineLayout) -> bool:
+        """Say whether keys in 8 bits may be tried."""
         return self.workload.fp8_kv_cache and not any(
             slot.device.is_gpu for slot, _ in layout.attention
         )
@@ -394,7 +395,8 @@ def _high(running: float) -> float:
     return running + Z95 * math.sqrt(running)
 
 
-def _budgets(layout: EngineLayout) -> tuple[int, ...]:
+def budgets_of(layout: EngineLayout) -> tuple[int, ...]:
+    """Return the tokens per step of an attention node that are tried."""
     return GPU_BUDGETS if layout.attention[0][0].device.is_gpu else CPU_BUDGETS
 
 

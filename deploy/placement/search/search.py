@@ -1,27 +1,36 @@
 """The search: rates every engine that the hosts could hold, and chooses how many of which.
 
-Owns the order: layouts of each host, their precision and settings, the best few refined, the fleet.
-Pure. Called by deploy.placement.command and, with changed inputs, by deploy.placement.explain.
+Owns the order: layouts of each host, their precision and settings, the best few refined, the fleet,
+with those engines over hosts that it asks for. Pure. Called by deploy.placement.command and, with
+changed inputs, by deploy.placement.explain.
 
 It is exact over the grids of deploy.placement.search.rating (settings and loads) where
-`Result.is_exact`: every layout was rated with all formats that it may have, and no other fleet of
-these engines is better.
+`Result.is_exact`: every layout was rated with all formats that it may have, or cannot carry enough
+to be worth it, and no other fleet of these engines is better.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from deploy.placement.cluster import HostLink
-from deploy.placement.search.fleet import Fleet, FleetHost, Rated, best_fleet
-from deploy.placement.search.layouts import Host, layouts_of, most_copies, price_of
+from deploy.placement.search.bounds import LoadBounds
+from deploy.placement.search.fleet import Fleet, FleetHost, Rated, Spanning, best_fleet
+from deploy.placement.search.layouts import (
+    EngineLayout,
+    Host,
+    layouts_of,
+    most_copies,
+    price_of,
+)
 from deploy.placement.search.nodes import tries_all_cuts
 from deploy.placement.search.precision import Precisions
 from deploy.placement.search.rating import Rater, Rating
+from deploy.placement.search.spans import hosts_taken, spans_of
 from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.shapes import ModelShape
 from deploy.placement.workload import Workload, answer_s, asked_load
@@ -30,6 +39,11 @@ from topspin.plan.precision import Rules
 
 REFINED = 6
 """Layouts whose formats are chosen again for their own memory and load."""
+MAX_SPANS = 64
+"""Engines over hosts that are rated: if a fleet would have more at their bounds, it is no longer
+exact."""
+SHOWN = 8
+"""Kinds of engines over hosts of which one is rated in any case."""
 CLOSE = 1.01
 """Two latencies within 1 % are the same: the smaller fleet is taken."""
 
@@ -89,68 +103,197 @@ class Inputs:
         return Rater(self.model, self.workload, context_length=self.context_length)
 
 
-def search(inputs: Inputs) -> Result:
-    """Return the best fleet for the workload's objective."""
-    rater = inputs.rater()
-    precisions = Precisions(rater, inputs.sensitivity, inputs.precision)
-    ratings: list[Rating] = []
-    plain: list[Rating] = []
-    quantised: list[Rating | None] = []
+def search(inputs: Inputs, told: Callable[[int], None] | None = None) -> Result:
+    """Return the best fleet for the workload's objective.
+
+    `told` hears how many engines have been rated, after each.
+    """
+    table = _Table(inputs, told)
     # Formats are chosen by a program whose objective stands for the times.
-    is_exact = not precisions.may_quantise
+    is_exact = not table.precisions.may_quantise
     for host in inputs.hosts:
         found = layouts_of(host, num_experts=inputs.model.num_experts)
         is_exact = is_exact and found.is_complete
-        for layout in found.layouts:
-            if inputs.only is not None and str(layout) not in inputs.only:
-                continue
-            formats = precisions.of(layout)
+        for layout in filter(table.is_asked, found.layouts):
             is_exact = is_exact and tries_all_cuts(inputs.model, layout)
-            tried = [rater.rate(layout, each) for each in formats]
-            plain.append(tried[0])
-            quantised.append(max(tried[1:], key=rater.rank, default=None))
-            ratings.append(max(tried, key=rater.rank))
-    _refine(rater, precisions, ratings)
-    fleet = _fleet(inputs, rater, ratings)
-    rated = tuple(ratings), tuple(plain), tuple(quantised)
+            table.add(layout)
+    table.refine()
+    spans = _SpanSearch(table)
+    fleet = spans.fleet()
+    ratings = table.ratings
+    rated = tuple(ratings), tuple(table.plain), tuple(table.quantised)
+    is_exact = is_exact and spans.is_exact
     if fleet is None:
         return Result(*rated, (), 0.0, 0.0, is_exact)
     members = sorted(
-        _members(rater, ratings, fleet),
+        _members(table.rater, ratings, fleet),
         key=lambda each: -each.copies * each.rating.load(inputs.workload),
     )
     is_exact = is_exact and fleet.is_exact
     return Result(*rated, tuple(members), fleet.price, fleet.rate, is_exact)
 
 
+class _Table:
+    """The ratings of layouts: the best, and the best with stored and with quantised weights."""
+
+    def __init__(self, inputs: Inputs, told: Callable[[int], None] | None) -> None:
+        self.inputs, self.rater = inputs, inputs.rater()
+        self.precisions = Precisions(self.rater, inputs.sensitivity, inputs.precision)
+        self.ratings: list[Rating] = []
+        self.plain: list[Rating] = []
+        self.quantised: list[Rating | None] = []
+        self._told = told
+
+    def is_asked(self, layout: EngineLayout) -> bool:
+        """Say whether a layout is one of those to which the search is limited."""
+        only = self.inputs.only
+        return only is None or str(layout) in only or (bool(layout.spans) and layout.family in only)
+
+    def add(self, layout: EngineLayout) -> None:
+        """Rate a layout with all formats that it may have."""
+        tried = [self.rater.rate(layout, each) for each in self.precisions.of(layout)]
+        self.plain.append(tried[0])
+        self.quantised.append(max(tried[1:], key=self.rater.rank, default=None))
+        self.ratings.append(max(tried, key=self.rater.rank))
+        if self._told is not None:
+            self._told(len(self.ratings))
+
+    def refine(self, first: int = 0) -> None:
+        """Choose formats again for the layouts from `first` on that carry most for their price."""
+        ratings, rater = self.ratings, self.rater
+        order = sorted(
+            range(first, len(ratings)), key=lambda idx: -worth(ratings[idx], rater.workload)
+        )
+        for idx in order[:REFINED]:
+            rating = ratings[idx]
+            tried = [rating]
+            tried += [rater.rate(rating.layout, each) for each in self.precisions.refined(rating)]
+            ratings[idx] = max(tried, key=rater.rank)
+
+
+class _Waiting(NamedTuple):
+    """An engine over hosts that is not rated: its bounds in the workload's load, and seconds."""
+
+    layout: EngineLayout
+    most: float
+    least_s: float
+
+    @property
+    def worth(self) -> float:
+        """Return what it carries at most for its price."""
+        return self.most / (price_of(self.layout, 1) or 1e-6 * sum(self.layout.used))
+
+
+class _SpanSearch:
+    """The fleet with engines over hosts, most of which need no rating.
+
+    A fleet is chosen as if they carried what their bounds allow; those that it has are rated; until
+    it has none that is not. No other fleet is better then, even with all others at their bounds.
+    """
+
+    def __init__(self, table: _Table) -> None:
+        self._table, self._inputs = table, table.inputs
+        self._workload = table.inputs.workload
+        self.is_exact = True
+        self._num_rated = 0
+        bounds = LoadBounds(table.rater)
+        is_for_latency = self._workload.objective == "min_latency"
+        self._waiting: dict[int, _Waiting] = {}
+        unfit: dict[str, EngineLayout] = {}
+        num_experts = table.inputs.model.num_experts
+        layouts = spans_of(table.inputs.hosts, table.inputs.between_hosts, num_experts=num_experts)
+        for number, layout in enumerate(filter(table.is_asked, layouts)):
+            formats = table.precisions.of(layout)
+            most = max(bounds.most_load(layout, each) for each in formats)
+            if most > 0:
+                least_s = 0.0
+                if is_for_latency:
+                    least_s = min(bounds.least_answer_s(layout, each) for each in formats)
+                self._waiting[-1 - number] = _Waiting(layout, most, least_s)
+            else:
+                unfit[layout.family] = layout
+        # The report tells of each kind by its best, or by the largest that does not do.
+        best: dict[str, int] = {}
+        for key, each in sorted(self._waiting.items(), key=lambda item: -item[1].worth):
+            best.setdefault(each.layout.family, key)
+        for key in [*best.values()][:SHOWN]:
+            self._rate(key)
+        for family in [each for each in unfit if each not in best][:SHOWN]:
+            table.add(unfit[family])
+        for key in [key for key, each in self._waiting.items() if math.isinf(each.most)]:
+            self._rate(key)
+
+    def _rate(self, key: int) -> Rating:
+        self._num_rated += 1
+        self._table.add(self._waiting.pop(key).layout)
+        self._table.refine(len(self._table.ratings) - 1)
+        return self._table.ratings[-1]
+
+    def fleet(self) -> Fleet | None:
+        """Return the best fleet; its engines carry the load at most."""
+        if self._workload.objective == "min_latency":
+            return self._fastest()
+        while True:
+            found = self._best()
+            asked = [key for key in found.copies if key < 0] if found is not None else []
+            if not asked:
+                break
+            if self._num_rated + len(asked) > MAX_SPANS:
+                self._waiting.clear()
+                self.is_exact = False
+            for key in filter(self._waiting.__contains__, asked):
+                self._rate(key)
+        if found is None or self._workload.objective == "max_throughput":
+            return found
+        return _quickest(self._table.rater, self._table.ratings, found)
+
+    def _best(self) -> Fleet | None:
+        """Return the best fleet with the bounds of those that are not rated."""
+        workload, ratings = self._workload, self._table.ratings
+        asked, max_price = asked_load(workload), workload.max_price_per_hour
+        hosts = fleet_hosts(self._inputs.hosts, ratings, workload)
+        spanning = list(self._columns())
+        if workload.objective == "max_throughput":
+            fleet = best_fleet(hosts, spanning, max_price=max_price)
+            return None if fleet is None or fleet.rate < asked * (1 - 1e-9) else fleet
+        return best_fleet(hosts, spanning, least_rate=asked, max_price=max_price)
+
+    def _columns(self) -> Iterator[Spanning]:
+        """Yield engines over hosts, but those whose bound one with fewer expert hosts reaches."""
+        ratings = self._table.ratings
+        known = [(key, each.layout, each.load(self._workload)) for key, each in enumerate(ratings)]
+        known += [(key, each.layout, each.most) for key, each in self._waiting.items()]
+        spanning = [each for each in known if each[1].spans]
+        most: dict[tuple[object, ...], float] = {}
+        for key, layout, load in sorted(spanning, key=lambda each: each[1].spans[1].count):
+            kind = (layout.attention, layout.experts[0][0])
+            if load > most.get(kind, 0.0) * (1 + 1e-9):
+                most[kind] = load
+                hosts = hosts_taken(layout, self._inputs.hosts)
+                yield Spanning(key, hosts, load, price_of(layout, 1))
+
+    def _fastest(self) -> Fleet | None:
+        """Return copies of the one engine that answers soonest; by bounds, as above."""
+        rater, ratings = self._table.rater, self._table.ratings
+        found = _fastest(rater, ratings)
+        best_s = math.inf if found is None else _answer_s(rater, ratings, found)
+        for key in sorted(self._waiting, key=lambda each: self._waiting[each].least_s):
+            if self._waiting[key].least_s > best_s:
+                break
+            if self._num_rated == MAX_SPANS:
+                self.is_exact = False
+                break
+            rating = self._rate(key)
+            one = _fastest(rater, [rating])
+            if one is not None:
+                best_s = min(best_s, _answer_s(rater, [rating], one))
+        return _fastest(rater, ratings)
+
+
 def worth(rating: Rating, workload: Workload) -> float:
     """Return what an engine carries for its price, or, if all is free, for its devices."""
     price = rating.layout.price_per_hour or 1e-6 * sum(rating.layout.used)
     return rating.load(workload) / price
-
-
-def _refine(rater: Rater, precisions: Precisions, ratings: list[Rating]) -> None:
-    """Choose formats again for the layouts that carry most for their price."""
-    order = sorted(range(len(ratings)), key=lambda idx: -worth(ratings[idx], rater.workload))
-    for idx in order[:REFINED]:
-        rating = ratings[idx]
-        tried = [rating]
-        tried += [rater.rate(rating.layout, formats) for formats in precisions.refined(rating)]
-        ratings[idx] = max(tried, key=rater.rank)
-
-
-def _fleet(inputs: Inputs, rater: Rater, ratings: Sequence[Rating]) -> Fleet | None:
-    """Return the fleet for the objective; its engines carry the load at most."""
-    workload = inputs.workload
-    asked, max_price = asked_load(workload), workload.max_price_per_hour
-    if workload.objective == "min_latency":
-        return _fastest(rater, ratings)
-    hosts = fleet_hosts(inputs.hosts, ratings, workload)
-    if workload.objective == "max_throughput":
-        fleet = best_fleet(hosts, max_price=max_price)
-        return None if fleet is None or fleet.rate < asked * (1 - 1e-9) else fleet
-    fleet = best_fleet(hosts, least_rate=asked, max_price=max_price)
-    return None if fleet is None else _quickest(rater, ratings, fleet)
 
 
 def _members(rater: Rater, ratings: Sequence[Rating], fleet: Fleet) -> list[FleetMember]:

@@ -81,6 +81,8 @@ class StepEstimate(NamedTuple):
     link_s: float
     """The shares of all layers, as if nothing overlapped."""
     fixed_s: float
+    card_s: float = 0.0
+    """Of one way, for which the busiest card of a host sends or takes the rows of all layers."""
 
 
 class Clock:
@@ -257,7 +259,7 @@ class EngineSteps:
         ]
         shares = [
             sum(count * hop[side] for count, hop in zip(self._kinds.values(), hops, strict=True))
-            for side in range(3)
+            for side in range(4)
         ]
         rallied = max(
             self._factor(slot, m, own.total).step
@@ -268,7 +270,15 @@ class EngineSteps:
         whole_s = rallied * (fixed_s + self._layers_s(hops, m, pass_s))
         slowest = max(hops, key=lambda hop: hop.t_a + hop.t_e + 2 * hop.t_c)
         return StepEstimate(
-            m, rows, slowest, whole_s, m * shares[0], m * shares[1], shares[2], fixed_s
+            m,
+            rows,
+            slowest,
+            whole_s,
+            m * shares[0],
+            m * shares[1],
+            shares[2],
+            fixed_s,
+            m * shares[3],
         )
 
     def _micro_batches(self, running: float, chunks: Chunks | None) -> int:
@@ -330,7 +340,12 @@ class EngineSteps:
             count * clock.reached(chosen, widest) for chosen, count in self._shares.items()
         )
         taken = max(clock.reached(chosen, rows) for _, chosen in self._experts) * row_bytes
-        return HopTimes(t_a, t_e, link_s(self._link, max(sent, taken)))
+        if not layout.spans:
+            return HopTimes(t_a, t_e, link_s(self._link, max(sent, taken)))
+        # The nodes of a host share its card.
+        near, far = layout.spans
+        card_s = max(near.num_nodes * sent, far.num_nodes * taken) / self._link.bytes_per_s
+        return HopTimes(t_a, t_e, self._link.alpha_s + card_s, card_s)
 
     def _factor(self, slot: DeviceSlot, m: int, rows: float) -> RallyFactors:
         if not self._is_rallied:

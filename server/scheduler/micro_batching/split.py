@@ -96,8 +96,8 @@ def choose_num_micro_batches(
     if not loads:
         return 1
     if shares_cores:
-        t_a, t_e, t_c = hop_times(cost, loads, 1)
-        if 2 * t_c < MIN_LINK_SHARE * (t_a + t_e):
+        hop = hop_times(cost, loads, 1)
+        if 2 * hop.t_c < MIN_LINK_SHARE * (hop.t_a + hop.t_e):
             return 1
     times = step_times(cost, loads, shares_cores=shares_cores, num_layers=num_layers)
     good_s = min(times) * (1.0 + TIE)

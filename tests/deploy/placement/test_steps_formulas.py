@@ -23,16 +23,36 @@ def test_the_barrier_is_the_mean_maximum() -> None:
 
 def rallied(layers: list[HopTimes], m: int) -> float:
     """Simulate both sides serving (layer, micro-batch) in order, event by event."""
-    clock = {"attention": 0.0, "experts": 0.0}
+    clock = {"attention": 0.0, "experts": 0.0, "there": 0.0, "back": 0.0}
     ready = [0.0] * m
     for hop in layers:
         for mb in range(m):
             clock["attention"] = max(clock["attention"], ready[mb]) + hop.t_a
             ready[mb] = clock["attention"]
             if hop.t_e or hop.t_c:
-                clock["experts"] = max(clock["experts"], ready[mb] + hop.t_c) + hop.t_e
-                ready[mb] = clock["experts"] + hop.t_c
+                rest_s = hop.t_c - hop.t_w
+                clock["there"] = max(clock["there"], ready[mb]) + hop.t_w
+                clock["experts"] = max(clock["experts"], clock["there"] + rest_s) + hop.t_e
+                clock["back"] = max(clock["back"], clock["experts"]) + hop.t_w
+                ready[mb] = clock["back"] + rest_s
     return max(ready)
+
+
+def hop_over_a_card(rng: random.Random) -> HopTimes:
+    """Return a hop whose rows keep a card busy, perhaps for longer than a side."""
+    card_s = 1.5 * rng.random()
+    return HopTimes(rng.random(), rng.random(), card_s + 0.2 * rng.random(), card_s)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_a_card_carries_the_rows_of_one_micro_batch_at_a_time(m: int) -> None:
+    rng = random.Random(m)
+    for _ in range(50):
+        equal = [hop_over_a_card(rng)] * 5
+        others = [hop_over_a_card(rng) for _ in range(5)]
+        for layers in (equal, others):
+            found = layers_s(layers, num_micro_batches=m, shares_cores=False)
+            assert found == pytest.approx(rallied(layers, m))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
@@ -81,7 +101,7 @@ def ranged(layers: list[HopTimes], ends: tuple[int, ...], m: int, pass_s: float)
 
     def experts() -> Iterator[tuple[object, ...]]:
         now = 0.0
-        for layer, (_, t_e, t_c) in enumerate(layers):
+        for layer, (_, t_e, t_c, _) in enumerate(layers):
             for mb in range(m if t_e or t_c else 0):
                 yield ("sent", layer, mb)
                 now = max(now, known["sent", layer, mb] + t_c) + t_e

@@ -146,13 +146,14 @@ def _check_chain(nodes: Sequence[NodeSpec]) -> None:
 
 
 def _check_cores(plan: EnginePlan) -> None:
-    """Check that cores belong to one node only."""
-    owner: dict[int, NodeSpec] = {}
+    """Check that cores belong to one node of a host only."""
+    owner: dict[tuple[str, int], NodeSpec] = {}
     for node in plan.nodes:
         for core in node.cores:
-            if core in owner:
-                raise ConfigError(f"{node}: core {core} belongs to {owner[core]} already")
-            owner[core] = node
+            place = (node.host, core)
+            if place in owner:
+                raise ConfigError(f"{node}: core {core} belongs to {owner[place]} already")
+            owner[place] = node
 
 
 def _check_layer_rules(kept: KvCacheSpec) -> None:

@@ -3,110 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.placement.cluster import HostLink
-from deploy.placement.formats import Formats, stored
-from deploy.placement.search import rating as rating_module
-from deploy.placement.search.bits import evaluate
-from deploy.placement.search.layouts import EngineLayout, Host, layouts_of
+from deploy.placement.formats import stored
+from deploy.placement.search.layouts import layouts_of
 from deploy.placement.search.nodes import Binding
-from deploy.placement.search.precision import Precisions
-from deploy.placement.search.rating import LoadTrial, Rater, Rating, running_grid
 from deploy.placement.search.search import Inputs, Result, search
-from deploy.placement.search.steps import EngineSetup, EngineSteps
-from deploy.placement.workload import Objective, Targets, asked_load
+from deploy.placement.search.steps import EngineSteps
+from deploy.placement.workload import Objective, Targets
 from tests.deploy.placement import samples
-
-
-def every_setting(rater: Rater, layout: EngineLayout, formats: Formats) -> Iterator[Rating]:
-    """Yield a layout with all settings, at the largest load: the whole grid, then between."""
-    is_gpu = layout.attention[0][0].device.is_gpu
-    budgets = rating_module.GPU_BUDGETS if is_gpu else rating_module.CPU_BUDGETS
-    held = rater.nodes.shares(layout, formats, budgets[-1])
-    if held is None:
-        return
-    weights = rater.nodes.weights(layout, formats)
-    alone = layout.kind == "one_process" or not layout.experts
-    num_layers, num_ranges = rater.model.num_layers, 1 + len(layout.stages)
-    cuts: list[tuple[int, ...]] = [()]
-    if layout.stages:
-        cuts = [
-            (*sorted(inner), num_layers)
-            for inner in itertools.combinations(range(1, num_layers), num_ranges - 1)
-        ]
-    ways = itertools.product(budgets, (1,) if alone else (1, 2, 3, 4), cuts)
-    for tokens, m, ends in ways:
-        engine = EngineSetup(layout, formats, held, weights, m, tokens, None, 0, ends)
-        room = rater.nodes.room(engine)
-        if isinstance(room, Binding):
-            continue
-        is_plain = alone or ends
-        for local in (0,) if is_plain else (0, rater.nodes.most_local(layout, formats, room)):
-            engine = dataclasses.replace(engine, num_local=local)
-            left = rater.nodes.room(engine)
-            if isinstance(left, Binding):
-                continue
-            trial = LoadTrial(rater, engine, left)
-            good = [n for n in running_grid() if n < 5000 and trial.point(float(n)) is not None]
-            if good:
-                yield rater.sharpened(rater.at_most(engine, left, start=good[-1]))
-
-
-def best_of_all(inputs: Inputs) -> list[tuple[float, float]]:
-    """Return the load and the price of every fleet worth having, by trying all of everything."""
-    rater = inputs.rater()
-    precisions = Precisions(rater, inputs.sensitivity)
-    fleets = [(0.0, 0.0)]
-    for host in inputs.hosts:
-        loads: dict[tuple[int, ...], float] = {}
-        for layout in layouts_of(host, num_experts=inputs.model.num_experts).layouts:
-            formats = [precisions.plain]
-            if precisions.may_quantise:
-                problem = precisions.problem(layout)
-                formats += [
-                    precisions._formats(problem, choice)
-                    for choice in itertools.product(
-                        *(range(len(item.options)) for item in problem.items)
-                    )
-                    if evaluate(problem, choice).fits
-                ]
-            for each in formats:
-                for rated in every_setting(rater, layout, each):
-                    load = rated.load(inputs.workload)
-                    loads[layout.used] = max(loads.get(layout.used, 0.0), load)
-        ways = list(_fillings(host, loads))
-        for _ in range(host.spec.count):
-            fleets = _front([(a + c, b + d) for a, b in fleets for c, d in ways])
-    return fleets
-
-
-def _fillings(host: Host, loads: dict[tuple[int, ...], float]) -> Iterator[tuple[float, float]]:
-    most = max(device.count for device in host.devices)
-    for copies in itertools.product(range(most + 1), repeat=len(loads)):
-        used = [
-            sum(n * each[group] for n, each in zip(copies, loads, strict=True))
-            for group in range(len(host.devices))
-        ]
-        if all(need <= each.count for need, each in zip(used, host.devices, strict=True)):
-            load = sum(n * each for n, each in zip(copies, loads.values(), strict=True))
-            price = sum(n * each.price_per_hour for n, each in zip(used, host.devices, strict=True))
-            yield load, price + (host.spec.price_per_hour if any(copies) else 0.0)
-
-
-def _front(fleets: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Drop fleets that another one equals or beats."""
-    front: list[tuple[float, float]] = []
-    for load, price in sorted(set(fleets), key=lambda each: (each[1], -each[0])):
-        if not front or load > front[-1][0]:
-            front.append((load, price))
-    return front
+from tests.deploy.placement.search.everything import check_against_everything
 
 
 @st.composite
@@ -170,21 +81,6 @@ def test_users_whose_prompts_wait_count_too() -> None:
     asked = samples.workload(users=20, targets=targets, objective="max_throughput")
     host = samples.host((profile, 1))
     check_against_everything(samples.inputs([host], samples.model(2, num_experts=0), asked))
-
-
-def check_against_everything(inputs: Inputs) -> None:
-    result = search(inputs)
-    assert result.is_exact == (inputs.sensitivity is None)
-    asked = asked_load(inputs.workload)
-    good = [each for each in best_of_all(inputs) if each[0] >= asked * (1 - 1e-9)]
-    assert bool(result.members) == bool(good)
-    if not good:
-        return
-    if inputs.workload.objective == "min_price":
-        assert result.price == pytest.approx(min(price for _, price in good))
-    else:
-        # Loads lie between points of the grid, at halvings that depend on what was tried first.
-        assert result.load == pytest.approx(max(load for load, _ in good), rel=0.02)
 
 
 @pytest.mark.slow

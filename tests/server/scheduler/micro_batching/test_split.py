@@ -33,7 +33,7 @@ LOAD = NodeLoad(num_slices=8, num_tokens=8, slices_s=8 * 2e-3)
 
 
 def test_experts_see_the_tokens_of_all_nodes() -> None:
-    assert hop_times(BALANCED, [LOAD, LOAD], 1) == pytest.approx((8e-3, 16e-3, 0.0))
+    assert hop_times(BALANCED, [LOAD, LOAD], 1)[:3] == pytest.approx((8e-3, 16e-3, 0.0))
 
 
 def test_auto_hides_a_slow_link() -> None:
