@@ -7,6 +7,8 @@ chooses the number of micro-batches of every step, and by the planner.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,21 +59,38 @@ def layers_s(layers: Sequence[HopTimes], *, num_micro_batches: int, shares_cores
     if shares_cores:
         paces = (max(m * _busy_s(each, True), _trip_s(each)) for each in layers[1:])
         return _trip_s(layers[0]) + sum(paces) + (m - 1) * _busy_s(layers[-1], True)
-    # Both sides and both ways serve (layer, micro-batch) in this order; an answer begins the next
-    # layer.
-    attention_s = experts_s = there_s = back_s = 0.0
-    answers = [0.0] * m
-    for t_a, t_e, t_c, t_w in layers:
-        for micro_batch, answer_s in enumerate(answers):
-            attention_s = max(attention_s, answer_s) + t_a
-            if t_e == 0.0 and t_c == 0.0:
-                answers[micro_batch] = attention_s
-                continue
-            there_s = max(there_s, attention_s) + t_w
-            experts_s = max(experts_s, there_s + (t_c - t_w)) + t_e
-            back_s = max(back_s, experts_s) + t_w
-            answers[micro_batch] = back_s + (t_c - t_w)
-    return max(answers)
+    # When the way there, the experts, the way back and attention are free; the answers.
+    state = [0.0] * (4 + m)
+    for times, run in itertools.groupby(layers):
+        left = sum(1 for _ in run)
+        moving = 0 if times.t_e or times.t_c else 3
+        while left:
+            before = state
+            state = _after(times, before)
+            left -= 1
+            passed_s = state[3] - before[3]
+            pairs = zip(before[moving:], state[moving:], strict=True)
+            if all(math.isclose(new, old + passed_s) for old, new in pairs):
+                # So does every further layer of the run: all there is are sums and maxima.
+                state[moving:] = [each + left * passed_s for each in state[moving:]]
+                break
+    return max(state[4:])
+
+
+def _after(times: HopTimes, state: Sequence[float]) -> list[float]:
+    """Return the state after one more layer: all serve (layer, micro-batch) in this order."""
+    there_s, experts_s, back_s, attention_s, *answers = state
+    t_a, t_e, t_c, t_w = times
+    for micro_batch, answer_s in enumerate(answers):
+        attention_s = max(attention_s, answer_s) + t_a
+        if t_e == 0.0 and t_c == 0.0:
+            answers[micro_batch] = attention_s
+            continue
+        there_s = max(there_s, attention_s) + t_w
+        experts_s = max(experts_s, there_s + (t_c - t_w)) + t_e
+        back_s = max(back_s, experts_s) + t_w
+        answers[micro_batch] = back_s + (t_c - t_w)
+    return [there_s, experts_s, back_s, attention_s, *answers]
 
 
 def _busy_s(times: HopTimes, shares_cores: bool) -> float:

@@ -34,6 +34,9 @@ SHARED_MEMORY: Final = "1Gi"
 KIND: Final = "topspin/kind"
 """server: answers requests; node; scheduler; job."""
 
+PRODUCT: Final = "nvidia.com/gpu.product"
+"""The label of hosts that NVIDIA's GPU feature discovery writes, of a name without blanks."""
+
 READ_ONLY: Final[frozenset[Place]] = frozenset(("plan", "models", "keys", "api-keys"))
 
 
@@ -111,10 +114,11 @@ def pod(
     kind: str,
     needs: Needs | None = None,
     more_labels: dict[str, str] | None = None,
+    product: str | None = None,
 ) -> Object:
     """Return the template of a pod with a container for each process.
 
-    Each asks for what it needs, or for `needs`.
+    Each asks for what it needs, or for `needs`. `product`: the GPU that its host must have.
     """
     drains_s = max(DRAIN_S * (each.progress is None) for each in processes)
     grace_s = max(each.ends_in_s for each in processes) + drains_s + GRACE_S
@@ -126,6 +130,7 @@ def pod(
         "metadata": {"labels": labels(engine, component) | {KIND: kind} | (more_labels or {})},
         "spec": {
             **common,
+            **({} if product is None else {"nodeSelector": {PRODUCT: product.replace(" ", "-")}}),
             "containers": containers,
             "volumes": [*_volumes(engine, processes), *_SCRATCH_VOLUMES],
         },

@@ -75,7 +75,15 @@ def node_pod(
     """Return the pod of one node of a group, which asks for what that needs, or for `needs`."""
     process = _process(engine, node, name=node.role, index=index)
     labels = group_label(group)
-    return pod(engine, node.role, [process], kind="node", needs=needs, more_labels=labels)
+    return pod(
+        engine,
+        node.role,
+        [process],
+        kind="node",
+        needs=needs,
+        more_labels=labels,
+        product=node.product,
+    )
 
 
 def _process(engine: Engine, node: Node, *, name: str, index: str) -> Process:

@@ -6,13 +6,16 @@ Owns the command's flags and files. Called by app.cli.main.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Final, TextIO
 
 from deploy.placement.cluster import Cluster, profile_of, read_cluster
 from deploy.placement.explain import explain
-from deploy.placement.report import draw, print_report
+from deploy.placement.report import PlanReport, draw, print_report
 from deploy.placement.search.drafts import Decision, decide
 from deploy.placement.search.layouts import Device, Host
 from deploy.placement.search.search import ImpossibleError, Inputs, Result, search
@@ -29,6 +32,9 @@ from topspin.errors import ConfigError
 from topspin.plan.file import print_plan
 from topspin.plan.rules.model_facts import ModelFacts
 from topspin.units import parse_size
+
+QUIET_S: Final = 2.0
+"""Searches that take longer say how they get on."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sensitivity", type=Path, metavar="FILE", help="what `topspin sensitivity` wrote"
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the Pareto front (PNG)")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--explain", action="store_true", help="print all settings, the front, and what lost"
+    )
+    shown.add_argument("--json", action="store_true", help="print the report as JSON, nothing else")
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -70,19 +81,54 @@ def run(asked: argparse.Namespace) -> int:
     inputs, facts = read_inputs(
         asked.cluster, asked.model, asked.workload, sensitivity=asked.sensitivity
     )
-    result = search(inputs)
-    drafts = decide(inputs, result)
-    report = explain(inputs, result, drafts)
+    with Progress(sys.stderr) as progress:
+        result = search(inputs, progress)
+        drafts = decide(inputs, result)
+        report = explain(inputs, result, drafts, progress)
     if not result.members:
-        print_report(report)
+        _show(report, asked)
         raise ImpossibleError(report.refusal)
     texts = plan_texts(inputs, result, model=asked.model, facts=facts, drafts=drafts)
     if asked.picture is not None:
         draw(report, asked.picture)
     report = report.with_files(write_plans(asked.output, texts))
     asked.output.with_suffix(".json").write_bytes(report.to_json())
-    print_report(report)
+    _show(report, asked)
     return 0
+
+
+def _show(report: PlanReport, asked: argparse.Namespace) -> None:
+    if asked.json:
+        sys.stdout.write(report.to_json().decode())
+    else:
+        print_report(report, in_full=asked.explain)
+
+
+class Progress:
+    """Says on a line of a terminal how many engines have been rated, in searches that take long."""
+
+    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out, self._clock = out, clock
+        self._start_s = self._said_s = clock()
+        self._num_rated = 0
+        self._said = ""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._said:
+            self._out.write("\r" + " " * len(self._said) + "\r")
+
+    def __call__(self, _: int) -> None:
+        """Count an engine."""
+        self._num_rated += 1
+        now_s = self._clock()
+        if now_s - self._start_s > QUIET_S and now_s - self._said_s >= 1:
+            self._said_s = now_s
+            self._said = f"{self._num_rated} engines rated in {now_s - self._start_s:.0f} s"
+            self._out.write(f"\r{self._said}")
+            self._out.flush()
 
 
 def read_inputs(

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from deploy.placement import changes
 from deploy.placement.cost import unmeasured
 from deploy.placement.report import EngineReport, FrontPoint, PlanChange, PlanReport, Rejected
 from deploy.placement.search.drafts import Decision
-from deploy.placement.search.fleet import best_fleet
 from deploy.placement.search.layouts import (
-    Host,
     most_copies,
     price_of,
 )
@@ -27,15 +26,12 @@ from deploy.placement.search.search import (
     Inputs,
     Result,
     copies_needed,
-    fleet_hosts,
     search,
     worth,
 )
 from deploy.placement.workload import answer_s, asked_load
 from deploy.placement.write import local_experts_of
 
-FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""By which a thing is changed to see what would change the outcome."""
 SEARCHED_AGAIN = 12
 """Engines that are searched again for that, beside the best of every kind."""
 BEST_SHOWN = 40
@@ -49,9 +45,14 @@ class Offer(NamedTuple):
     figures: FrontPoint
 
 
-def explain(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -> PlanReport:
-    """Return the report of a search."""
-    found = _Explainer(inputs, result)
+def explain(
+    inputs: Inputs,
+    result: Result,
+    drafts: Sequence[Decision] = (),
+    told: Callable[[int], None] | None = None,
+) -> PlanReport:
+    """Return the report of a search; `told` as in search(), of those that are made here."""
+    found = _Explainer(inputs, result, told)
     return PlanReport(
         objective=inputs.workload.objective,
         load_unit=found.load_unit,
@@ -61,6 +62,7 @@ def explain(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -> 
         is_exact=result.is_exact,
         engines=tuple(map(found.engine, result.members)),
         front=tuple(_front_of([offer.figures for offer in found.offers])),
+        runner_up=found.runner_up(),
         losers=tuple(found.rejected()),
         answers=tuple(found.answers()),
         flips=tuple(found.what_ifs()),
@@ -79,8 +81,10 @@ class _Explainer:
     `best`: of each kind of engine the best one there is, whether it meets the targets or not.
     """
 
-    def __init__(self, inputs: Inputs, result: Result) -> None:
-        self.inputs, self.result = inputs, result
+    def __init__(
+        self, inputs: Inputs, result: Result, told: Callable[[int], None] | None = None
+    ) -> None:
+        self.inputs, self.result, self._told = inputs, result, told
         self.workload = inputs.workload
         self.rater = inputs.rater()
         self.asked = asked_load(inputs.workload)
@@ -136,8 +140,18 @@ class _Explainer:
 
     def engine(self, member: FleetMember) -> EngineReport:
         """Return the figures and settings of an engine of the fleet."""
-        rating, (engine, _) = member.rating, member.rating.settled
+        rating, (engine, found) = member.rating, member.rating.settled
+        layout, tokens = rating.layout, found.rate * self.workload.output.average
+        spans = " + ".join(map(str, layout.spans))
         fields = self._figures(rating, member.copies) | {
+            "hosts": spans or layout.host.spec.name,
+            "num_attention": layout.num_attention,
+            "num_experts": layout.num_experts,
+            "devices": " + ".join(
+                dict.fromkeys(slot.device.name for slot, _ in (*layout.holders, *layout.experts))
+            ),
+            "price_per_million": price_of(layout, member.copies)
+            / (member.copies * tokens * 3600e-6),
             "micro_batches": engine.micro_batches,
             "max_num_seqs": rating.max_num_seqs,
             "max_num_batched_tokens": engine.batched_tokens,
@@ -174,6 +188,21 @@ class _Explainer:
                 carried = f"{most * rating.load(self.workload):.3g} {self.load_unit}"
                 reason = f"carries {carried} of {self.asked:.3g}: {reason}"
             yield Rejected(kind=kind, engine=str(rating.layout), reason=reason)
+
+    def runner_up(self) -> Rejected | None:
+        """Return the best engine that the fleet does not have, or that fails by least, and why."""
+        taken = {str(member.rating.layout) for member in self.result.members}
+        offers = [each for each in self.offers if str(each.rating.layout) not in taken]
+        if offers:
+            best = min(offers, key=lambda each: self._order(each.figures))
+            rating, reason = best.rating, self._worse(best)
+        else:
+            others = (each for each in self.ranked if str(each.layout) not in taken)
+            found = next(others, None)
+            if found is None or not taken:
+                return None
+            rating, reason = found, found.binding.text
+        return Rejected(kind=rating.layout.family, engine=str(rating.layout), reason=reason)
 
     def _worse(self, offer: Offer) -> str:
         """Return in what an offer is worse than the fleet."""
@@ -269,21 +298,21 @@ class _Explainer:
         best = (working or self.ranked)[0]
         binds = f"{best.layout}: {best.binding.text}"
         if not working:
-            return f"no engine meets the targets; the nearest, {binds}"
+            needs, has = best.binding.needs, best.binding.has
+            over = f" ({needs / has - 1:.1%} too much)" if has > 0 and needs > has else ""
+            return f"no engine meets the targets; the nearest, {binds}{over}"
         if workload.max_price_per_hour is not None:
             unlimited = msgspec.structs.replace(workload, max_price_per_hour=None)
-            dearer = search(dataclasses.replace(self.inputs, workload=unlimited))
+            dearer = search(dataclasses.replace(self.inputs, workload=unlimited), self._told)
             if dearer.members:
                 return (
                     f"{self.asked:.4g} {unit} cost {dearer.price:.4g} per hour at least, of which "
                     f"max_price_per_hour allows {workload.max_price_per_hour:.4g}"
                 )
-        hosts = fleet_hosts(self.inputs.hosts, self.result.ratings, workload)
-        most = best_fleet(hosts, max_price=workload.max_price_per_hour)
-        carried = 0.0 if most is None else most.rate
+        carried = self.result.load
         return (
             f"all hosts together carry {carried:.4g} {unit} within the targets, of "
-            f"{self.asked:.4g}; what binds in the best engine, {binds}"
+            f"{self.asked:.4g} ({carried / self.asked:.1%}); what binds in the best engine, {binds}"
         )
 
     def what_ifs(self) -> Iterator[PlanChange]:
@@ -291,32 +320,38 @@ class _Explainer:
         kept = [*self.ranked[:SEARCHED_AGAIN], *self.best.values()]
         kept += [member.rating for member in self.result.members]
         names = frozenset(str(each.layout) for each in kept)
-        for name, changed in self._knobs(dataclasses.replace(self.inputs, only=names)):
-            low, high, outcome = -1, len(FACTORS), ""
-            while high - low > 1:
-                middle = (low + high) // 2
-                told = self._difference(search(changed(FACTORS[middle])))
-                if told:
-                    high, outcome = middle, told
-                else:
-                    low = middle
-            if high < len(FACTORS):
-                yield PlanChange(change=f"{name} times {FACTORS[high]:g}", outcome=outcome)
+        for knob in self._knobs(dataclasses.replace(self.inputs, only=names)):
+            found = changes.smallest(
+                knob, lambda changed: self._difference(search(changed, self._told))
+            )
+            if found is not None:
+                yield found
 
-    def _knobs(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[float], Inputs]]]:
-        """Yield what may be changed by a factor: what binds first, and the link."""
+    def _outcome(self, changed: Inputs) -> str:
+        """Return what is better or other with changed inputs; empty: nothing."""
+        return self._difference(search(changed, self._told))
+
+    def _knobs(self, inputs: Inputs) -> Iterator[changes.Knob]:
+        """Yield what binds first, and the links; without a plan all that may help."""
         targets, members = self.workload.targets, self.result.members
-        working = [each for each in self.ranked if each.point is not None]
-        sources = [members[0].rating] if members else working or self.ranked
-        limit = sources[0].binding.limit if sources else None
-        if limit == "memory":
-            yield "memory of every device", lambda factor: _with_memory(inputs, factor)
-        if targets.tpot_s is not None and limit in ("tpot", "prefill", "sequences"):
-            yield "tpot_s", lambda factor: _with_target(inputs, "tpot_s", factor)
-        if targets.ttft_s is not None and limit in ("ttft", "prefill"):
-            yield "ttft_s", lambda factor: _with_target(inputs, "ttft_s", factor)
-        if inputs.model.num_experts and members:
-            yield "speed of the links within hosts", lambda factor: _with_links(inputs, factor)
+        limit = members[0].rating.binding.limit if members else None
+        if limit in (None, "memory"):
+            yield changes.memory(inputs)
+        if targets.tpot_s is not None and limit in (None, "tpot", "prefill", "sequences"):
+            yield changes.target(inputs, "tpot_s")
+        if targets.ttft_s is not None and limit in (None, "ttft", "prefill"):
+            yield changes.target(inputs, "ttft_s")
+        if inputs.model.num_experts:
+            yield changes.links(inputs)
+            if inputs.between_hosts is not None:
+                yield changes.between_hosts(inputs)
+        if not members:
+            # Other numbers of hosts make other engines over hosts.
+            kinds = frozenset(each.layout.family for each in self.ranked if each.layout.spans)
+            yield from changes.more_hosts(
+                dataclasses.replace(inputs, only=(inputs.only or frozenset()) | kinds)
+            )
+            yield from changes.four_bits(inputs)
 
     def _difference(self, after: Result) -> str:
         """Return what is better or other after a change; empty: nothing."""
@@ -354,39 +389,6 @@ def _front_of(offers: Sequence[FrontPoint]) -> list[FrontPoint]:
         if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other in others):
             front.setdefault(own, offer)
     return list(front.values())
-
-
-def _with_target(inputs: Inputs, name: str, factor: float) -> Inputs:
-    targets = inputs.workload.targets
-    new = msgspec.structs.replace(targets, **{name: getattr(targets, name) * factor})
-    return dataclasses.replace(
-        inputs, workload=msgspec.structs.replace(inputs.workload, targets=new)
-    )
-
-
-def _with_memory(inputs: Inputs, factor: float) -> Inputs:
-    def larger(host: Host) -> Host:
-        sizes = [int(each.memory_bytes * factor) for each in host.devices]
-        return dataclasses.replace(
-            host,
-            devices=tuple(
-                dataclasses.replace(each, memory_bytes=size)
-                for each, size in zip(host.devices, sizes, strict=True)
-            ),
-        )
-
-    return dataclasses.replace(inputs, hosts=tuple(map(larger, inputs.hosts)))
-
-
-def _with_links(inputs: Inputs, factor: float) -> Inputs:
-    def faster(host: Host) -> Host:
-        links = tuple(
-            msgspec.structs.replace(link, alpha_us=link.alpha_us / factor, gbps=link.gbps * factor)
-            for link in host.spec.links
-        )
-        return dataclasses.replace(host, spec=msgspec.structs.replace(host.spec, links=links))
-
-    return dataclasses.replace(inputs, hosts=tuple(map(faster, inputs.hosts)))
 
 
 def _estimates(inputs: Inputs, members: Sequence[FleetMember]) -> list[str]:

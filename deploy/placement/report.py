@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from topspin.errors import ConfigError
@@ -38,8 +39,14 @@ class EngineReport(EngineFigures, frozen=True, kw_only=True):
     """An engine of the fleet. `binding`: what keeps it from carrying more than `most_load`.
 
     `layer_ends`: the layer before which each range ends, by its device; empty: layers are not cut.
+    `price_per_million` tokens at its load.
     """
 
+    hosts: str
+    num_attention: int
+    num_experts: int
+    devices: str
+    price_per_million: float
     micro_batches: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -73,7 +80,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """All that a search says. `load` is asked for, `most_load` the fleet's.
 
     `load_unit`: requests/s or users. `estimates`: per device of the plan the times that its profile
-    has no table of, so that they are the roofline's. `refusal`: "" with a plan.
+    has no table of, so that they are the roofline's. `refusal`: "" with a plan. `runner_up`: the
+    best that was not taken.
     `drafts`: what was decided about them, by engine; empty: the workload asks for none.
     """
 
@@ -85,6 +93,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     is_exact: bool
     engines: tuple[EngineReport, ...]
     front: tuple[FrontPoint, ...]
+    runner_up: Rejected | None
     losers: tuple[Rejected, ...]
     answers: tuple[str, ...]
     flips: tuple[PlanChange, ...]
@@ -105,32 +114,84 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
-def print_report(report: PlanReport, console: Console | None = None) -> None:
-    """Print the report: its tables, and a line for each answer."""
+def print_report(
+    report: PlanReport, console: Console | None = None, *, in_full: bool = False
+) -> None:
+    """Print an engine a line, what binds, the runner-up and the answers; or, `in_full`, all."""
     out = Console(highlight=False) if console is None else console
     if report.engines:
-        rows = [msgspec.structs.asdict(engine) for engine in report.engines]
-        plan = Table(show_header=False, title="The plan")
-        for field in rows[0]:
-            plan.add_row(field, *(_shown(row[field]) for row in rows))
-        out.print(plan)
+        out.print(_engines(report.engines))
         whole = "exact over its grids" if report.is_exact else "a heuristic: see docs/planner.md"
         out.print(
             f"{report.load:.4g} {report.load_unit}, {report.most_load:.4g} at most, at "
             f"{report.price_per_hour:.4g} per hour ({report.objective}; the search was {whole})"
         )
-    for title, found in (("Front", report.front), ("Not taken", report.losers)):
-        if found:
-            table = Table(*found[0].__struct_fields__, title=title)
-            for each in found:
-                table.add_row(*map(_shown, msgspec.structs.astuple(each)))
-            out.print(table)
+        for engine in report.engines:
+            out.print(f"What binds: {engine.binding}.")
+    if report.refusal:
+        out.print(f"No plan: {report.refusal}.")
+    if report.runner_up is not None:
+        out.print(f"Runner-up, {report.runner_up.engine}: {report.runner_up.reason}.")
     for line in (*report.drafts, *report.answers):
         out.print(line)
-    for line in report.estimates:
-        out.print(f"Estimated, not measured, on {line}.")
     for flip in report.flips:
         out.print(f"With {flip.change}: {flip.outcome}.")
+    if in_full:
+        _print_rest(report, out)
+    elif report.engines:
+        out.print("--explain shows all settings, the front, and what was not taken.")
+
+
+def _engines(engines: Sequence[EngineReport]) -> Table:
+    """Return an engine a line; names break between their words only."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("hosts", "M x N", "devices", "weights", "m", "tokens/s", "TTFT", "TPOT", "per 1M"):
+        is_name = name in ("hosts", "devices", "weights")
+        table.add_column(name, no_wrap=not is_name, justify="left" if is_name else "right")
+    for each in engines:
+        hosts = f"{each.copies} times {each.hosts}" if each.copies > 1 else each.hosts
+        table.add_row(
+            hosts,
+            f"{each.num_attention} x {each.num_experts}",
+            each.devices,
+            each.precision,
+            str(each.micro_batches),
+            f"{each.copies * each.tokens_per_s:.4g}",
+            f"{each.ttft_s:.3g} s",
+            f"{each.tpot_s * 1e3:.3g} ms",
+            f"{each.price_per_million:.3g}",
+        )
+    for column in table.columns:
+        words = " ".join(map(str, column.cells)).split()
+        column.min_width = max(map(len, words))
+    return table
+
+
+def _print_rest(report: PlanReport, out: Console) -> None:
+    """Print the settings, the front and what lost: a line each, indented where it goes on."""
+    for engine in report.engines:
+        out.print(f"\n{engine.engine}, {engine.copies} of it")
+        for field, value in msgspec.structs.asdict(engine).items():
+            if field not in ("engine", "copies"):
+                out.print(Padding(f"{field}: {_shown(value)}", (0, 0, 0, 2)))
+    for title, found in (
+        ("The front: none is better in all of these.", [(_offered(e)) for e in report.front]),
+        ("Not taken", [f"{e.kind}. Its best, {e.engine}: {e.reason}." for e in report.losers]),
+    ):
+        if found:
+            out.print(f"\n{title}")
+            for line in found:
+                out.print(Padding(line, (0, 0, 0, 2)))
+    for line in report.estimates:
+        out.print(f"Estimated, not measured, on {line}.")
+
+
+def _offered(each: FrontPoint) -> str:
+    return (
+        f"{each.copies} times {each.engine} ({each.precision}): {each.price_per_hour:.4g} per "
+        f"hour, TTFT {each.ttft_s:.3g} s, TPOT {each.tpot_s * 1e3:.3g} ms, "
+        f"{each.tokens_per_s:.4g} tokens/s, divergence {each.kl:.3g}"
+    )
 
 
 def _shown(value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from deploy.placement.search.steps import EngineSetup, EngineSteps, StepEstimate
 from topspin.plan.expected import Expected, ExpectedStep
 from topspin.plan.kv_cache import BlockNeeds, KvCacheSpec, kv_groups
 from topspin.plan.local_experts import LocalExperts
+from topspin.plan.network import NetworkSpec
 from topspin.plan.rules.checks import check_model, check_plan
 from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.settings import GPU_WINDOW_ROWS, WINDOW_ROWS, Dtype, SchedulingPolicy
@@ -47,6 +48,8 @@ error. Then the engine finds out by measuring."""
 KEYS_IN_RESERVE = 1.1
 """Room for keys on a CPU, of what the p95 load needs: sequences differ in length."""
 MAX_WINDOW_ROWS = 2**16 - 1
+CONTROL_PORT = 7000
+"""Where the scheduler of an engine over hosts listens."""
 PlannedNode = AttentionNode | StageNode | ExpertNode
 
 
@@ -81,10 +84,31 @@ def plan_of(
         local_experts=None if local is None else local.experts,
         speculation=None if drafts is None else drafts.speculation,
         expected=expected_of(rater, rating, devices=None if maker is None else maker.layout),
+        network=_network(layout),
     )
     check_plan(plan)
     check_model(plan, facts)
     return plan
+
+
+def _network(layout: EngineLayout) -> NetworkSpec | None:
+    """Return how the processes of an engine over hosts find each other.
+
+    The scheduler is on the first attention node's host. Whoever joins hosts by nixl trusts the
+    network between them.
+    """
+    if not layout.spans:
+        return None
+    control = f"tcp://{_address(layout, 'attention', 0)}:{CONTROL_PORT}"
+    return NetworkSpec(control=control, trusted=layout.transport == "nixl")
+
+
+def _address(layout: EngineLayout, role: str, index: int) -> str:
+    """Return the host of a node of an engine over hosts; those of both roles may be of one kind."""
+    near, far = layout.spans
+    span = near if role == "attention" else far
+    before = near.num_hosts if role == "expert" and near.host is far.host else 0
+    return span.host.spec.address(before + index // span.num_nodes)
 
 
 class LocalChoice(NamedTuple):
@@ -133,6 +157,9 @@ def _nodes(rater: Rater, rating: Rating) -> Iterator[PlannedNode]:
         fields = _fields(index, slot, device=device, cores=cores) | {
             "wait": "spin" if cores else "block"
         }
+        if layout.spans:
+            fields["host"] = _address(layout, role, index)
+            fields["product"] = slot.device.name if slot.device.is_gpu else None
         if role == "attention":
             group = groups.index(slot)
             cache = _cache_bytes(rater, rating, group, layers=range(ends[0]))
@@ -212,13 +239,13 @@ def _draft(layout: EngineLayout, maker: Maker) -> Iterator[DraftNode]:
     """Yield the node on the first device of its kind that the engine leaves over."""
     if maker.slot is None:
         return
-    device = maker.slot.device
+    device, devices = maker.slot.device, layout.host.devices
     number = layout.used[device.group]
     cores: tuple[int, ...] = ()
-    if not device.is_gpu and _num_cpus(layout) > 1:
-        low = _first(layout, device, lambda each: each.cores) + number * device.cores
+    if not device.is_gpu and _num_cpus(devices) > 1:
+        low = _first(devices, device, lambda each: each.cores) + number * device.cores
         cores = tuple(range(low, low + device.cores))
-    fields = _fields(0, maker.slot, device=_device_name(layout, device, number), cores=cores)
+    fields = _fields(0, maker.slot, device=_device_name(devices, device, number), cores=cores)
     yield DraftNode(**fields, wait="block", kv_cache_tokens=maker.cached_tokens)
 
 
@@ -227,8 +254,8 @@ def _placed(
 ) -> Iterator[tuple[str, int, DeviceSlot, tuple[int, ...], str]]:
     """Yield each node's role, index, slot, own cores and device's name.
 
-    On like devices attention comes first, then stages, then experts. GPUs and cores are counted in
-    the order of the cluster file.
+    On like devices of a host attention comes first, then stages, then experts. GPUs and cores of a
+    host are counted in the order of the cluster file.
     """
     taken = Counter[int]()
     used_cores = Counter[int]()
@@ -239,31 +266,36 @@ def _placed(
         ("expert", layout.experts),
     )
     for role, slots in roles:
+        span = layout.spans[role == "expert"] if layout.spans else None
+        devices = layout.host.devices if span is None else span.host.devices
         for index, slot in enumerate(slot for slot, count in slots for _ in range(count)):
             device = slot.device
             cores: tuple[int, ...] = ()
             is_part = slot.threads < device.cores
-            if not device.is_gpu and not shared and (is_part or _num_cpus(layout) > 1):
-                low = _first(layout, device, lambda each: each.cores) + used_cores[device.group]
+            if span is not None and index % span.num_nodes == 0:
+                taken.clear()
+                used_cores.clear()
+            if not device.is_gpu and not shared and (is_part or _num_cpus(devices) > 1):
+                low = _first(devices, device, lambda each: each.cores) + used_cores[device.group]
                 cores = tuple(range(low, low + slot.threads))
             number = 0 if shared else taken[device.group]
-            yield role, index, slot, cores, _device_name(layout, device, number)
+            yield role, index, slot, cores, _device_name(devices, device, number)
             taken[device.group] += 1
             used_cores[device.group] += slot.threads
 
 
-def _num_cpus(layout: EngineLayout) -> int:
-    return sum(device.count for device in layout.host.devices if not device.is_gpu)
+def _num_cpus(devices: Sequence[Device]) -> int:
+    return sum(device.count for device in devices if not device.is_gpu)
 
 
-def _device_name(layout: EngineLayout, device: Device, number: int) -> str:
-    """Return the name of the `number`-th of like devices."""
-    return place_of(device, _first(layout, device, lambda each: int(each.is_gpu)) + number).device
+def _device_name(devices: Sequence[Device], device: Device, number: int) -> str:
+    """Return the name of the `number`-th of like devices of a host."""
+    return place_of(device, _first(devices, device, lambda each: int(each.is_gpu)) + number).device
 
 
-def _first(layout: EngineLayout, device: Device, each_has: Callable[[Device], int]) -> int:
+def _first(devices: Sequence[Device], device: Device, each_has: Callable[[Device], int]) -> int:
     """Return the number of GPUs, or of cores, of the devices before this one in the file."""
-    return sum(each.count * each_has(each) for each in layout.host.devices[: device.group])
+    return sum(each.count * each_has(each) for each in devices[: device.group])
 
 
 def expected_of(rater: Rater, rating: Rating, *, devices: EngineLayout | None = None) -> Expected:

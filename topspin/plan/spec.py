@@ -61,7 +61,8 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     `EnginePlan.network`; `key`: the group of its keys (None: its role's). The engine is ready
     without an `optional` node, which joins late and may leave again
     (server.scheduler.nodes.failover). `layers`: those from the first number to before the second
-    (topspin.plan.stages); None: all.
+    (topspin.plan.stages); None: all. `product`: the GPU's name as its driver tells it, by which
+    `topspin deploy` chooses hosts; None: any.
     """
 
     role: ClassVar[NodeRole]
@@ -85,6 +86,7 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     optional: bool = False
     layers: tuple[int, int] | None = None
     slow: Annotated[float, Meta(ge=1, le=1000)] = 1.0
+    product: str | None = None
 
     @property
     def key_group(self) -> str:

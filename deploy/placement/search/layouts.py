@@ -77,14 +77,14 @@ class Host:
 
 
 class Span(NamedTuple):
-    """The whole hosts of one role: `count` like ones, with at most `num_nodes` nodes on each."""
+    """The whole hosts of one role: `num_hosts` like ones, at most `num_nodes` nodes on each."""
 
     host: Host
-    count: int
+    num_hosts: int
     num_nodes: int
 
     def __str__(self) -> str:
-        return f"{self.count} x {self.host.spec.name}"
+        return f"{self.num_hosts} x {self.host.spec.name}"
 
 
 class DeviceSlot(NamedTuple):

@@ -27,6 +27,8 @@ GPU_BUDGETS = (512, 2048, 4096, 8192)
 """Tokens per step of an attention node that are tried (max_num_batched_tokens)."""
 
 
+NOT_ASKED = Binding("sequences", "", 1, 1)
+"""Until the best of a layout's settings is known, what binds in the others does not matter."""
 SHARP = 5
 """Halvings of the way between two loads of the grid."""
 
@@ -105,7 +107,10 @@ class Rater:
             least = self._needed(rating, best.load(self.workload))
             if least < rating.beyond:
                 best = max(best, self.sharpened(rating, least=least), key=self.rank)
-        return best
+        if best.engine is None:
+            return best
+        trial = LoadTrial(self, best.engine, best.room)
+        return dataclasses.replace(best, binding=trial.binding(best.beyond))
 
     def _needed(self, rating: Rating, load: float) -> float:
         """Return a number of sequences below which a rating of the grid cannot carry `load`."""
@@ -267,12 +272,11 @@ class Rater:
 
     def _rating(self, trial: LoadTrial, found: Point | None, beyond: float) -> Rating:
         engine = trial.engine
-        binding = trial.binding(beyond)
         if found is None:
-            return Rating(engine.layout, engine.formats, binding)
+            return Rating(engine.layout, engine.formats, trial.binding(beyond))
         slots = self.max_num_seqs(engine, found)
         return Rating(
-            engine.layout, engine.formats, binding, engine, found, slots, trial.room, beyond
+            engine.layout, engine.formats, NOT_ASKED, engine, found, slots, trial.room, beyond
         )
 
     def at_load(self, rating: Rating, load: float) -> Rating:

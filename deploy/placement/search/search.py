@@ -65,7 +65,7 @@ class Result:
 
     `members`: the fleet, the engine that carries most first; empty: none meets the targets.
     `price` per hour of the whole fleet, and the `load` (requests per second, or users) that it
-    carries at most.
+    carries at most; without one, what all hosts carry.
     """
 
     ratings: tuple[Rating, ...]
@@ -124,7 +124,7 @@ def search(inputs: Inputs, told: Callable[[int], None] | None = None) -> Result:
     rated = tuple(ratings), tuple(table.plain), tuple(table.quantised)
     is_exact = is_exact and spans.is_exact
     if fleet is None:
-        return Result(*rated, (), 0.0, 0.0, is_exact)
+        return Result(*rated, (), 0.0, spans.widest_load(), is_exact)
     members = sorted(
         _members(table.rater, ratings, fleet),
         key=lambda each: -each.copies * each.rating.load(inputs.workload),
@@ -233,30 +233,41 @@ class _SpanSearch:
         """Return the best fleet; its engines carry the load at most."""
         if self._workload.objective == "min_latency":
             return self._fastest()
+        found = self._settled(self._best)
+        if found is None or self._workload.objective == "max_throughput":
+            return found
+        return _quickest(self._table.rater, self._table.ratings, found)
+
+    def widest_load(self) -> float:
+        """Return what all hosts carry within the targets, and the price if it is limited."""
+        found = self._settled(self._widest)
+        return 0.0 if found is None else found.rate
+
+    def _settled(self, choose: Callable[[], Fleet | None]) -> Fleet | None:
+        """Return what is chosen when all that it has is rated."""
         while True:
-            found = self._best()
+            found = choose()
             asked = [key for key in found.copies if key < 0] if found is not None else []
             if not asked:
-                break
+                return found
             if self._num_rated + len(asked) > MAX_SPANS:
                 self._waiting.clear()
                 self.is_exact = False
             for key in filter(self._waiting.__contains__, asked):
                 self._rate(key)
-        if found is None or self._workload.objective == "max_throughput":
-            return found
-        return _quickest(self._table.rater, self._table.ratings, found)
 
     def _best(self) -> Fleet | None:
         """Return the best fleet with the bounds of those that are not rated."""
-        workload, ratings = self._workload, self._table.ratings
-        asked, max_price = asked_load(workload), workload.max_price_per_hour
-        hosts = fleet_hosts(self._inputs.hosts, ratings, workload)
-        spanning = list(self._columns())
-        if workload.objective == "max_throughput":
-            fleet = best_fleet(hosts, spanning, max_price=max_price)
-            return None if fleet is None or fleet.rate < asked * (1 - 1e-9) else fleet
-        return best_fleet(hosts, spanning, least_rate=asked, max_price=max_price)
+        asked = asked_load(self._workload)
+        if self._workload.objective != "max_throughput":
+            return self._widest(least_rate=asked)
+        fleet = self._widest()
+        return None if fleet is None or fleet.rate < asked * (1 - 1e-9) else fleet
+
+    def _widest(self, least_rate: float | None = None) -> Fleet | None:
+        hosts = fleet_hosts(self._inputs.hosts, self._table.ratings, self._workload)
+        max_price = self._workload.max_price_per_hour
+        return best_fleet(hosts, list(self._columns()), least_rate=least_rate, max_price=max_price)
 
     def _columns(self) -> Iterator[Spanning]:
         """Yield engines over hosts, but those whose bound one with fewer expert hosts reaches."""
@@ -265,7 +276,7 @@ class _SpanSearch:
         known += [(key, each.layout, each.most) for key, each in self._waiting.items()]
         spanning = [each for each in known if each[1].spans]
         most: dict[tuple[object, ...], float] = {}
-        for key, layout, load in sorted(spanning, key=lambda each: each[1].spans[1].count):
+        for key, layout, load in sorted(spanning, key=lambda each: each[1].spans[1].num_hosts):
             kind = (layout.attention, layout.experts[0][0])
             if load > most.get(kind, 0.0) * (1 + 1e-9):
                 most[kind] = load

@@ -43,18 +43,19 @@ def _layout(
     near: Span, own: Device, far: Span, other: Device, *, link: HostLink, num_nodes: int
 ) -> EngineLayout:
     """Return the engine with `num_nodes` expert nodes; its host stands for all hosts together."""
-    used = (near.count * near.num_nodes, num_nodes)
+    used = (near.num_hosts * near.num_nodes, num_nodes)
     first, second = near.host.spec, far.host.spec
-    copies = min(first.count // near.count, second.count // far.count)
+    copies = min(first.count // near.num_hosts, second.count // far.num_hosts)
     if near.host is far.host:
-        copies = first.count // (near.count + far.count)
+        copies = first.count // (near.num_hosts + far.num_hosts)
     spec = msgspec.structs.replace(
         first,
         name=" + ".join(dict.fromkeys((first.name, second.name))) + ", several hosts",
         count=copies,
         devices=(first.devices[own.group], second.devices[other.group]),
         links=(link,),
-        price_per_hour=near.count * first.price_per_hour + far.count * second.price_per_hour,
+        price_per_hour=near.num_hosts * first.price_per_hour
+        + far.num_hosts * second.price_per_hour,
         addresses=None,
     )
     devices = tuple(
@@ -79,4 +80,6 @@ def _layout(
 
 def hosts_taken(layout: EngineLayout, hosts: Sequence[Host]) -> tuple[int, ...]:
     """Return how many hosts of each kind an engine over hosts takes."""
-    return tuple(sum(span.count for span in layout.spans if span.host is host) for host in hosts)
+    return tuple(
+        sum(span.num_hosts for span in layout.spans if span.host is host) for host in hosts
+    )

@@ -261,11 +261,13 @@ class EngineSteps:
             sum(count * hop[side] for count, hop in zip(self._kinds.values(), hops, strict=True))
             for side in range(4)
         ]
-        rallied = max(
-            self._factor(slot, m, own.total).step
-            for holders in self._holders
-            for (slot, _), own in zip(holders, per_node, strict=True)
-        )
+        rallied = 1.0
+        if self._is_rallied:
+            rallied = max(
+                self._factor(slot, m, own.total).step
+                for holders in self._holders
+                for (slot, _), own in zip(holders, per_node, strict=True)
+            )
         pass_s = link_s(self._link, widest * clock.model.hidden_size * clock.model.itemsize)
         whole_s = rallied * (fixed_s + self._layers_s(hops, m, pass_s))
         slowest = max(hops, key=lambda hop: hop.t_a + hop.t_e + 2 * hop.t_c)

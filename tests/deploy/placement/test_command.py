@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import yaml
 
 from app.cli.main import main as topspin
-from deploy.placement.command import main
+from deploy.placement.command import Progress, main
 from deploy.placement.devices import save_profile
 from deploy.placement.search.search import ImpossibleError
 from tests.checkpoints import make_checkpoint
@@ -77,6 +79,98 @@ def test_a_plan_and_its_report_are_written(place: Path, capsys: pytest.CaptureFi
     assert "Do not disaggregate" in capsys.readouterr().out.replace("\n", " ")
 
 
+LINK = {"transport": "nixl", "alpha_us": 12, "gbps": 400}
+
+
+def two_kinds(place: Path, *, count: int = 2) -> dict[str, Any]:
+    """Return a cluster whose hosts have no room for the whole model."""
+    save_profile(samples.gpu("NVIDIA Wide", memory_gib=24), place / "wide.json")
+    save_profile(samples.gpu("NVIDIA Deep", memory_gib=20, gb_per_s=900), place / "deep.json")
+    links = CLUSTER["hosts"][0]["links"]
+    return {
+        "hosts": [
+            {"name": name, "count": count, "devices": [{"device": f"{name}.json"}], "links": links}
+            for name in ("wide", "deep")
+        ],
+        "between_hosts": LINK,
+    }
+
+
+def test_an_engine_over_hosts_is_planned_and_reported_in_80_columns(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(arguments(place, "--explain", cluster=two_kinds(place, count=3))) == 0
+    plan = read_plan(str(place / "plan.yaml"))
+    assert plan.network is not None
+    assert len({node.host for node in plan.nodes}) == len(plan.nodes)
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= 80
+    # Cells break between words only.
+    words = {word for line in lines for word in line.split()}
+    report = json.loads((place / "plan.json").read_text())
+    (engine,) = report["engines"]
+    for field in ("hosts", "devices", "precision", "engine", "binding"):
+        assert set(engine[field].split()) <= {word.rstrip(".,:;") for word in words} | words
+    assert f"{engine['num_attention']} x {engine['num_experts']}" in said
+    assert "What binds: " in said
+    assert "Runner-up, " in said
+    assert "The front" in said
+    price = report["price_per_hour"]
+    assert engine["price_per_million"] == pytest.approx(
+        price / (engine["copies"] * engine["tokens_per_s"] * 3600e-6)
+    )
+
+
+def test_the_report_is_printed_as_json_alone(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(place, "--json")) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((place / "plan.json").read_text())
+
+
+def test_a_long_search_says_how_it_gets_on() -> None:
+    now, out = [0.0], io.StringIO()
+    with Progress(out, clock=lambda: now[0]) as progress:
+        for at in (1.0, 1.9, 2.5, 2.6, 4.0):
+            now[0] = at
+            progress(0)
+        assert out.getvalue() == "\r3 engines rated in 2 s\r5 engines rated in 4 s"
+    assert out.getvalue().endswith("\r" + " " * 22 + "\r")
+
+
+def test_a_refusal_says_the_smallest_changes_that_would_do(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing holds 54 GiB of experts: more hosts would, or a quarter of the bits."""
+    flags = arguments(place, cluster=two_kinds(place, count=1), workload=WORKLOAD)
+    with pytest.raises(ImpossibleError, match=r"experts need 54.0 GiB.*% too much"):
+        main(flags)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No plan: no engine meets the targets" in said
+    for change in (
+        r"With \d more hosts? wide \(1 NVIDIA Wide each\): 1 x ",
+        "With 4 bits for the experts, if their quality does: 1 x ",
+        r"With \d times the memory on every device: 1 x ",
+    ):
+        assert re.search(change, said), said
+    assert "TPOT of" not in said
+
+
+def test_what_a_target_would_have_to_be_is_said(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = arguments(place, workload=WORKLOAD | {"targets": {"ttft_s": 2.0, "tpot_s": 0.004}})
+    with pytest.raises(ImpossibleError, match=r"TPOT .* ms > 4 ms: .*% too much"):
+        main(flags)
+    said = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"With a TPOT of ([\d.]+) s instead of 0.004 s", said)
+    assert found is not None, said
+    later = WORKLOAD | {"targets": {"ttft_s": 2.0, "tpot_s": float(found[1])}}
+    assert main(arguments(place, workload=later)) == 0
+
+
 @pytest.mark.parametrize(("hidden", "is_taken"), [(256, True), (2048, False)])
 def test_drafts_are_decided_and_reported(
     place: Path, capsys: pytest.CaptureFixture[str], hidden: int, is_taken: bool
@@ -102,7 +196,7 @@ def test_drafts_are_decided_and_reported(
     ("change", "said"),
     [
         ({"targets": {"tpot_s": 1e-4}}, "TPOT .* > 0.1 ms: .* of a step"),
-        ({"arrival_rate": 1e5}, r"together carry .* of 1e\+05; what binds"),
+        ({"arrival_rate": 1e5}, r"together carry .* of 1e\+05 \(0.1%\); what binds"),
         ({"max_price_per_hour": 0.5}, "cost 2 per hour at least"),
     ],
 )
@@ -131,6 +225,8 @@ def test_a_model_that_does_not_fit_is_refused_with_its_size(place: Path) -> None
         ({}, {"output": {"mean": 1}}, "answers of one token"),
         ({}, {"prompt": {"mean": 500, "p95": 50000}}, "the model has 40960 positions"),
         ({}, {"max_model_len": 100}, "max_model_len 100"),
+        ({"between_hosts": LINK | {"transport": "shm"}}, {}, "shm joins nodes of one host"),
+        ({"hosts": [CLUSTER["hosts"][0] | {"addresses": ["a", "b"]}]}, {}, "2 addresses for 1"),
         ({}, {"speculation": DRAFTS | {"acceptance": 1.5}}, r"speculation.acceptance"),
         ({}, {"speculation": DRAFTS | {"draft_model": "a/b"}}, "draft_model a/b: no directory"),
         (

@@ -56,6 +56,17 @@ def test_a_card_carries_the_rows_of_one_micro_batch_at_a_time(m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_runs_of_equal_layers_take_the_simulated_time(m: int) -> None:
+    """Once a layer moves all by the same time, so does every further one of its run."""
+    rng = random.Random(m)
+    for _ in range(30):
+        dense, moe = HopTimes(rng.random(), 0.0, 0.0), hop_over_a_card(rng)
+        layers = [dense] * rng.randrange(9) + [moe] * 20 + [dense] * 5 + [moe] * rng.randrange(9)
+        found = layers_s(layers, num_micro_batches=m, shares_cores=False)
+        assert found == pytest.approx(rallied(layers, m))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_layers_that_differ_take_the_simulated_time(m: int) -> None:
     rng = random.Random(m)
     for _ in range(50):

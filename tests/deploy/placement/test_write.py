@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from deploy.placement.formats import stored
 from deploy.placement.search.layouts import layouts_of
 from deploy.placement.search.rating import Rating
 from deploy.placement.search.search import Inputs, search
+from deploy.placement.search.spans import spans_of
 from deploy.placement.search.steps import EngineSteps
 from deploy.placement.write import local_experts_of, plan_of
 from models.description.parts import LatentConfig
@@ -227,3 +229,62 @@ def test_a_device_that_is_slowed_down_says_so_in_the_plan_and_holds_less() -> No
         tuple(range(8)),
         tuple(range(16, 24)),
     ]
+
+
+def over_hosts(inputs: Inputs, *counts: int, nodes: tuple[int, int]) -> EnginePlan:
+    """Return the plan of the engine over so many hosts for each role, with so many nodes."""
+    assert inputs.between_hosts is not None
+    layout = next(
+        each
+        for each in spans_of(inputs.hosts, inputs.between_hosts, num_experts=16)
+        if (*(span.num_hosts for span in each.spans), *each.used) == (*counts, *nodes)
+        and each.spans[0].host is inputs.hosts[0]
+        and each.spans[1].host is inputs.hosts[-1]
+    )
+    return plan_from(inputs, inputs.rater().rate(layout, stored(inputs.model)))
+
+
+def test_an_engine_over_hosts_names_each_node_s_host_and_device(tmp_path: Path) -> None:
+    """Devices count from each host's first; a host of the cluster file may have an address."""
+    near = samples.host((samples.gpu("NVIDIA A"), 2), name="a", count=2)
+    far = samples.host((samples.gpu("b"), 1), (samples.gpu("NVIDIA B"), 2), name="b", count=2)
+    spec = msgspec.structs.replace(far.spec, addresses=("10.0.0.1", "10.0.0.2"))
+    hosts = [near, replace(far, spec=spec)]
+    link = HostLink(transport="nixl", alpha_us=12, gbps=400)
+    inputs = replace(samples.inputs(hosts, samples.model(2)), between_hosts=link)
+    plan = over_hosts(inputs, 2, 2, nodes=(4, 4))
+    assert [(node.host, node.device, node.product) for node in plan.nodes] == [
+        ("a-0", "cuda:0", "NVIDIA A"),
+        ("a-0", "cuda:1", "NVIDIA A"),
+        ("a-1", "cuda:0", "NVIDIA A"),
+        ("a-1", "cuda:1", "NVIDIA A"),
+        ("10.0.0.1", "cuda:1", "NVIDIA B"),
+        ("10.0.0.1", "cuda:2", "NVIDIA B"),
+        ("10.0.0.2", "cuda:1", "NVIDIA B"),
+        ("10.0.0.2", "cuda:2", "NVIDIA B"),
+    ]
+    assert plan.network is not None
+    assert (plan.network.control, plan.network.trusted) == ("tcp://a-0:7000", True)
+    assert plan.link.transport == "nixl"
+    path = tmp_path / "plan.yaml"
+    path.write_text(print_plan(plan))
+    assert read_plan(str(path)) == plan
+
+
+def test_both_roles_on_hosts_of_one_kind_have_hosts_of_their_own() -> None:
+    """Two CPUs of a host each have their cores, which have the same numbers on every host."""
+    link = HostLink(transport="tcp", alpha_us=40, gbps=100)
+    hosts = [samples.host((samples.cpu(cores=4), 2), name="box", count=3)]
+    inputs = replace(samples.inputs(hosts, samples.model(2)), between_hosts=link)
+    plan = over_hosts(inputs, 1, 2, nodes=(2, 4))
+    low, high = tuple(range(4)), tuple(range(4, 8))
+    assert [(node.host, node.cores) for node in plan.nodes] == [
+        ("box-0", low),
+        ("box-0", high),
+        ("box-1", low),
+        ("box-1", high),
+        ("box-2", low),
+        ("box-2", high),
+    ]
+    assert plan.network is not None
+    assert not plan.network.trusted

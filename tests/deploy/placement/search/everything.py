@@ -76,11 +76,12 @@ def best_of_all(inputs: Inputs) -> Fleets:
     num_experts = inputs.model.num_experts
     for layout in spans_of(inputs.hosts, inputs.between_hosts, num_experts=num_experts):
         taken = tuple(
-            sum(span.count for span in layout.spans if span.host is host) for host in inputs.hosts
+            sum(span.num_hosts for span in layout.spans if span.host is host)
+            for host in inputs.hosts
         )
         devices = zip(layout.host.devices, layout.used, strict=True)
         price = sum(count * device.price_per_hour for device, count in devices)
-        price += sum(span.count * span.host.spec.price_per_hour for span in layout.spans)
+        price += sum(span.num_hosts * span.host.spec.price_per_hour for span in layout.spans)
         columns.append((taken, ((_most_load(rater, precisions, layout), price),)))
 
     @cache

@@ -91,7 +91,8 @@ def test_hosts_are_taken_whole_and_in_every_number() -> None:
     )
     found = list(spans_of([one, two], CARD, num_experts=5))
     counts = {
-        (layout.family, *(span.count for span in layout.spans), *layout.used) for layout in found
+        (layout.family, *(span.num_hosts for span in layout.spans), *layout.used)
+        for layout in found
     }
     assert len(counts) == len(found)
     expected = set()
@@ -105,7 +106,7 @@ def test_hosts_are_taken_whole_and_in_every_number() -> None:
                 used = first * near.devices[0].count, min(5, second * per_host)
                 expected.add((near.spec.name, far.spec.name, first, second, *used))
     assert {
-        (*(span.host.spec.name for span in each.spans), *(span.count for span in each.spans),
+        (*(span.host.spec.name for span in each.spans), *(span.num_hosts for span in each.spans),
          *each.used)
         for each in found
     } == expected  # fmt: skip
@@ -118,7 +119,7 @@ def span_named(inputs: Inputs, *counts: int) -> EngineLayout:
     return next(
         each
         for each in found
-        if tuple(span.count for span in each.spans) == counts
+        if tuple(span.num_hosts for span in each.spans) == counts
         and [span.host for span in each.spans] == [first, last]
     )
 
