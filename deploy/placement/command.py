@@ -81,7 +81,7 @@ def run(asked: argparse.Namespace) -> int:
     inputs, facts = read_inputs(
         asked.cluster, asked.model, asked.workload, sensitivity=asked.sensitivity
     )
-    with Progress(sys.stderr) as progress:
+    with Progress(sys.stderr, is_shown=sys.stderr.isatty()) as progress:
         result = search(inputs, progress)
         drafts = decide(inputs, result)
         report = explain(inputs, result, drafts, progress)
@@ -107,8 +107,10 @@ def _show(report: PlanReport, asked: argparse.Namespace) -> None:
 class Progress:
     """Says on a line of a terminal how many engines have been rated, in searches that take long."""
 
-    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._out, self._clock = out, clock
+    def __init__(
+        self, out: TextIO, *, is_shown: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out, self._clock, self._is_shown = out, clock, is_shown
         self._start_s = self._said_s = clock()
         self._num_rated = 0
         self._said = ""
@@ -124,7 +126,8 @@ class Progress:
         """Count an engine."""
         self._num_rated += 1
         now_s = self._clock()
-        if now_s - self._start_s > QUIET_S and now_s - self._said_s >= 1:
+        is_late = now_s - self._start_s > QUIET_S and now_s - self._said_s >= 1
+        if is_late and self._is_shown:
             self._said_s = now_s
             self._said = f"{self._num_rated} engines rated in {now_s - self._start_s:.0f} s"
             self._out.write(f"\r{self._said}")

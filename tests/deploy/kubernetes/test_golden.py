@@ -18,6 +18,7 @@ EXAMPLES = {
     "one_pod": "unequal",
     "whole_cpu": "one process, 2 threads",
     "whole_gpus": "planned/h20_l40s",
+    "over_hosts": "planned/megascale_infer",
 }
 """By name of the file: the plan."""
 

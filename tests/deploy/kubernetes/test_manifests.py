@@ -43,7 +43,8 @@ from topspin.plan.network import NetworkSpec
 SCHEMAS = Path(__file__).parent / "schemas"
 MODEL = Path(__file__).parents[1] / "placement" / "models" / "smollm2-moe"
 VERSIONS = ("1.30", "1.37")
-NAMES = (*APART, "drafts, gpus", *WHOLE)
+OVER_HOSTS = "planned/megascale_infer"
+NAMES = (*APART, "drafts, gpus", OVER_HOSTS, *WHOLE)
 
 
 @cache
@@ -209,6 +210,25 @@ def test_names_and_addresses_are_texts_whatever_they_mean_in_yaml() -> None:
     (scaled,) = objects["ScaledObject"]["spec"]["triggers"][:1]
     assert scaled["metadata"]["serverAddress"] == address
     assert engine.name in scaled["metadata"]["query"]
+
+
+def test_nodes_of_a_plan_over_hosts_choose_their_gpus() -> None:
+    """A StatefulSet for each kind of hosts."""
+    _, files = render(OVER_HOSTS)
+    found = {
+        template["metadata"]["labels"]["app.kubernetes.io/component"]: (
+            owner["spec"]["replicas"],
+            template["spec"].get("nodeSelector"),
+        )
+        for owner, template in templates(objects_of(files, "base"))
+    }
+    label = "nvidia.com/gpu.product"
+    assert found == {
+        "scheduler": (1, None),
+        "gateway": (2, None),
+        "attention": (6, {label: "NVIDIA-H20"}),
+        "expert": (8, {label: "NVIDIA-L40S"}),
+    }
 
 
 def test_rows_by_rdma_need_a_device() -> None:

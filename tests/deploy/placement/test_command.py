@@ -132,7 +132,7 @@ def test_the_report_is_printed_as_json_alone(
 
 def test_a_long_search_says_how_it_gets_on() -> None:
     now, out = [0.0], io.StringIO()
-    with Progress(out, clock=lambda: now[0]) as progress:
+    with Progress(out, is_shown=True, clock=lambda: now[0]) as progress:
         for at in (1.0, 1.9, 2.5, 2.6, 4.0):
             now[0] = at
             progress(0)

@@ -23,6 +23,7 @@ EXAMPLES = {
     "8xh200": ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
     "h20_l40s": ("mixtral-8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
     "gpu_cpu_hosts": ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
+    "megascale_infer": ("mixtral-8x22b", "mistralai/Mixtral-8x22B-Instruct-v0.1"),
 }
 """By cluster: the directory with the model's config.json, and its name in the plan."""
 
@@ -63,4 +64,5 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as place:
             text, told = planned(each, Path(place))
         (DOCS / "plans" / "planned" / f"{each}.yaml").write_text(text)
-        (REPORTS / f"{each}.json").write_text(json.dumps(told, indent=1) + "\n")
+        told_text = json.dumps(told, indent=1, sort_keys=True)
+        (REPORTS / f"{each}.json").write_text(told_text + "\n")
