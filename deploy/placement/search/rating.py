@@ -384,7 +384,7 @@ class LoadTrial:
         parts = {
             "attention": step.attention_s,
             "experts": step.experts_s,
-            "the link": 2 * step.link_s,
+            "the link": max(2 * step.link_s, step.card_s),
             "the head and sampling": step.fixed_s,
         }
         name = max(parts, key=lambda each: parts[each])
