@@ -8,15 +8,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from app.cli.keys import make, rotate
 from app.cli.main import main
 from app.cli.serve import plan_of
+from deploy.placement.command import read_inputs
+from deploy.placement.devices import save_profile
+from deploy.placement.search.search import search
+from deploy.placement.write import plan_of as planned
+from tests.deploy.placement import samples
 from tests.structs import changed
-from tests.system.conftest import Tiny
+from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.rig.hosts import Host, Service
 from tests.system.rig.streams import NUM_STREAMS, Load
-from topspin.plan.file import print_plan
+from topspin.plan.file import print_plan, read_plan
 from topspin.plan.network import NetworkSpec
 from topspin.plan.settings import BalancePolicy, FailoverPolicy
 from topspin.plan.spec import EnginePlan
@@ -53,11 +59,10 @@ class Engine:
     """The services of one engine on two hosts."""
 
     def __init__(
-        self, tiny: Tiny, directory: Path, host: Host, stack: contextlib.ExitStack
+        self, plan: EnginePlan, directory: Path, host: Host, stack: contextlib.ExitStack
     ) -> None:
         self.host, self.keys = host, directory / "keys"
         self.directory = directory
-        plan = plan_for(tiny, host)
         self.plan_file = directory / "plan.yaml"
         self.plan_file.write_text(print_plan(plan))
         make(self.keys, sorted(plan.key_groups))
@@ -71,10 +76,10 @@ class Engine:
             self.services[name] = stack.enter_context(service)
 
         start("scheduler", "scheduler", group="scheduler")
-        for role in ("expert", "attention"):
-            for index in (0, 1):
-                arguments = ("node", role, "--index", str(index))
-                start(f"{role} {index}", *arguments, group=role, away=index == 1)
+        for node in (*plan.experts, *plan.attention):
+            arguments = ("node", node.role, "--index", str(node.index))
+            is_away = node.host == host.address
+            start(str(node), *arguments, group=node.role, away=is_away)
         self.urls = []
         gateways = ("gateway 0", "gateway 1")
         for name in gateways:
@@ -97,7 +102,46 @@ class Engine:
 def engine(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with contextlib.ExitStack() as stack:
         host = stack.enter_context(Host())
-        yield Engine(tiny, tmp_path_factory.mktemp("hosts"), host, stack)
+        yield Engine(plan_for(tiny, host), tmp_path_factory.mktemp("hosts"), host, stack)
+
+
+def test_a_plan_of_the_planner_over_two_hosts_gives_transformers_tokens(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        host = stack.enter_context(Host())
+        plan = planned_for(tiny, host, tmp_path)
+        assert {node.host for node in plan.nodes} == {host.gateway, host.address}
+        with Load(Engine(plan, tmp_path, host, stack).urls, tiny) as load:
+            load.wait_for(NUM_STREAMS)
+    assert load.wrong == []
+
+
+def planned_for(tiny: Tiny, host: Host, directory: Path) -> EnginePlan:
+    """Return the planner's best engine over a host here and one there, as it writes it."""
+    save_profile(samples.cpu(cores=1), directory / "cpu.json")
+    links = [{"transport": "shm", "alpha_us": 25, "gbps": 100}]
+    hosts = [
+        {"name": name, "devices": [{"device": "cpu.json"}], "links": links, "addresses": [address]}
+        for name, address in (("here", host.gateway), ("there", host.address))
+    ]
+    link = {"transport": "tcp", "alpha_us": 100, "gbps": 10}
+    lengths = {"prompt": {"mean": 20}, "output": {"mean": NUM_TOKENS}, "max_model_len": 128}
+    contents = {
+        "cluster": {"hosts": hosts, "between_hosts": link},
+        "workload": lengths | {"users": NUM_STREAMS},
+    }
+    for name, content in contents.items():
+        (directory / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    inputs, facts = read_inputs(
+        directory / "cluster.yaml", str(tiny.path), directory / "workload.yaml"
+    )
+    over_hosts = [each for each in search(inputs).ratings if each.layout.spans]
+    rater = inputs.rater()
+    best = rater.at_load(max(over_hosts, key=rater.rank), NUM_STREAMS)
+    path = directory / "planned.yaml"
+    path.write_text(print_plan(planned(rater, best, path=str(tiny.path), facts=facts)))
+    return read_plan(str(path))
 
 
 def test_two_by_two_nodes_with_keys_give_transformers_tokens(engine: Engine, tiny: Tiny) -> None:

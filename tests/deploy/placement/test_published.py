@@ -174,6 +174,38 @@ def test_a_checkpoint_in_fp8_is_planned_in_formats_that_devices_have(
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "per_host"), [("deepseek-v3", 4), ("kimi-k2", 4), ("qwen3-235b-a22b", 2)]
+)
+def test_a_model_that_fits_no_host_is_planned_over_several(
+    name: str, per_host: int, tmp_path: Path
+) -> None:
+    """From its config.json alone, on hosts of a few GPUs of 141 GB."""
+    model = str(MODELS / name)
+    asked = {each: WORKLOAD[each] for each in ("prompt", "output")} | {
+        "arrival_rate": 1,
+        "targets": {"ttft_s": 5, "tpot_s": 0.1},
+    }
+    (tmp_path / "workload.yaml").write_text(yaml.safe_dump(asked))
+    links = [{"transport": "cuda_ipc", "alpha_us": 5, "gbps": 3000}]
+    devices = [{"device": "h200", "count": per_host, "price_per_hour": 3.5}]
+    cluster = {
+        "hosts": [{"name": "h200", "count": 8, "devices": devices, "links": links}],
+        "between_hosts": {"transport": "nixl", "alpha_us": 12, "gbps": 400 * per_host},
+    }
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    inputs, facts = read_inputs(tmp_path / "cluster.yaml", model, tmp_path / "workload.yaml")
+    texts = plan_texts(inputs, search(inputs), model=model, facts=facts)
+    (tmp_path / "plan.yaml").write_text(texts[0])
+    plan = read_plan(str(tmp_path / "plan.yaml"))
+    assert sum(node.experts for node in plan.experts) == inputs.model.num_experts
+    assert plan.network is not None
+    assert {node.host for node in plan.attention}.isdisjoint(node.host for node in plan.experts)
+    formats = {rule.format for rule in plan.precision if rule.part == "experts"}
+    assert formats == (set() if name == "qwen3-235b-a22b" else {"fp8"})
+
+
 def planned(name: str, place: Path) -> EnginePlan:
     """Return the plan that `topspin plan` writes for a large host without GPUs."""
     save_profile(samples.cpu(cores=8, memory_gib=1500), place / "device.json")
