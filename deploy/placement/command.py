@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from deploy.placement.cluster import Cluster, profile_of, read_cluster
-from deploy.placement.explain import explain
+from deploy.placement.reasons.explain import explain
 from deploy.placement.report import PlanReport, draw, print_report
 from deploy.placement.search.drafts import Decision, decide
 from deploy.placement.search.layouts import Device, Host
@@ -81,7 +81,7 @@ def run(asked: argparse.Namespace) -> int:
     inputs, facts = read_inputs(
         asked.cluster, asked.model, asked.workload, sensitivity=asked.sensitivity
     )
-    with Progress(sys.stderr, is_shown=sys.stderr.isatty()) as progress:
+    with SearchProgress(sys.stderr, is_shown=sys.stderr.isatty()) as progress:
         result = search(inputs, progress)
         drafts = decide(inputs, result)
         report = explain(inputs, result, drafts, progress)
@@ -104,7 +104,7 @@ def _show(report: PlanReport, asked: argparse.Namespace) -> None:
         print_report(report, in_full=asked.explain)
 
 
-class Progress:
+class SearchProgress:
     """Says on a line of a terminal how many engines have been rated, in searches that take long."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Progress:
         self._num_rated = 0
         self._said = ""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> SearchProgress:
         return self
 
     def __exit__(self, *_: object) -> None:

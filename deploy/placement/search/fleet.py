@@ -64,7 +64,7 @@ class Spanning(NamedTuple):
     price: float
 
 
-class _Column(NamedTuple):
+class _FleetColumn(NamedTuple):
     """What a fleet may have several of: hosts of each kind, and the engines on them."""
 
     hosts: tuple[int, ...]
@@ -142,7 +142,7 @@ def best_fleet(
     Within `max_price`. None if there is none, or nothing carries anything.
     """
     columns = [
-        _Column(each.hosts, (each.key,), each.rate, each.price)
+        _FleetColumn(each.hosts, (each.key,), each.rate, each.price)
         for each in spanning
         if each.rate > 0
     ]
@@ -150,7 +150,7 @@ def best_fleet(
     for idx, host in enumerate(hosts):
         found, is_whole = fillings(host)
         one = tuple(int(idx == each) for each in range(len(hosts)))
-        columns += [_Column(one, *filling) for filling in found]
+        columns += [_FleetColumn(one, *filling) for filling in found]
         is_exact = is_exact and is_whole
     numbers = _solve(hosts, columns, least_rate, max_price) if columns else None
     if numbers is None or not any(numbers):
@@ -167,7 +167,7 @@ def best_fleet(
 
 def _solve(
     hosts: Sequence[FleetHost],
-    columns: Sequence[_Column],
+    columns: Sequence[_FleetColumn],
     least_rate: float | None,
     max_price: float | None,
 ) -> list[int] | None:

@@ -76,7 +76,7 @@ class Host:
     devices: tuple[Device, ...]
 
 
-class Span(NamedTuple):
+class HostSpan(NamedTuple):
     """The whole hosts of one role: `num_hosts` like ones, at most `num_nodes` nodes on each."""
 
     host: Host
@@ -121,7 +121,7 @@ class EngineLayout:
     used: tuple[int, ...]
     shares_memory: bool = False
     stages: tuple[DeviceSlot, ...] = ()
-    spans: tuple[Span, ...] = ()
+    spans: tuple[HostSpan, ...] = ()
 
     @property
     def chain(self) -> tuple[DeviceSlot, ...]:

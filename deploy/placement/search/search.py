@@ -2,7 +2,7 @@
 
 Owns the order: layouts of each host, their precision and settings, the best few refined, the fleet,
 with those engines over hosts that it asks for. Pure. Called by deploy.placement.command and, with
-changed inputs, by deploy.placement.explain.
+changed inputs, by deploy.placement.reasons.explain.
 
 It is exact over the grids of deploy.placement.search.rating (settings and loads) where
 `Result.is_exact`: every layout was rated with all formats that it may have, or cannot carry enough

@@ -14,7 +14,14 @@ from dataclasses import replace
 import msgspec
 
 from deploy.placement.cluster import HostLink
-from deploy.placement.search.layouts import MOST_NODES, Device, DeviceSlot, EngineLayout, Host, Span
+from deploy.placement.search.layouts import (
+    MOST_NODES,
+    Device,
+    DeviceSlot,
+    EngineLayout,
+    Host,
+    HostSpan,
+)
 
 
 def spans_of(
@@ -33,14 +40,14 @@ def spans_of(
             for first in range(1, min(near.spec.count, MOST_NODES // own.count) + 1):
                 left = far.spec.count - (first if near is far else 0)
                 for second in range(1, min(left, enough, MOST_NODES // other.count) + 1):
-                    attention = Span(near, first, own.count)
-                    experts = Span(far, second, min(other.count, num_experts))
+                    attention = HostSpan(near, first, own.count)
+                    experts = HostSpan(far, second, min(other.count, num_experts))
                     num_nodes = min(second * other.count, num_experts)
                     yield _layout(attention, own, experts, other, link=link, num_nodes=num_nodes)
 
 
 def _layout(
-    near: Span, own: Device, far: Span, other: Device, *, link: HostLink, num_nodes: int
+    near: HostSpan, own: Device, far: HostSpan, other: Device, *, link: HostLink, num_nodes: int
 ) -> EngineLayout:
     """Return the engine with `num_nodes` expert nodes; its host stands for all hosts together."""
     used = (near.num_hosts * near.num_nodes, num_nodes)

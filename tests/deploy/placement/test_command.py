@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from app.cli.main import main as topspin
-from deploy.placement.command import Progress, main
+from deploy.placement.command import SearchProgress, main
 from deploy.placement.devices import save_profile
 from deploy.placement.search.search import ImpossibleError
 from tests.checkpoints import make_checkpoint
@@ -132,7 +132,7 @@ def test_the_report_is_printed_as_json_alone(
 
 def test_a_long_search_says_how_it_gets_on() -> None:
     now, out = [0.0], io.StringIO()
-    with Progress(out, is_shown=True, clock=lambda: now[0]) as progress:
+    with SearchProgress(out, is_shown=True, clock=lambda: now[0]) as progress:
         for at in (1.0, 1.9, 2.5, 2.6, 4.0):
             now[0] = at
             progress(0)

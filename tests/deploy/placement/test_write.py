@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deploy.placement.cluster import HostLink
-from deploy.placement.explain import explain
 from deploy.placement.formats import stored
+from deploy.placement.reasons.explain import explain
 from deploy.placement.search.layouts import layouts_of
 from deploy.placement.search.rating import Rating
 from deploy.placement.search.search import Inputs, search

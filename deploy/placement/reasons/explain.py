@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from deploy.placement import changes
 from deploy.placement.cost import unmeasured
+from deploy.placement.reasons import changes
 from deploy.placement.report import EngineReport, FrontPoint, PlanChange, PlanReport, Rejected
 from deploy.placement.search.drafts import Decision
 from deploy.placement.search.layouts import (
