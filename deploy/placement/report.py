@@ -1,6 +1,7 @@
 """The form of a planner's report: its fields, as JSON, as tables and as a picture.
 
-Owns no figure and no word: deploy.placement.reasons.explain fills it. Called by deploy.placement.command.
+Owns no figure and no word: deploy.placement.reasons.explain fills it. Called by
+deploy.placement.command.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Changes of one thing that could change a search's outcome, and the smallest of each that does.
 
-Owns what is changed, by which steps, and its words; deploy.placement.reasons.explain says which changes are
-worth a search, and what an outcome is.
+Owns what is changed, by which steps, and its words; deploy.placement.reasons.explain says which
+changes are worth a search, and what an outcome is.
 """
 
 from __future__ import annotations
