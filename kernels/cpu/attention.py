@@ -2,8 +2,8 @@
 
 The plan cuts the micro-batch into pieces of query rows. Rows of short pieces, decode rows
 and drafts above all, are computed one by one by `kernels.cpu.compiled.attention.rows` or, of
-latents where there is AMX, `latents` beside it, which read the keys in the cache: faster up to
-16 rows, about as fast at 32. For other pieces the plan keeps the cache slots to gather and the
+latents where there is AMX, `latents` beside it, which read the keys in the cache. For other
+pieces the plan keeps the cache slots to gather and the
 keys that each query sees; `kernels.cpu.pieces` computes them. Knows no model and no sequence
 identity; the plan lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
 

@@ -176,7 +176,7 @@ def test_mistakes_are_refused_before_anything_is_sent(
 @pytest.mark.parametrize("url", ["localhost:8000", "http://127.0.0.1:8000/v1/"])
 def test_an_address_is_checked(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--base-url", url]) == 2
-    assert "--base-url" in capsys.readouterr().err
+    assert "--url" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

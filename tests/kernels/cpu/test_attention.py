@@ -32,7 +32,7 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
 
 @pytest.mark.parametrize("committed", [0, 70])
 def test_slices_longer_than_a_chunk(committed: int) -> None:
-    """300 rows are cut into 128, 128 and 44; 140 into 128 and 12, which attend one by one."""
+    """300 rows are cut into 128, 128 and 44; 140 into 128 and 12."""
     lens = [committed + 300, 9, committed + 140]
     case = attention_case(lens, [300, 1, 140], heads=Heads(4, 2, 64), block_size=16)
     compare(case)
@@ -87,7 +87,7 @@ def test_small_trees_are_computed_row_by_row_and_renewed(
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_trees_and_chains_as_pieces(num_rows: int, heads: Heads, window: int | None) -> None:
-    """Rows of heads of an odd size are never computed one by one, rows beyond 32 neither."""
+    """Rows of heads of an odd size are never computed one by one, rows beyond 8 neither."""
     tree = (None, *((node - 1) // 2 for node in range(1, num_rows)))
     for parents in (None, (tree, (None, 0))):
         compare(
