@@ -216,6 +216,7 @@ class GatewaySide:
 
     def _node(self, place: Member) -> FeedNode:
         nodes, config = self._nodes, self._planned[place]
+        connection = nodes.peers.get(place, b"")
         is_awaited = place.role == "draft" and str(place) in nodes.drafts.awaited().split(", ")
         takes_part = self.policy is not None and self._takes_part(place) and not is_awaited
         memory = {(each.role, each.index): each.resident_bytes for each in nodes.memory()}
@@ -223,7 +224,8 @@ class GatewaySide:
         return FeedNode(
             role=place.role,
             index=place.index,
-            state="lost" if place not in nodes.peers else "serving" if takes_part else "loading",
+            state="lost" if not connection else "serving" if takes_part else "loading",
+            connection=connection,
             host=config.host,
             device=config.device,
             num_threads=config.num_threads,

@@ -27,12 +27,14 @@ class FeedRequest(Message, frozen=True, kw_only=True):
 class FeedNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A place of the plan, and the node in it. A slow one needs `times` as long as its peers.
 
-    `experts`: how many of the routed ones it holds, of all layers together.
+    `experts`: how many of the routed ones it holds, of all layers together. Another `connection`
+    than in the last Feed is another node's: the one before was lost in between.
     """
 
     role: Role
     index: int
     state: Literal["serving", "loading", "lost"]
+    connection: bytes
     host: str
     device: str
     num_threads: int | None

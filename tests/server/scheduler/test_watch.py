@@ -157,6 +157,8 @@ def test_nodes_are_shown_with_their_states_and_news() -> None:
     assert states[1] == dict.fromkeys(NODES, "serving")
     assert states[2] == states[1] | {"expert 1": "lost"}
     assert states[3] == states[1] | {"expert 1": "loading"}
+    connections = [feeds[number].nodes[-1].connection for number in (1, 2, 3)]
+    assert connections == [b"expert 1", b"", b"expert 1"]
     assert (feeds[1].state, feeds[2].state) == ("ready", "recovering")
     warnings = [news.text for news in feeds[2].news if news.is_warning]
     assert any("lost expert 1" in text for text in warnings)

@@ -11,6 +11,7 @@ export class EngineView {
   constructor(section) {
     this.plan = make("div.plan");
     this.cards = new Map();
+    this.connections = new Map();
     this.gauges = make("div.gauges");
     this.meters = new Map();
     this.charts = CHARTS.map((chart) => new Chart(chart));
@@ -39,7 +40,12 @@ export class EngineView {
     this.showNews(told.news);
   }
 
-  /* Nodes. */
+  /* Another scheduler has other connections. */
+  forget() {
+    this.connections.clear();
+  }
+
+  /* Nodes. One that was lost and replaced since the last look is shown as lost, for one look. */
 
   showNodes(nodes) {
     const name = ({ role, index }) => `${role} ${index}`;
@@ -59,9 +65,13 @@ export class EngineView {
     for (const node of nodes) {
       const card = this.cards.get(name(node));
       const [, badge, facts] = card.children;
+      const before = this.connections.get(name(node));
+      this.connections.set(name(node), node.connection);
       const isSlow = node.state === "serving" && node.times > 1;
-      card.dataset.state = isSlow ? "slow" : node.state;
-      badge.textContent = isSlow ? `${number(node.times, 1)} times slower than its peers` : STATES[node.state];
+      const isReplaced = before && node.connection && node.connection !== before;
+      card.dataset.state = isReplaced ? "lost" : isSlow ? "slow" : node.state;
+      badge.textContent = isReplaced ? "was lost, and is replaced"
+        : isSlow ? `${number(node.times, 1)} times slower than its peers` : STATES[node.state];
       facts.textContent = [
         `${node.device} on ${node.host}`, node.num_threads && `${node.num_threads} threads`,
         node.role === "expert" && `${number(node.experts)} experts`, node.resident_bytes && bytes(node.resident_bytes),

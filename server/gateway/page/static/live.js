@@ -58,7 +58,10 @@ export class Live {
   }
 
   take(feed) {
-    if (feed.cursor < this.cursor) this.steps = []; // another scheduler's
+    if (feed.cursor < this.cursor) { // another scheduler's
+      this.steps = [];
+      this.views.engine.forget();
+    }
     this.cursor = feed.cursor;
     this.steps = [...this.steps, ...feed.steps].slice(-KEPT);
     this.news = [...this.news, ...feed.news].slice(-KEPT);

@@ -15,7 +15,13 @@ from topspin.messages import Feed, FeedNode, FeedRequest, Message
 
 OPERATOR, USER = "sk-operator-0123456789", "sk-user-0123456789"
 NODE = FeedNode(
-    role="expert", index=1, state="lost", host="127.0.0.1", device="cpu", num_threads=None
+    role="expert",
+    index=1,
+    state="lost",
+    connection=b"",
+    host="127.0.0.1",
+    device="cpu",
+    num_threads=None,
 )
 
 
