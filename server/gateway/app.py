@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from server.gateway.call import ClientGone
 from server.gateway.dialects.anthropic.dialect import COUNT_TOKENS, CREATE_MESSAGE, AnthropicDialect
 from server.gateway.dialects.anthropic.reply import TokenCount
-from server.gateway.dialects.chat.batch import BATCH, BatchDialect
+from server.gateway.dialects.chat.batch import BATCH, INLINE_BATCH_BYTES, BatchDialect
 from server.gateway.dialects.chat.dialect import CHAT, ChatDialect
 from server.gateway.dialects.completions.dialect import COMPLETIONS, CompletionDialect
 from server.gateway.dialects.models import LIST_MODELS, SHOW_MODEL, Models
@@ -149,7 +149,9 @@ def _handlings(handler: Handler, probes: Probes) -> dict[Endpoint, Handling]:
 
     found: dict[Endpoint, Handling] = {
         CHAT: partial(handler.generate, dialect=ChatDialect(model)),
-        BATCH: partial(handler.generate, dialect=BatchDialect(model)),
+        BATCH: partial(
+            handler.generate, dialect=BatchDialect(model), inline_bytes=INLINE_BATCH_BYTES
+        ),
         COMPLETIONS: partial(handler.generate, dialect=CompletionDialect(model)),
         RESPONSES: partial(handler.generate, dialect=responses),
         INPUT_TOKENS: partial(

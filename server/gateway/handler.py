@@ -74,8 +74,10 @@ class Handler:
     bodies: Bodies = field(default_factory=Bodies)
     background: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def generate(self, request: Request, *, dialect: Dialect) -> Response:
-        """Answer a request that generates."""
+    async def generate(
+        self, request: Request, *, dialect: Dialect, inline_bytes: int = INLINE_BODY_BYTES
+    ) -> Response:
+        """Answer a request that generates; longer bodies than `inline_bytes` go to a thread."""
         exchange = exchange_of(request.scope)
         if announced_bytes(request) <= INLINE_BODY_BYTES:
             # A long prompt may wait for longer.
@@ -84,7 +86,7 @@ class Handler:
         resumption: Resumption | None = None
         if any(name in request.headers for name in RESUMPTION_HEADERS):
             resumption = Resumption.of(request.headers, tenant=exchange.tenant.name, now_s=now_s)
-        prepared = await self._prepared(request, dialect.prepare)
+        prepared = await self._prepared(request, dialect.prepare, inline_bytes)
         params = prepared.params
         exchange.name(params.request_id)
         if resumption is not None:
@@ -167,14 +169,16 @@ class Handler:
             is_small = len(data) <= INLINE_CONVERTED_BYTES
             return json_response(encoded() if is_small else await self.threads.run(encoded))
 
-    async def _prepared(self, request: Request, prepare: Prepare) -> PreparedRequest:
+    async def _prepared(
+        self, request: Request, prepare: Prepare, inline_bytes: int = INLINE_BODY_BYTES
+    ) -> PreparedRequest:
         """Read, decode, check and tokenise."""
         tenant = exchange_of(request.scope).tenant.name
         async with self.bodies.read_json(request) as data:
             self.engine.check_ready()
             limit = self.engine.state.max_request_tokens
             prepared = partial(prepare, data, max_tokens=limit, tenant=tenant)
-            is_slow = len(data) > INLINE_BODY_BYTES or any(each in data for each in SLOW_FIELDS)
+            is_slow = len(data) > inline_bytes or any(each in data for each in SLOW_FIELDS)
             return await self.threads.run(prepared) if is_slow else prepared()
 
     def _submitted(

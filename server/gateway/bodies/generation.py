@@ -259,7 +259,7 @@ class GenerationBody(SamplingBody, kw_only=True, frozen=True):
 
 
 _SAME: Final = {"n_predict": "max_tokens", "random_seed": "seed"}
-_SAME_OUTPUTS: Final = {
+SAME_OUTPUTS: Final = {
     "ebnf": "grammar",
     "grammar": "grammar",
     "guided_choice": "choice",
@@ -272,7 +272,7 @@ _SAME_OUTPUTS: Final = {
 }
 OTHER_NAMES: Final = {
     **_SAME,
-    **{name: f"structured_outputs.{field}" for name, field in _SAME_OUTPUTS.items()},
+    **{name: f"structured_outputs.{field}" for name, field in SAME_OUTPUTS.items()},
 }
 """Other servers' names of fields, by which they are known here too."""
 _EMPTY: Final = (None, "", b"null", b"{}")

@@ -18,7 +18,12 @@ from llguidance import LLMatcher
 from msgspec import Raw
 
 from server.gateway.bodies.decoding import check_depth, decode
-from server.gateway.bodies.generation import GenerationBody, ResponseFormat, StructuredOutputs
+from server.gateway.bodies.generation import (
+    SAME_OUTPUTS,
+    GenerationBody,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from server.gateway.grammars.gbnf import is_gbnf, lark_of
 from server.gateway.grammars.json_schemas import check_counts, closed
 from server.gateway.grammars.structural_tags import tag_grammar
@@ -38,12 +43,8 @@ GRAMMAR_FIELDS: Final = (
     b'"tools"',
     b'"format"',
     b'"output_format"',
-    b'"ebnf"',
-    b'"grammar"',
-    b'"guided_grammar"',
-    b'"guided_json"',
-    b'"json_schema"',
-    b'"structural_tag"',
+    b'"thinking_token_budget"',
+    *(f'"{name}"'.encode() for name in SAME_OUTPUTS),
 )
 
 

@@ -6,7 +6,7 @@ Knows no tokenizer and no model. Other APIs of chats are translated to this body
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from msgspec import Meta, Raw
 from msgspec.structs import replace
@@ -252,14 +252,22 @@ class DecodedChat(NamedTuple):
         return content if isinstance(content, str) else "".join(each.text or "" for each in content)
 
 
+Body = TypeVar("Body", bound=ChatBody)
+
+
 def decode_chat(data: bytes, reader: BodyReader) -> DecodedChat:
     """Return the chat request in `data`; raises InvalidRequest naming the field."""
-    body = reader.read(data, ChatBody)
+    body = decode_fields(data, ChatBody, reader)
     messages = checked_messages(body.messages, reader)
-    return DecodedChat(_with_reasoning(meant(body)), messages, reader.names)
+    return DecodedChat(body, messages, reader.names)
 
 
-def _with_reasoning(body: ChatBody) -> ChatBody:
+def decode_fields(data: bytes, kind: type[Body], reader: BodyReader) -> Body:
+    """Return the fields in `data`, under our names; its messages are yet to be read."""
+    return _with_reasoning(meant(reader.read(data, kind)))
+
+
+def _with_reasoning(body: Body) -> Body:
     """Return a body with what other servers' fields say of reasoning in our own.
 
     Ours count if they are there too.

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from server.gateway.bodies.generation import OTHER_NAMES
+from server.gateway.bodies.reading import BodyReader
+from server.gateway.dialects.chat.batch import BatchBody
+from server.gateway.generation.threads import PreparationThreads
 from tests.server.gateway.calls import (
     CHAT,
     CHAT_BODY,
@@ -249,6 +253,31 @@ def test_the_operator_bounds_log_probabilities(fields: dict[str, Any], param: st
     assert "at most 3" in error["message"]
     assert "--max-logprobs" in error["message"]
     assert post(PLAIN, {**PLAIN_BODY, "logprobs": 3}, fake_of("h"), max_logprobs=3)
+
+
+async def test_a_long_batch_is_prepared_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its conversations are many where its bytes are few, and its fields are read once."""
+    runs, reads = [], []
+
+    async def run(self: PreparationThreads, work: Callable[[], Any]) -> Any:
+        runs.append(work)
+        return work()
+
+    def read(self: BodyReader, data: Any, kind: Any, **more: Any) -> Any:
+        reads.append(kind)
+        return plain(self, data, kind, **more)
+
+    plain = BodyReader.read
+    monkeypatch.setattr(PreparationThreads, "run", run)
+    monkeypatch.setattr(BodyReader, "read", read)
+    async with gateway(FakeEngine(saying("ok"))) as client:
+        for count in (1, 256):
+            body = {"messages": [[USER]] * count, "max_tokens": 1}
+            assert (await client.post(f"{CHAT}/batch", json=body)).status_code == 200
+    assert len(runs) == 1
+    assert reads == [BatchBody, BatchBody]
 
 
 async def test_a_batch_of_chats_has_a_choice_each() -> None:

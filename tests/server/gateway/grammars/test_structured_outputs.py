@@ -167,4 +167,6 @@ async def test_what_nodes_refuse_is_refused_with_the_field() -> None:
 def test_bodies_that_may_have_a_grammar_can_be_told_by_their_fields() -> None:
     asked = json.dumps({**CHAT_BODY, "response_format": FORMAT}).encode()
     assert any(field in asked for field in GRAMMAR_FIELDS)
+    for name in ("guided_regex", "guided_choice", "regex", "structural_tag", "ebnf"):
+        assert f'"{name}"'.encode() in GRAMMAR_FIELDS
     assert not any(field in json.dumps(CHAT_BODY).encode() for field in GRAMMAR_FIELDS)
