@@ -176,3 +176,24 @@ def inputs(
 ) -> Inputs:
     """Return what a search is about."""
     return Inputs(tuple(hosts), shape or model(), 8192, asked or workload(), measured)
+
+
+def ten_thousand_devices() -> list[Host]:
+    """Return hosts of eight GPUs, of eight types."""
+    return [
+        host(
+            (
+                gpu(
+                    f"gpu{idx}",
+                    memory_gib=24 + 16 * idx,
+                    gb_per_s=600 + 500 * idx,
+                    tflops=60 + 100 * idx,
+                    price=0.5 + 0.5 * idx,
+                ),
+                8,
+            ),
+            name=f"hosts-{idx}",
+            count=157 if idx else 151,
+        )
+        for idx in range(8)
+    ]

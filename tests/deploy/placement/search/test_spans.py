@@ -268,23 +268,7 @@ def test_a_plan_keeps_its_own_bounds(inputs: Inputs) -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_devices_of_eight_types_over_hosts_take_seconds() -> None:
-    hosts = [
-        samples.host(
-            (
-                samples.gpu(
-                    f"gpu{idx}",
-                    memory_gib=24 + 16 * idx,
-                    gb_per_s=600 + 500 * idx,
-                    tflops=60 + 100 * idx,
-                    price=0.5 + 0.5 * idx,
-                ),
-                8,
-            ),
-            name=f"hosts-{idx}",
-            count=157 if idx else 151,
-        )
-        for idx in range(8)
-    ]
+    hosts = samples.ten_thousand_devices()
     asked = samples.workload(arrival_rate=20_000.0, prompt=Lengths(mean=200, p95=500))
     shape = samples.model(48, num_experts=128, hidden=2048)
     inputs = dataclasses.replace(samples.inputs(hosts, shape, asked), between_hosts=CARD)
