@@ -20,9 +20,6 @@ from kernels.runtime import Replay, Runtime
 MAX_RECORDED_ROWS: Final = 64
 """Of an attention node's step on CPUs; steps with more spend their time in the kernels."""
 
-MAX_SEQUENCE_ROWS: Final = 8
-"""Of one sequence in such a step: kernels.cpu.attention computes up to so many one by one."""
-
 Key = TypeVar("Key", bound=Hashable)
 
 _log = logging.getLogger("recordings")

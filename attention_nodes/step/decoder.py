@@ -29,7 +29,6 @@ from kernels.contracts import (
     RoutingRule,
 )
 from kernels.dispatch import Ops
-from kernels.recordings import MAX_SEQUENCE_ROWS
 from models.checkpoints.weights import AttentionWeights, LayerWeights, take
 from models.description.config import ModelConfig
 from models.description.parts import RouterConfig
@@ -159,7 +158,7 @@ class NodeLayers:
         )
 
     def warm_up(self) -> None:
-        """Attend as a long prompt does: keys in fp8 are gathered by a kernel of their own.
+        """Attend as a prompt does: keys in fp8 are gathered by a kernel of their own.
 
         Reads block 0. The caller has computed a single token.
         """
@@ -167,7 +166,7 @@ class NodeLayers:
         if torch.float8_e4m3fn not in dtypes:
             return
         layer = dtypes.index(torch.float8_e4m3fn)
-        config, num_rows = self.config, MAX_SEQUENCE_ROWS + 1
+        config, num_rows = self.config, 16
         meta = AttentionMeta(
             query_start=torch.tensor([0, num_rows], dtype=torch.int32),
             context_lens=torch.tensor([num_rows], dtype=torch.int32),

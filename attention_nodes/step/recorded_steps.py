@@ -19,9 +19,11 @@ from attention_nodes.step.decoder import NodeLayers
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.step_inputs import Slices, StepInputs, host_meta, of_tables
 from kernels.contracts import AttentionMeta
-from kernels.recordings import MAX_RECORDED_ROWS, MAX_SEQUENCE_ROWS, Recordings
+from kernels.recordings import MAX_RECORDED_ROWS, Recordings
 from kernels.runtime import Runtime
 
+# Rows of one sequence: what paged_attention computes one by one.
+MAX_SEQUENCE_ROWS: Final = 8
 # Recordings that are kept: about 100 KB each for 30 layers. They share the memory of their rows.
 MAX_RECORDINGS: Final = 64
 

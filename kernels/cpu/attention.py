@@ -1,19 +1,21 @@
 """Paged attention on the CPU: plan once per micro-batch, then few calls per layer.
 
-The plan cuts the micro-batch into pieces of query rows. Rows of short pieces, decode rows
+The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode rows
 and drafts above all, are computed one by one by `kernels.cpu.compiled.attention.rows` or, of
-latents where there is AMX, `latents` beside it, which read the keys in the cache. For other
-pieces the plan keeps the cache slots to gather and the
-keys that each query sees; `kernels.cpu.pieces` computes them. Knows no model and no sequence
-identity; the plan lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
+latents where there is AMX, `latents` beside it, which read the keys in the cache. The plan joins
+other short pieces (large draft trees, ends of prompts) to padded groups, and keeps for each group
+the cache slots to gather and the keys that each query sees, which `kernels.cpu.padded_groups`
+computes. Knows no model and no sequence identity; the plan lives in `AttentionMeta.memo`. Used
+through `kernels.cpu.ops`.
 
-Letters as in `kernels.contracts`.
+Letters beside those of `kernels.contracts`: P pieces of a group, n query rows of a
+piece, L keys of a piece (both padded to the longest of the group).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,21 +34,29 @@ from kernels.cpu.compiled.attention.latents import (
 from kernels.cpu.compiled.attention.rows import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.cpu.compiled.retrieval.search import attend_selected, can_search
 from kernels.cpu.compiled.retrieval.words import RetrievalWords
-from kernels.cpu.pieces import Piece, attend_piece
-from kernels.recordings import MAX_SEQUENCE_ROWS
+from kernels.cpu.padded_groups import PaddedGroup, attend_group
 
+# Pieces up to SINGLE_ROWS query rows are computed row by row: a row takes 5 us at 160 keys, a
+# group 40 us and more.
+SINGLE_ROWS: Final = 8
 Integers = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 _MEMO: Final = "cpu_attention"
 _LATEST: Final = ("cpu_attention of a recorded step, as it is now",)
 _NO_BRANCH: Final[tuple[int, ...]] = ()
-# Longer slices of a prompt are cut so that early rows do not compute scores of keys that only
-# later rows see.
+# Pieces up to SHORT_ROWS query rows share padded groups; longer slices of a prompt are
+# cut so that early rows do not compute scores of keys that only later rows see.
+SHORT_ROWS: Final = 16
 LONG_ROWS: Final = 128
+# Elements of one cache's gathered keys: beyond 2 MiB in bf16 the copy leaves the cache
+# and its pages are mapped again in every layer.
+MAX_GROUP_ELEMENTS: Final = 1 << 20
+# Padding up to this costs less than one more group, about 40 us.
+MAX_WASTED_ELEMENTS: Final = 100_000
 
 
-class _RowSlice(NamedTuple):
+class _Piece(NamedTuple):
     """Consecutive query rows of one sequence and the key positions they may see.
 
     `num_tree`: so many of the last keys are those of a draft tree.
@@ -58,6 +68,10 @@ class _RowSlice(NamedTuple):
     key_start: int
     key_end: int
     num_tree: int = 0
+
+    @property
+    def num_keys(self) -> int:
+        return self.key_end - self.key_start
 
 
 class _Queries(NamedTuple):
@@ -73,26 +87,26 @@ class _Queries(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How the rows of a micro-batch attend, and their number without padding."""
+    """All groups of a micro-batch, and the number of its query rows without padding."""
 
     single: WorkWords | None
     """The rows that are computed one by one, and attend to all keys that they see."""
     by_blocks: bool
     """Whether these attend to latents, in blocks of heads."""
-    long: tuple[Piece, ...]
+    groups: tuple[PaddedGroup, ...]
     num_rows: int
     retrieval: RetrievalWords | None
     """The rows that attend to the keys that their sequences select."""
 
 
-def _slices(queries: _Queries, sliding_window: int | None) -> Iterator[_RowSlice]:
+def _pieces(queries: _Queries, sliding_window: int | None) -> Iterator[_Piece]:
     query_start, context_lens, tree_mask, tree_lens = queries
     for idx, context_len in enumerate(context_lens):
         start = query_start[idx]
         num_new = query_start[idx + 1] - start
         if tree_mask is not None:
             if num_new:
-                yield _tree_slice(idx, start, num_new, context_len, tree_lens[idx], sliding_window)
+                yield _tree_piece(idx, start, num_new, context_len, tree_lens[idx], sliding_window)
             continue
         for begin in range(0, num_new, LONG_ROWS):
             num_rows = min(LONG_ROWS, num_new - begin)
@@ -100,68 +114,130 @@ def _slices(queries: _Queries, sliding_window: int | None) -> Iterator[_RowSlice
             key_start = 0
             if sliding_window is not None:
                 key_start = max(0, key_end - num_rows - sliding_window + 1)
-            yield _RowSlice(idx, start + begin, num_rows, key_start, key_end)
+            yield _Piece(idx, start + begin, num_rows, key_start, key_end)
 
 
-def _tree_slice(
+def _tree_piece(
     idx: int, start: int, num_new: int, key_end: int, num_tree: int, sliding_window: int | None
-) -> _RowSlice:
+) -> _Piece:
     key_start = 0
     if sliding_window is not None:
         key_start = max(0, key_end - num_tree - sliding_window + 1)
-    return _RowSlice(idx, start, num_new, key_start, key_end, num_tree)
+    return _Piece(idx, start, num_new, key_start, key_end, num_tree)
 
 
 def _single_rows(
-    slices: Iterable[_RowSlice], tree_mask: Mask | None, sliding_window: int | None
+    pieces: Iterable[_Piece], tree_mask: Mask | None, sliding_window: int | None
 ) -> list[Row]:
     """Return the rows that are computed one by one, with the keys that each sees."""
     rows = []
-    for part in slices:
-        if part.num_rows > MAX_SEQUENCE_ROWS:
+    for piece in pieces:
+        if piece.num_rows > SINGLE_ROWS:
             continue
-        for idx in range(part.num_rows):
-            row = part.first_row + idx
-            num_keys, branch = part.key_end - part.num_rows + idx + 1, _NO_BRANCH
+        for idx in range(piece.num_rows):
+            row = piece.first_row + idx
+            num_keys, branch = piece.key_end - piece.num_rows + idx + 1, _NO_BRANCH
             if tree_mask is not None:
-                num_keys, branch = _branch(tree_mask[row], part)
+                num_keys, branch = _branch(tree_mask[row], piece)
             key_start = 0 if sliding_window is None else max(0, num_keys - sliding_window)
-            rows.append(Row(row, part.seq_idx, key_start, num_keys, branch))
+            rows.append(Row(row, piece.seq_idx, key_start, num_keys, branch))
     return rows
 
 
-def _branch(seen: Mask, part: _RowSlice) -> tuple[int, tuple[int, ...]]:
+def _branch(seen: Mask, piece: _Piece) -> tuple[int, tuple[int, ...]]:
     """Return the number of keys of a tree's row, and the positions of the last, as in Row.
 
     `seen` is its row of the mask.
     """
-    begin = part.key_end - part.num_tree
-    nodes = seen[: part.num_tree].nonzero()[0].tolist()
+    begin = piece.key_end - piece.num_tree
+    nodes = seen[: piece.num_tree].nonzero()[0].tolist()
     is_chain = nodes[-1] < len(nodes)
     return begin + len(nodes), _NO_BRANCH if is_chain else tuple(begin + node for node in nodes)
 
 
-def _make_piece(
-    part: _RowSlice, meta: AttentionMeta, *, block_size: int, sliding_window: int | None
-) -> Piece:
-    positions = torch.arange(part.key_start, part.key_end)
-    blocks = meta.block_tables[part.seq_idx].long()[positions // block_size]
-    rows = slice(part.first_row, part.first_row + part.num_rows)
+def _join(pieces: Sequence[_Piece], elements_per_key: int) -> list[list[_Piece]]:
+    """Join short pieces of similar length; bounds padding and group size."""
+    alone = [[piece] for piece in pieces if piece.num_rows > SHORT_ROWS]
+    short = [piece for piece in pieces if piece.num_rows <= SHORT_ROWS]
+    groups: list[list[_Piece]] = []
+    longest = wasted = 0
+    for piece in sorted(short, key=lambda p: p.num_keys, reverse=True):
+        padding = (longest - piece.num_keys) * elements_per_key
+        size = longest * elements_per_key * (len(groups[-1]) + 1) if groups else 0
+        if not groups or wasted + padding > MAX_WASTED_ELEMENTS or size > MAX_GROUP_ELEMENTS:
+            groups.append([])
+            longest, wasted, padding = piece.num_keys, 0, 0
+        wasted += padding
+        groups[-1].append(piece)
+    return alone + [sorted(group, key=lambda p: p.first_row) for group in groups]
+
+
+def _seen_in_trees(
+    pieces: Sequence[_Piece], tree_mask: Tensor, sliding_window: int | None, shape: torch.Size
+) -> Tensor:
+    """Return the mask of the keys that rows of draft trees see, bool[P, n, L].
+
+    Padding rows see no key; their results are dropped.
+    """
+    seen = torch.zeros(shape, dtype=torch.bool, device=tree_mask.device)
+    for idx, piece in enumerate(pieces):
+        rows = slice(piece.first_row, piece.first_row + piece.num_rows)
+        seen[idx, : piece.num_rows, : piece.num_keys] = reference.visible(
+            piece.num_rows,
+            piece.key_end,
+            sliding_window=sliding_window,
+            tree=tree_mask[rows, : piece.num_tree],
+            device=tree_mask.device,
+        )[:, piece.key_start :]
+    return seen
+
+
+def _make_group(
+    pieces: Sequence[_Piece],
+    meta: AttentionMeta,
+    *,
+    num_query_rows: int,
+    block_size: int,
+    sliding_window: int | None,
+    repeat: int,
+) -> PaddedGroup:
+    table = torch.tensor(pieces, dtype=torch.int64)
+    seq_idx, first_row, num_rows, key_start, key_end, _ = (c[:, None] for c in table.unbind(1))
+    longest_rows, longest_keys = int(num_rows.max()), int((key_end - key_start).max())
+    keys, rows = torch.arange(longest_keys), torch.arange(longest_rows)
+
+    key_positions = key_start + keys
+    readable = torch.where(key_positions < key_end, key_positions, key_start)
+    blocks = meta.block_tables[seq_idx[:, 0]].long().gather(1, readable // block_size)
+    slots = blocks * block_size + readable % block_size
+
+    row_in_piece = torch.minimum(rows, num_rows - 1)
     if meta.tree_mask is None:
-        distances = positions[-part.num_rows :, None] - positions
-        seen = distances >= 0
+        query_positions = (key_end - num_rows + row_in_piece)[:, :, None]
+        seen = key_positions[:, None] <= query_positions
         if sliding_window is not None:
-            seen &= distances < sliding_window
+            seen &= query_positions - key_positions[:, None] < sliding_window
     else:
-        tree = meta.tree_mask[rows, : part.num_tree]
-        options: dict[str, Any] = {"sliding_window": sliding_window, "device": tree.device}
-        seen = reference.visible(part.num_rows, part.key_end, tree=tree, **options)
-        seen = seen[:, part.key_start :]
-    return Piece(
-        rows.start,
-        rows.stop,
-        slots=blocks * block_size + positions % block_size,
-        mask=None if bool(seen.all()) else seen,
+        shape = torch.Size((len(pieces), longest_rows, longest_keys))
+        seen = _seen_in_trees(pieces, meta.tree_mask, sliding_window, shape)
+
+    folded = longest_rows <= SHORT_ROWS
+    query_rows = (first_row + row_in_piece).reshape(-1)
+    kept = (rows < num_rows).reshape(-1)
+    in_order = torch.equal(query_rows, torch.arange(num_query_rows))
+    padded = not bool(kept.all())
+    return PaddedGroup(
+        num_pieces=len(pieces),
+        num_rows=longest_rows,
+        num_keys=longest_keys,
+        slots=slots.reshape(-1),
+        rows=None if in_order else query_rows,
+        unpadded=kept.nonzero()[:, 0] if padded else None,
+        targets=None if in_order else query_rows[kept],
+        mask=None
+        if bool(seen.all())
+        else (seen.repeat_interleave(repeat, 1) if folded else seen)[:, None],
+        folded=folded,
     )
 
 
@@ -185,13 +261,22 @@ def _plan(
     )
     if memo_key not in meta.memo:
         queries = _queries(meta)
-        slices = _attending_to_all(queries, sliding_window, retrieval)
-        rows = _single_rows(slices, queries.tree_mask, sliding_window) if singly else []
-        long = [
-            _make_piece(each, meta, block_size=block_size, sliding_window=sliding_window)
-            for each in slices
-            if not singly or each.num_rows > MAX_SEQUENCE_ROWS
-        ]
+        pieces = _attending_to_all(queries, sliding_window, retrieval)
+        rows = _single_rows(pieces, queries.tree_mask, sliding_window) if singly else []
+        groups = tuple(
+            _make_group(
+                joined,
+                meta,
+                num_query_rows=q.shape[0],
+                block_size=block_size,
+                sliding_window=sliding_window,
+                repeat=repeat,
+            )
+            for joined in _join(
+                [piece for piece in pieces if not singly or piece.num_rows > SINGLE_ROWS],
+                num_groups * head_dim,
+            )
+        )
         single = selecting = None
         heads = HeadShape(q.shape[1], num_groups, head_dim)
         if rows or retrieval is not None:  # renew() may give it some
@@ -201,7 +286,7 @@ def _plan(
             selecting = RetrievalWords(heads)
             selecting.fill(meta, retrieval)
         num_rows = int(meta.query_start[-1])
-        meta.memo[memo_key] = _Plan(single, by_blocks, tuple(long), num_rows, selecting)
+        meta.memo[memo_key] = _Plan(single, by_blocks, groups, num_rows, selecting)
     return cast("_Plan", meta.memo[memo_key])
 
 
@@ -221,17 +306,17 @@ def _queries(meta: AttentionMeta) -> _Queries:
 
 def _attending_to_all(
     queries: _Queries, sliding_window: int | None, retrieval: Retrieval | None
-) -> list[_RowSlice]:
-    """Return the slices of the sequences that select no keys."""
+) -> list[_Piece]:
+    """Return the pieces of the sequences that select no keys."""
     apart = () if retrieval is None else retrieval.seqs.tolist()
-    return [part for part in _slices(queries, sliding_window) if part.seq_idx not in apart]
+    return [piece for piece in _pieces(queries, sliding_window) if piece.seq_idx not in apart]
 
 
 def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
     """Let a recorded step, which attended by `recorded`, attend as `fresh` says.
 
-    Both are of rows that are computed one by one, at most MAX_SEQUENCE_ROWS of a sequence, and in
-    both some sequences retrieve, or none.
+    Both are of rows that are computed one by one, at most SINGLE_ROWS of a sequence, and in both
+    some sequences retrieve, or none.
     """
     assert (recorded.retrieval is None) == (fresh.retrieval is None)
     recorded.memo[_LATEST] = fresh  # for steps with an obstacle, which are called again
@@ -242,8 +327,8 @@ def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
         assert isinstance(plan, _Plan)
         window = cast("int | None", key[1])
         retrieval = None if plan.retrieval is None else fresh.retrieval
-        slices = _attending_to_all(queries, window, retrieval)
-        rows = _single_rows(slices, queries.tree_mask, window)
+        pieces = _attending_to_all(queries, window, retrieval)
+        rows = _single_rows(pieces, queries.tree_mask, window)
         if plan.single is not None:
             plan.single.fill(plan_work(rows), fresh.block_tables)
         else:
@@ -305,7 +390,7 @@ def paged_attention(
         attend_selected(
             q, k_cache, v_cache, codes, words, out, scale=scale, sinks=sinks, ended=ended
         )
-    for piece in plan.long:
+    for group in plan.groups:
         values = k_cache if latent else v_cache
-        attend_piece(q, k_cache, values, piece, out, scale=scale, sinks=sinks)
+        attend_group(q, k_cache, values, group, out, scale=scale, sinks=sinks)
     return out

@@ -31,7 +31,7 @@ from kernels.cpu.matmul import (
     pack_linear,
     rebuild_experts,
 )
-from kernels.cpu.pieces import attend_prompt
+from kernels.cpu.padded_groups import attend_prompt
 from kernels.cpu.sampling import sample
 from kernels.reference import embed
 

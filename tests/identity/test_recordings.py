@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     not block_width(), reason="this processor leaves bf16 products to oneDNN"
 )
 
-# Steps with longer ones are not recorded.
+# Longer ones would be attended to in groups, whose sums depend on who else is there.
 PROMPTS = [[7, 3, 9, 200, 4], [17] * 8, [5], [100, 101, 102, 250], [9, 8, 7, 6, 5, 4, 3, 2]]
 NUM_TOKENS = 20
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128}

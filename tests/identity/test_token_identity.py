@@ -41,8 +41,6 @@ def test_long_prompts_make_keys_and_values_of_latents(
     with Engine(config) as engine:
         expected = engine.clear_tokens(case.prompts, max_tokens=NUM_TOKENS, margin=MIN_MARGIN)
     monkeypatch.setattr("kernels.long_prompts.MIN_LONG_ROWS", 7)
-    # Long prompts are in no recorded step.
-    monkeypatch.setattr("attention_nodes.step.recorded_steps.MAX_SEQUENCE_ROWS", 6)
     expand = latent._expanded
 
     def counted(*arguments: Any, **settings: Any) -> None:

@@ -1,6 +1,6 @@
 """Chosen slots of a cache in fp8, compiled: gathered and widened in one pass.
 
-For attention that gathers its keys (`kernels.cpu.pieces`). A task is some rows. Knows no
+For attention that gathers its keys (`kernels.cpu.padded_groups`). A task is some rows. Knows no
 sequences.
 """
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from attention_nodes.step.recorded_steps import key_of
+from attention_nodes.step.recorded_steps import MAX_SEQUENCE_ROWS, key_of
 from attention_nodes.step.step_inputs import NO_SLICES, Slices
 from kernels.contracts import Retrieval
-from kernels.recordings import MAX_RECORDED_ROWS, MAX_SEQUENCE_ROWS
+from kernels.recordings import MAX_RECORDED_ROWS
 
 
 def slices(counts: list[int], num_sampled: int, *, retrieval: Retrieval | None = None) -> Slices:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import reference
 from kernels.contracts import AttentionMeta
 from kernels.cpu import ops as cpu
-from kernels.cpu.attention import renew
+from kernels.cpu.attention import MAX_GROUP_ELEMENTS, renew
 from tests.kernels.cases.attention import AttentionCase, Heads, attention_case
 
 TOLERANCE = {
@@ -32,11 +33,31 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
 
 @pytest.mark.parametrize("committed", [0, 70])
 def test_slices_longer_than_a_chunk(committed: int) -> None:
-    """300 rows are cut into 128, 128 and 44; 140 into 128 and 12."""
+    """300 rows are cut into 128, 128 and 44; 140 into 128 and a short rest that joins others."""
     lens = [committed + 300, 9, committed + 140]
     case = attention_case(lens, [300, 1, 140], heads=Heads(4, 2, 64), block_size=16)
     compare(case)
     compare(case, window=50)
+
+
+def test_pieces_too_different_for_one_group() -> None:
+    case = attention_case([3000, 9, 9, 900, 10], [9] * 5, heads=Heads(4, 4, 64), block_size=16)
+    compare(case)
+
+
+def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = attention_case([1500] * 5, [9] * 5, heads=Heads(8, 8, 64), block_size=16)
+    gathered = []
+
+    def watched(q: Tensor, keys: Tensor, *rest: Tensor, **options: Any) -> Tensor:
+        gathered.append(keys.numel())
+        return attend(q, keys, *rest, **options)
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
+    compare(case)
+    assert sum(gathered) == 2 * 5 * 1500 * 8 * 64, "compare runs it twice"
+    assert max(gathered) <= MAX_GROUP_ELEMENTS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,9 +69,9 @@ def test_small_trees_are_computed_row_by_row_and_renewed(
     """A plan that is renewed is that of the other trees, and of chains, but for the caches."""
 
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("few rows became a piece")
+        raise AssertionError("a tree of few rows became a group")
 
-    monkeypatch.setattr("kernels.cpu.attention._make_piece", refuse)
+    monkeypatch.setattr("kernels.cpu.attention._make_group", refuse)
     shapes: tuple[Any, ...] = (
         ((None, 0, 0, 1, 1, 4, 2, None), (None, 0, None)),
         ((None, None, 1, 0, 3, 2, 2, 5), (None, 0, 1)),
@@ -86,7 +107,7 @@ def test_small_trees_are_computed_row_by_row_and_renewed(
 @pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(4, 2, 21)])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("num_rows", [3, 40])
-def test_trees_and_chains_as_pieces(num_rows: int, heads: Heads, window: int | None) -> None:
+def test_trees_and_chains_in_groups(num_rows: int, heads: Heads, window: int | None) -> None:
     """Rows of heads of an odd size are never computed one by one, rows beyond 8 neither."""
     tree = (None, *((node - 1) // 2 for node in range(1, num_rows)))
     for parents in (None, (tree, (None, 0))):
@@ -105,16 +126,16 @@ def test_layers_with_different_windows_share_one_meta() -> None:
 
 
 def test_the_plan_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = attention_case([50, 60], [40, 35], heads=Heads(4, 2, 64), block_size=4)
+    case = attention_case([50, 60], [9, 10], heads=Heads(4, 2, 64), block_size=4)
     compare(case)
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("planned again")
 
-    monkeypatch.setattr("kernels.cpu.attention._make_piece", refuse)
+    monkeypatch.setattr("kernels.cpu.attention._make_group", refuse)
     compare(case)
     fresh = AttentionMeta(
-        case.meta.query_start, case.meta.context_lens, case.meta.block_tables, 40, 60
+        case.meta.query_start, case.meta.context_lens, case.meta.block_tables, 10, 60
     )
     with pytest.raises(AssertionError, match="planned again"):
         cpu.paged_attention(case.q, case.k_cache, case.v_cache, fresh, scale=1.0)
