@@ -38,6 +38,10 @@ BY_DEFAULT = some_of(ROWS)
 # with sigmoid routers several times as much (tests/models/families/test_divergence.py).
 MARGIN = 0.5
 SIGMOID_MARGIN = 1.0
+BY_SIGMOIDS = (*matrix.WITH_A_HEAD, "minimax_m2")
+# An expert chosen the other way may turn a token that leads by any margin: with fp8 payloads a
+# second expert node alone has taken 1.3 from a lead. What is wrong turns most prompts.
+PROMPTS_PER_TURNED = 4
 NUM_CLEAR = 4
 MXFP4 = "/mxfp4"
 # Few tokens, again and again: drafts find something in what was written.
@@ -166,7 +170,7 @@ def test_tokens_are_those_of_the_reference(
         with Engine(plan_of(case.path, [*rounding, *kernels])) as engine:
             # A draft is verified by one selection for all of it: other tokens of long contexts.
             prompts = prompts[1:] if retrieves and has_drafts(row) else prompts
-            margin = SIGMOID_MARGIN if model.startswith(matrix.WITH_A_HEAD) else MARGIN
+            margin = SIGMOID_MARGIN if model.startswith(BY_SIGMOIDS) else MARGIN
             expected = engine.clear_tokens(prompts, max_tokens=NUM_TOKENS, margin=margin)
         assert sum(map(len, expected)) >= NUM_CLEAR
     with Engine(plan_of(case.path, row)) as engine:
@@ -174,7 +178,9 @@ def test_tokens_are_those_of_the_reference(
         for _ in range(2):
             found = engine.generate(prompts, max_tokens=NUM_TOKENS)
             cut = [tokens[: len(want)] for tokens, want in zip(found, expected, strict=True)]
-            assert cut == expected
+            turned = [pair for pair in zip(cut, expected, strict=True) if pair[0] != pair[1]]
+            num_clear = sum(map(bool, expected))
+            assert len(turned) <= (num_clear // PROMPTS_PER_TURNED if rounding else 0), turned
             assert {*map(len, found)} == {NUM_TOKENS}
         if not rounding:
             assert engine.generate(prompts[:2], **SAMPLING) == drawn(model)
