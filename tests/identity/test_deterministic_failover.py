@@ -71,7 +71,7 @@ ROWS = [
 @pytest.mark.parametrize(
     ("role", "copies", "transport", "dtype"),
     [
-        pytest.param(*row, marks=[pytest.mark.slow] if idx >= 2 else [])
+        pytest.param(*row, marks=[pytest.mark.slow] if idx >= 1 else [])
         for idx, row in enumerate(ROWS)
     ],
 )

@@ -81,7 +81,7 @@ def check(case: Case, *, is_sampled: bool = False, **settings: Any) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"micro_batches": 2},
+        pytest.param({"micro_batches": 2}, marks=slow),
         pytest.param({"recordings": False, "expert_nodes": 2, "is_sampled": True}, marks=slow),
     ],
 )

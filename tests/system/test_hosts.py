@@ -105,6 +105,7 @@ def engine(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
         yield Engine(plan_for(tiny, host), tmp_path_factory.mktemp("hosts"), host, stack)
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_planner_over_two_hosts_gives_transformers_tokens(
     tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def run(script: Any, folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_rooflines(tmp_path: Path) -> None:
     status, result = run(rooflines, tmp_path)
     assert (status, result["problems"], result["complete"]) == (0, [], True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,8 @@ def test_tokens_are_those_of_the_definition(
 @pytest.mark.parametrize(
     ("spread", "step", "processed_too"),
     slow_rows(
-        [(2.0, 0.0, True), (2.0, 0.25, False), (8.0, 2.0, False)],
-        beside=[(2.0, 0.0, False), (2.0, 0.25, True), (8.0, 2.0, True)],
+        [*product((2.0,), (0.0, 0.25), (False, True)), (8.0, 2.0, False), (8.0, 2.0, True)],
+        beside=[(2.0, 0.25, True)],
     ),
 )
 def test_any_batch_is_sampled_as_on_the_host(

@@ -53,6 +53,7 @@ def expected_of(plan: EnginePlan) -> list[list[int]]:
     return expected
 
 
+@pytest.mark.slow
 def test_the_plan_of_every_kind_of_difference_answers(checkpoint: Path) -> None:
     plan = on(read_plan(str(PLANS / "unequal.yaml")), checkpoint)
     expected = expected_of(plan)

@@ -62,6 +62,7 @@ def two_attention_nodes(model: Tiny, tmp_path_factory: pytest.TempPathFactory) -
         yield server
 
 
+@pytest.mark.slow
 def test_every_process_names_a_request_by_its_id_also_after_a_loss(
     model: Tiny, two_attention_nodes: Server
 ) -> None:

@@ -51,7 +51,7 @@ def nodes(pids: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("layout", "number"),
     [
-        ("local", signal.SIGKILL),
+        pytest.param("local", signal.SIGKILL, marks=slow),
         pytest.param("shm", signal.SIGKILL, marks=slow),
         pytest.param("shm", signal.SIGTERM, marks=slow),
         pytest.param("tcp", signal.SIGKILL, marks=slow),
