@@ -119,6 +119,7 @@ def start_lines(row: Row, args: argparse.Namespace, files: Files) -> dict[str, l
     for name, flags in TOPSPIN.items():
         lines[name] = [
             *(sys.executable, "-m", "topspin", "serve", model, "--served-model-name", NAME),
+            *("--max-ttft", "0"),  # no peer refuses who would wait long
             *shlex.split(f"{row.flags} {flags}"),
         ]
     # ik_llama.cpp reads the same files; -rtr packs their weights for its kernels as it loads them.
