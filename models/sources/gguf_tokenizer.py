@@ -1,10 +1,11 @@
 """The tokenizer and the chat templates in a GGUF file's metadata, as HuggingFace's files.
 
 Owns how text is split by each `tokenizer.ggml.pre` that is read (those of the families that are
-served), and which tokens are special. Knows no tensors. Called by models.sources.gguf_checkpoint
-and models.sources.gguf_llama. Sources: llama.cpp's llama-vocab.cpp for what the names mean, and
-transformers' tokenizers of the families, with which the tokens agree: where these compose
-characters first (NFC), so does this one, though llama.cpp does not.
+served), the merges of sentencepiece's vocabularies, and which tokens are special. Knows no tensors.
+Called by models.sources.gguf_checkpoint and models.sources.gguf_llama. Sources: llama.cpp's
+llama-vocab.cpp for what the names mean, and transformers' tokenizers of the families, with which
+the tokens agree: where these compose characters first (NFC), so does this one, though llama.cpp
+does not.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from tokenizers import (
 from models.sources.gguf_file import GgufFile
 from topspin.errors import ConfigError
 
+_NORMAL: Final = 1
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 _UNUSED: Final = 5
+# In sentencepiece's tokens, for a space.
+_SPACE: Final = "\u2581"
 _TEMPLATE: Final = "tokenizer.chat_template"
 _SPECIAL: Final[Mapping[str, str]] = {
     "bos_token": "bos_token_id",
@@ -90,23 +94,43 @@ SPLITTINGS: Final[Mapping[str, _Splitting]] = {
 
 
 def read_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
-    """Return the byte-level BPE tokenizer with its special tokens.
+    """Return the tokenizer with its special tokens: byte-level BPE, or sentencepiece's.
 
-    Raises ConfigError for any other kind of vocabulary, and for a `tokenizer.ggml.pre` that is not
-    one of SPLITTINGS.
+    Raises ConfigError for any other kind of vocabulary, and for a `tokenizer.ggml.pre` of
+    byte-level BPE that is not one of SPLITTINGS.
     """
     kind = file.field("tokenizer.ggml.model")
-    if kind != "gpt2":
+    readers = {"gpt2": _read_byte_level, "llama": _read_sentencepiece}
+    if kind not in readers:
         raise ConfigError(
-            f"{file.path}: tokenizer.ggml.model = {kind!r}: supported: gpt2 (byte-level BPE)"
+            f"{file.path}: tokenizer.ggml.model = {kind!r}: supported: gpt2 (byte-level BPE), "
+            "llama (sentencepiece)"
         )
+    tokens, types = _tokens(file)
+    backend, adds_bos = readers[kind](file, tokens, types)
+    backend.add_tokens(
+        [
+            AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    around = _around(file, tokens, adds_bos=adds_bos)
+    if around is not None:
+        backend.post_processor = around
+    return backend
+
+
+def _read_byte_level(
+    file: GgufFile, tokens: list[str], types: list[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return the tokenizer, and whether texts begin with a token unless the metadata says no."""
     pre = file.field("tokenizer.ggml.pre")
     splitting = SPLITTINGS.get(pre)
     if splitting is None:
         raise ConfigError(
             f"{file.path}: tokenizer.ggml.pre = {pre!r}: supported: {', '.join(SPLITTINGS)}"
         )
-    tokens, types = _tokens(file)
     # Unused ones only fill up the vocabulary, as [PAD7].
     vocab = {each: idx for idx, each in enumerate(tokens) if types[idx] != _UNUSED}
     merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
@@ -119,17 +143,47 @@ def read_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(_splitters(splitting))
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(
-        [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED)
-        ]
+    return backend, splitting.adds_bos
+
+
+def _read_sentencepiece(
+    file: GgufFile, tokens: list[str], types: list[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """As _read_byte_level(); characters without a token of their own become those of bytes."""
+    scores = file.field("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise ConfigError(
+            f"{file.path}: tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
+        )
+    normal = {each: scores[idx] for idx, each in enumerate(tokens) if types[idx] == _NORMAL}
+    model = models.BPE(
+        vocab={each: idx for idx, each in enumerate(tokens)},
+        merges=_merges(normal),
+        unk_token=_token(file, tokens, "unknown_token_id"),
+        fuse_unk=True,
+        byte_fallback=True,
     )
-    around = _around(file, tokens, adds_bos=splitting.adds_bos)
-    if around is not None:
-        backend.post_processor = around
-    return backend
+    backend = tokenizers.Tokenizer(model)
+    steps = [normalizers.Replace(" ", _SPACE)]
+    pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend(_SPACE))
+        pieces.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.decoder = decoders.Sequence(pieces)
+    return backend, True
+
+
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return BPE's merges of a vocabulary of sentencepiece, the first ones first.
+
+    Sentencepiece joins the two neighbours whose whole has the highest score.
+    """
+    found = []
+    for whole in sorted(scores, key=scores.__getitem__, reverse=True):
+        halves = ((whole[:at], whole[at:]) for at in range(1, len(whole)))
+        found += [(left, right) for left, right in halves if left in scores and right in scores]
+    return found
 
 
 def read_tokenizer_config(file: GgufFile) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""Sentencepiece's vocabularies in GGUF files: its own tokens, and where a turn ends."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+
+from models.sources.gguf_file import GgufFile
+from models.sources.gguf_tokenizer import read_tokenizer
+from tests.models.text.test_rank_file import TEXTS
+from topspin.errors import ConfigError
+
+CORPUS = Path(__file__).parents[3] / "docs" / "concepts.md"
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """Return sentencepiece's own processor, trained as Llama 2's and Mixtral's vocabularies."""
+    library = importlib.import_module("sentencepiece")
+    model = io.BytesIO()
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS.read_text().splitlines()),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=900,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        control_symbols=["<|user|>"],
+        minloglevel=2,
+    )
+    return library.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def write(file: Path, trained: Any, **fields: bool) -> tokenizers.Tokenizer:
+    """Write the vocabulary as llama.cpp's converter does, and return what is read of it."""
+    writer = gguf.GGUFWriter(file, "llama")
+    kinds = {"is_unknown": 2, "is_control": 3, "is_unused": 5, "is_byte": 6}
+    ids = range(trained.get_piece_size())
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([trained.id_to_piece(idx) for idx in ids])
+    writer.add_token_scores([trained.get_score(idx) for idx in ids][: fields.pop("cut", None)])
+    writer.add_token_types(
+        [next((kind for of, kind in kinds.items() if getattr(trained, of)(idx)), 1) for idx in ids]
+    )
+    writer.add_bos_token_id(trained.bos_id())
+    writer.add_eos_token_id(trained.eos_id())
+    writer.add_unk_token_id(trained.unk_id())
+    for name, value in fields.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_tokenizer(GgufFile(file))
+
+
+def test_tokens_are_those_of_sentencepiece(tmp_path: Path, trained: Any) -> None:
+    found = write(tmp_path / "a.gguf", trained)
+    for text in (*TEXTS, *CORPUS.read_text().splitlines(), "  two  spaces", "\u4e2d\U0001f600"):
+        ids = trained.encode(text)
+        assert found.encode(text, add_special_tokens=False).ids == ids
+        assert found.decode(ids) == text
+    assert found.encode("the node").ids == [trained.bos_id(), *trained.encode("the node")]
+
+
+def test_text_behind_a_special_token_begins_anew(tmp_path: Path, trained: Any) -> None:
+    """As llama.cpp has it."""
+    found = write(tmp_path / "a.gguf", trained, add_bos_token=False)
+    user = trained.piece_to_id("<|user|>")
+    expected = [*trained.encode("the"), user, *trained.encode("node")]
+    assert found.encode("the<|user|>node").ids == expected
+
+
+def test_a_vocabulary_may_put_no_space_before_a_text(tmp_path: Path, trained: Any) -> None:
+    found = write(tmp_path / "a.gguf", trained, add_space_prefix=False, add_bos_token=False)
+    ids = found.encode(" the node").ids
+    assert ids == trained.encode("the node")
+    assert found.decode(ids) == " the node"
+
+
+def test_scores_that_are_missing_are_named(tmp_path: Path, trained: Any) -> None:
+    with pytest.raises(ConfigError, match="scores has 899 entries for 900 tokens"):
+        write(tmp_path / "a.gguf", trained, cut=-1)
