@@ -19,6 +19,7 @@ from typing import Final
 from server.scheduler.planning.block_pool import BlockPool
 from server.scheduler.planning.block_tables import BlockTables
 from server.scheduler.planning.frames import FrameBudget
+from server.scheduler.planning.load_balancing import Pace
 from server.scheduler.planning.sequence import Request, Sequence
 from topspin.messages import SAMPLE, SCORE, NewSequence, client_id, pack_ints
 from topspin.plan.kv_cache import BlockNeeds
@@ -38,10 +39,12 @@ class NodeBatch:
     """The work of one node in a step: parallel lists of slices, and the token budget left.
 
     `drafts` has the greatest number of draft tokens of the slices that have any, by their
-    index; `scored`, by sequence id, the first position of each slice with SCORE.
+    index; `scored`, by sequence id, the first position of each slice with SCORE. `pace` cuts the
+    chunks of long prompts; None: no stream decodes.
     """
 
     budget: int
+    pace: Pace | None = None
     seqs: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
@@ -184,13 +187,18 @@ class AttentionReplica:
     # Planning.
 
     def plan_running(
-        self, preempted: list[Sequence], budget: int, *, num_next: int = 0
+        self,
+        preempted: list[Sequence],
+        budget: int,
+        *,
+        num_next: int = 0,
+        pace: Pace | None = None,
     ) -> NodeBatch:
         """Return the next step's slices of running sequences, of `budget` tokens at most.
 
         Appends victims to `preempted`. The next request in the queue has `num_next` tokens.
         """
-        batch = NodeBatch(budget=budget)
+        batch = NodeBatch(budget=budget, pace=pace)
         if self._frames is not None:
             self._frames_left = self._frames.num_frames - self.num_frames_needed
         ready: list[Sequence] = []
@@ -230,8 +238,12 @@ class AttentionReplica:
             self._plan_chunk(seq, batch)
 
     def _plan_chunk(self, seq: Sequence, batch: NodeBatch, *, most: int | None = None) -> None:
-        room = batch.budget if most is None else most
-        batch.add(seq, min(room, seq.num_left))
+        count = min(batch.budget if most is None else most, seq.num_left)
+        if batch.pace is not None:
+            count = batch.pace.cut(
+                count, num_left=seq.num_left, start=seq.num_planned, streams=batch.starts
+            )
+        batch.add(seq, count)
         self.tables.place(seq)
         if seq.num_planned == seq.length:
             del self.prefilling[seq.seq_id]

@@ -1,17 +1,19 @@
-"""The shares of attention nodes in the work: a node for each request, tokens for each node.
+"""The shares in the work of a step: a node for each request, tokens for each node and prompt.
 
 Pure. A request goes to the node with the least predicted work and stays there while it runs; after
 a preemption it is routed again (usually to the same node, where the prefix cache still has its
 blocks). All nodes of a step wait for the slowest, so a node that needs longer per token gets fewer
-prompt tokens. Called by policy.py.
+prompt tokens. While streams decode, a long prompt enters in chunks by their predicted time. Called
+by policy.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from server.scheduler.micro_batching.cost import CostModel
+from server.scheduler.micro_batching.cost import CostFits, CostModel
 from topspin.plan.spec import AttentionNode
 
 # Fitted times of equal nodes vary by less: their budgets stay whole.
@@ -19,6 +21,13 @@ EQUAL = 1.25
 
 # A running sequence is expected to decode this many more tokens alongside the new one.
 DECODE_HORIZON_TOKENS = 64
+
+UNPACED_S: Final = 0.25
+"""What is left of a prompt enters in one step if it takes no longer: streams wait that once."""
+PACE: Final = 0.5
+"""Each longer prompt makes the steps of running streams longer by this share of them."""
+MIN_PACED: Final = 8
+"""And has so many tokens in a step, however little that is of its time."""
 
 
 class ReplicaCandidate(NamedTuple):
@@ -66,3 +75,39 @@ def token_budgets(
             most = max(node.max_num_seqs, int(most * fastest_s / own_s))
         budgets[node.index] = most
     return budgets
+
+
+@dataclass(slots=True)
+class Pace:
+    """The time that long prompts may add to one step of a node, beside streams that decode.
+
+    `num_prompts` enter or wait; the more, the more of a step is theirs, so that streams slow down
+    instead of prompts that wait for ever.
+    """
+
+    costs: CostFits
+    node: int
+    num_prompts: int
+    _left_s: float | None = None
+
+    def cut(self, count: int, *, num_left: int, start: int, streams: Sequence[int]) -> int:
+        """Return how many of `count` tokens of a prompt the step has, of `num_left` from `start`.
+
+        `streams` are the positions of the rows that decode.
+        """
+        if self.costs.prompt_s(self.node, num_left, start) <= UNPACED_S:
+            return count
+        if self._left_s is None:
+            self._left_s = PACE * self.num_prompts * self._plain_s(streams)
+        token_s = self.costs.prompt_s(self.node, 1, start)
+        count = min(count, max(MIN_PACED, int(self._left_s / token_s)))
+        self._left_s -= count * token_s
+        return count
+
+    def _plain_s(self, streams: Sequence[int]) -> float:
+        """Return the time of the step without prompts."""
+        num_rows = len(streams)
+        rows_s = 0.0
+        if num_rows:
+            rows_s = num_rows * self.costs.prompt_s(self.node, 1, sum(streams) // num_rows)
+        return self.costs.fixed_s(self.node) + rows_s

@@ -39,7 +39,7 @@ from server.scheduler.planning.in_flight import (
     fed,
 )
 from server.scheduler.planning.intake import Intake
-from server.scheduler.planning.load_balancing import token_budgets
+from server.scheduler.planning.load_balancing import Pace, token_budgets
 from server.scheduler.planning.outbox import (
     Arrivals,
     Outbox,
@@ -373,8 +373,15 @@ class Policy:
             preempted.append(seq)
         following = self._entrance.tenants.first()
         num_next = 0 if following is None else len(following.tokens)
+        num_prompts = self.num_waiting + sum(len(replica.prefilling) for replica in self._replicas)
+        is_paced = num_prompts > 0 and any(replica.decoding for replica in self._replicas)
         batches = [
-            replica.plan_running(preempted, budgets.get(replica.index, 0), num_next=num_next)
+            replica.plan_running(
+                preempted,
+                budgets.get(replica.index, 0),
+                num_next=num_next,
+                pace=Pace(self._fit, replica.index, num_prompts) if is_paced else None,
+            )
             for replica in self._replicas
         ]
         for seq in preempted:
