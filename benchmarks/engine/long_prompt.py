@@ -3,7 +3,7 @@
 Streams of random tokens decode; then one prompt of thousands is sent. Starts `topspin serve`, or
 takes a server that runs (--base-url). Run as
 
-    python -m benchmarks.long_prompt [MODEL] [--base-url URL] [--prompt-len N]
+    python -m benchmarks.engine.long_prompt [MODEL] [--base-url URL] [--prompt-len N]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS = {
     "longest gap": "{longest_ms:.0f}",
 }
 EXPERIMENT = Experiment(
-    "long_prompt", __doc__, rows_of(COLUMNS), command="python -m benchmarks.long_prompt"
+    "long_prompt", __doc__, rows_of(COLUMNS), command="python -m benchmarks.engine.long_prompt"
 )
 
 
