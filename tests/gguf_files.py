@@ -20,6 +20,9 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 ARCHITECTURES = {
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -39,6 +42,7 @@ def write_gguf(
     kind: Kind = Kind.F32,
     *,
     pre: str = "gpt-2",
+    splits_heads: bool = True,
     mixed: Mapping[str, Kind] = MappingProxyType({}),
     **metadata: Any,
 ) -> Path:
@@ -46,16 +50,21 @@ def write_gguf(
 
     `mixed` has the kinds of others by a part of their names. The checkpoint's matrices are replaced
     by the numbers that the file has. `metadata` has fields beside those of the converter by their
-    names, or None for one that is left out.
+    names, or None for one that is left out. Without `splits_heads` matrices between latents and
+    heads are in one tensor, as older files have them.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     num_layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
     names = gguf.get_tensor_name_map(architecture, num_layers)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    tensors = _with_single_experts(load_file(checkpoint / "model.safetensors"))
+    if "kv_lora_rank" in config and splits_heads:
+        tensors = _with_split_heads(tensors, config)
+    elif "kv_lora_rank" in config:
+        metadata = {**_of_old_latents(config), **metadata}
     _add_metadata(writer, config, metadata)
     _add_tokenizer(writer, checkpoint, pre)
-    tensors = _with_single_experts(load_file(checkpoint / "model.safetensors"))
     stacked: dict[str, list[Any]] = {}
     kinds: dict[str, Kind] = {}
     for name, tensor in sorted(tensors.items(), key=_by_expert):
@@ -77,9 +86,8 @@ def write_gguf(
     for name, matrices in stacked.items():
         written = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
         writer.add_tensor(written, np.stack(matrices), None, kinds[name])
-    save_file(
-        _with_joined_experts(tensors), checkpoint / "model.safetensors", metadata={"format": "pt"}
-    )
+    tensors = _with_joined_heads(_with_joined_experts(tensors))
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
     scaling = config.get("rope_parameters", {})
     if scaling.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama_3_factors(scaling, config))
@@ -135,6 +143,29 @@ def _with_joined_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _with_split_heads(tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Divide what makes keys and values of latents by heads; keys' matrices are transposed."""
+    found = dict(tensors)
+    sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+    for name in [each for each in tensors if "kv_b_proj" in each]:
+        whole = found.pop(name)
+        heads = whole.view(-1, sum(sizes), whole.shape[1])
+        keys, values = torch.split(heads, sizes, dim=1)
+        found[name.replace("kv_b", "k_b")] = keys.transpose(1, 2).contiguous()
+        found[name.replace("kv_b", "v_b")] = values.contiguous()
+    return found
+
+
+def _with_joined_heads(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo _with_split_heads()."""
+    found = dict(tensors)
+    for name in [each for each in tensors if ".k_b_proj" in each]:
+        keys = found.pop(name).transpose(1, 2)
+        values = found.pop(name.replace("k_b", "v_b"))
+        found[name.replace("k_b", "kv_b")] = torch.cat((keys, values), dim=1).flatten(0, 1)
+    return found
+
+
 def _stored(name: str, values: Any, kind: Kind) -> tuple[Any, Kind]:
     """Return a tensor's data and kind: vectors, routers and odd rows stay in fp32."""
     is_router = name.endswith((".gate.weight", "expert_gate.weight", ".router.weight"))
@@ -149,13 +180,14 @@ def _stored(name: str, values: Any, kind: Kind) -> tuple[Any, Kind]:
 def _random_blocks(values: Any, width: int, size: int, kind: Kind) -> Any:
     """Return blocks of random codes, about as large as `values`: no library here chooses such."""
     rng = np.random.default_rng(values.size)
-    found = rng.integers(0, 256, (len(values), values.shape[-1] // width, size), dtype=np.uint8)
+    blocks = (*values.shape[:-1], values.shape[-1] // width, size)
+    found = rng.integers(0, 256, blocks, dtype=np.uint8)
     scale = np.float16(values.std() / 1500)
     if kind == Kind.Q6_K:
         found[..., -2:] = scale.reshape(1).view(np.uint8)
     else:
         found[..., :4] = np.array([4 * scale, 30 * scale], np.float16).view(np.uint8)
-    return found.reshape(len(values), -1)
+    return found.reshape(*values.shape[:-1], -1)
 
 
 def _permuted(rows: Any, num_heads: int) -> Any:
@@ -194,7 +226,46 @@ def _of_minimax(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_ADDED = {"glm4_moe": _of_glm, "gpt_oss": _of_gpt_oss, "minimax_m2": _of_minimax}
+def _of_latents(config: dict[str, Any]) -> dict[str, Any]:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    is_v2 = config["model_type"] == "deepseek_v2"
+    scores = gguf.ExpertGatingFuncType
+    weight = config["rope_parameters"].get("mscale_all_dim")
+    dense = config.get("mlp_layer_types", []).count("dense")
+    return {
+        **_of_glm({"norm_topk_prob": False, "first_k_dense_replace": dense, **config}),
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rotated,
+        "rope.scaling.yarn_log_multiplier": None if weight is None else 0.1 * weight,
+        "expert_weights_norm": config.get("norm_topk_prob") or None,
+        "expert_gating_func": int(scores.SOFTMAX if is_v2 else scores.SIGMOID),
+    }
+
+
+def _of_old_latents(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.head_count_kv": config["num_attention_heads"],
+        "attention.key_length": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        "attention.value_length": config["v_head_dim"],
+        "attention.key_length_mla": None,
+        "attention.value_length_mla": None,
+    }
+
+
+_ADDED = {
+    "deepseek_v2": _of_latents,
+    "deepseek_v3": _of_latents,
+    "glm4_moe": _of_glm,
+    "glm4_moe_lite": _of_latents,
+    "gpt_oss": _of_gpt_oss,
+    "minimax_m2": _of_minimax,
+}
 """Metadata of some architectures, by `model_type`."""
 
 

@@ -420,11 +420,7 @@ def _load_latent(reader: _Reader, layer_idx: int) -> _Attention:
     queries = None
     if own.q_rank is not None:
         queries = order.queries(read_matrix([("q_b_proj", num_queries)], own.q_rank))
-    made = reader.read(
-        attn("kv_b_proj.weight"), num_heads * (own.nope_dim + own.value_dim), own.rank
-    )
-    sizes = [own.nope_dim, own.value_dim]
-    to_keys, to_values = torch.split(made.view(num_heads, -1, own.rank), sizes, dim=1)
+    to_latent, to_values = _load_per_head(reader, attn("{}.weight"))
     return _Attention(
         qkv=order.inputs(read_matrix(inputs, hidden)),
         qkv_bias=_latent_bias(reader, layer_idx, order) if config.qkv_bias else None,
@@ -436,10 +432,27 @@ def _load_latent(reader: _Reader, layer_idx: int) -> _Attention:
         k_norm=reader.read(attn("kv_a_layernorm.weight"), own.rank),
         latent=LatentWeights(
             queries=queries,
-            to_latent=to_keys.transpose(1, 2).contiguous(),
+            to_latent=to_latent.contiguous(),
             to_values=to_values.contiguous(),
         ),
     )
+
+
+def _load_per_head(reader: _Reader, name: str) -> tuple[Tensor, Tensor]:
+    """Read to_latent and to_values of tensors whose names have the form `name`.
+
+    They are one tensor, or as llama.cpp has them, two, the first transposed already.
+    """
+    heads, own = reader.config.num_heads, reader.config.latent
+    assert own is not None
+    if name.format("k_b_proj") in reader.matrices:
+        to_latent = reader.read(name.format("k_b_proj"), heads * own.rank, own.nope_dim)
+        to_values = reader.read(name.format("v_b_proj"), heads * own.value_dim, own.rank)
+        return to_latent.view(heads, own.rank, -1), to_values.view(heads, -1, own.rank)
+    sizes = [own.nope_dim, own.value_dim]
+    made = reader.read(name.format("kv_b_proj"), heads * sum(sizes), own.rank)
+    to_keys, to_values = torch.split(made.view(heads, -1, own.rank), sizes, dim=1)
+    return to_keys.transpose(1, 2), to_values
 
 
 def _latent_bias(reader: _Reader, layer_idx: int, order: LatentOrder) -> Tensor:

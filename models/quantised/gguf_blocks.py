@@ -1,8 +1,9 @@
 """Unpacks the blocks of a GGUF file: codes and their scales, as they are stored.
 
-Owns the layouts. In Q4_0, Q6_K and Q8_0 a number is (code - middle) * scale, in Q4_1, Q4_K and Q5_K
-code * scale + low, computed in fp32 as the `gguf` library does; in MXFP4 it is an e2m1 number times
-a power of two. Knows no file; called by models.quantised.layouts. Source: gguf.quants.
+Owns the layouts. In Q4_0, Q5_0, Q6_K and Q8_0 a number is (code - middle) * scale, in Q4_1, Q4_K,
+Q5_1 and Q5_K code * scale + low, computed in fp32 as the `gguf` library does; in MXFP4 it is an
+e2m1 number times a power of two. Knows no file; called by models.quantised.layouts. Source:
+gguf.quants.
 """
 
 from __future__ import annotations
@@ -64,6 +65,16 @@ def _q4_1(blocks: Tensor) -> _Blocks:
     return _Blocks(_halves(pairs, 16), _fp16(scale), _fp16(low))
 
 
+def _q5_0(blocks: Tensor) -> _Blocks:
+    scale, fifth, pairs = torch.split(blocks, [2, 4, 16], dim=-1)
+    return _Blocks(_with_fifth(pairs, fifth) + 16, _fp16(scale))  # the middle of six bits is 32
+
+
+def _q5_1(blocks: Tensor) -> _Blocks:
+    scale, low, fifth, pairs = torch.split(blocks, [2, 2, 4, 16], dim=-1)
+    return _Blocks(_with_fifth(pairs, fifth), _fp16(scale), _fp16(low))
+
+
 def _q8_0(blocks: Tensor) -> _Blocks:
     scale, codes = torch.split(blocks, [2, 32], dim=-1)
     return _Blocks(codes ^ 128, _fp16(scale))  # 128 above the signed byte, as bits
@@ -92,6 +103,8 @@ _LAYOUTS: Final[Mapping[Layout, tuple[int, Callable[[Tensor], _Blocks]]]] = {
     "q4_0": (18, _q4_0),
     "q4_1": (20, _q4_1),
     "q4_k": (144, _q4_k),
+    "q5_0": (22, _q5_0),
+    "q5_1": (24, _q5_1),
     "q5_k": (176, _q5_k),
     "q6_k": (210, _q6_k),
     "q8_0": (34, _q8_0),
@@ -105,6 +118,12 @@ def _halves(pairs: Tensor, width: int) -> Tensor:
     """Return codes of which `width` bytes at a time hold the lower halves first, then the upper."""
     parts = pairs.reshape(len(pairs), -1, 1, width)
     return torch.cat((parts & 15, parts >> 4), dim=-2).flatten(1)
+
+
+def _with_fifth(pairs: Tensor, fifth: Tensor) -> Tensor:
+    """Return codes of five bits, of which `fifth` has the upper ones, the first the lowest."""
+    upper = fifth[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return _halves(pairs, 16) | upper.flatten(1) << 4
 
 
 def _scales_and_lows(whole: Tensor, of_groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,8 @@ Layout = Literal[
     "q4_0",
     "q4_1",
     "q4_k",
+    "q5_0",
+    "q5_1",
     "q5_k",
     "q6_k",
     "q8_0",
@@ -71,6 +73,8 @@ GGUF_SCHEMES: Final[Mapping[str, Scheme]] = {
     "Q4_1": Scheme(layout="q4_1", bits=4, group_size=32, symmetric=False),
     "Q4_K": Scheme(layout="q4_k", bits=4, group_size=32, symmetric=False),
     # One bit more than there is: MXFP4_BITS would mean numbers of another kind.
+    "Q5_0": Scheme(layout="q5_0", bits=6, group_size=32),
+    "Q5_1": Scheme(layout="q5_1", bits=6, group_size=32, symmetric=False),
     "Q5_K": Scheme(layout="q5_k", bits=6, group_size=32, symmetric=False),
     "Q6_K": Scheme(layout="q6_k", bits=6, group_size=16),
     "Q8_0": Scheme(layout="q8_0", bits=8, group_size=32),

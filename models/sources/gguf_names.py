@@ -39,8 +39,9 @@ class _Architecture(NamedTuple):
     put the rows of queries and keys in that order. `normalises`: what llama.cpp's code does with
     the weights of the chosen experts, whatever the metadata says; None: what the metadata says.
     `parts` are names of tensors without, and `alone` with their ends (".weight"); `fields` are
-    metadata beside _FIELDS. `rotated` is the option of how many numbers of a head are rotated, or
-    of which share; "": all are.
+    metadata beside _FIELDS, `absent` options that the metadata may lack, with llama.cpp's values.
+    `rotated` is the option of how many numbers of a head are rotated, or of which share; "": all
+    are. has_latents: keys and values are made of latents.
     """
 
     model_type: str
@@ -50,8 +51,10 @@ class _Architecture(NamedTuple):
     parts: Mapping[str, str] = MappingProxyType({})
     alone: Mapping[str, str] = MappingProxyType({})
     fields: Mapping[str, str] = MappingProxyType({})
+    absent: Mapping[str, Any] = MappingProxyType({})
     scores: ExpertGatingFuncType = ExpertGatingFuncType.SOFTMAX
     rotated: Literal["", "rotary_dim", "partial_rotary_factor"] = ""
+    has_latents: bool = False
 
 
 _NORMS: Final = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
@@ -65,21 +68,65 @@ _MTP_PARTS: Final = {
     "nextn.shared_head_norm": "shared_head.norm",
 }
 _MTP_LAYERS: Final = "nextn_predict_layers"
+_SCORE_BIAS: Final = "exp_probs_b.bias"
+# Of GLM-4.5 and DeepSeek-V3.
+_SHARED_FIELDS: Final = {
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+    _MTP_LAYERS: "num_nextn_predict_layers",
+}
+# Matrices per head between latents and keys, and values, are in one tensor in older files.
+_LATENT_PARTS: Final = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+_Q_RANK: Final = {"attention.q_lora_rank": "q_lora_rank"}
+_KV_RANK: Final = "attention.kv_lora_rank"
+_KEY_SIZE: Final = "attention.key_length_mla"
+_VALUE_SIZE: Final = "attention.value_length_mla"
+_DEEPSEEK_V2: Final = _Architecture(
+    "deepseek_v2",
+    normalises=False,
+    experts=SHARED_EXPERTS,
+    parts=_LATENT_PARTS,
+    fields={
+        name: of
+        for name, of in {**_SHARED_FIELDS, **_Q_RANK}.items()
+        if name not in ("expert_weights_norm", _MTP_LAYERS)
+    },
+    absent={"q_lora_rank": None, "first_k_dense_replace": 0},
+    has_latents=True,
+)
+_DEEPSEEK_V3: Final = _DEEPSEEK_V2._replace(
+    model_type="deepseek_v3",
+    normalises=None,
+    parts={**_LATENT_PARTS, **_MTP_PARTS},
+    alone={_SCORE_BIAS: f"mlp.{SHARED_EXPERTS.bias}"},
+    fields={**_SHARED_FIELDS, **_Q_RANK},
+    absent={
+        **_DEEPSEEK_V2.absent,
+        **{"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+    },
+    scores=ExpertGatingFuncType.SIGMOID,
+)
 _ARCHITECTURES: Final[Mapping[str, _Architecture]] = {
+    "deepseek2": _DEEPSEEK_V2,
     "glm4moe": _Architecture(
         "glm4_moe",
         experts=SHARED_EXPERTS,
         parts={**_NORMS, **_POST_NORM, **_MTP_PARTS},
-        alone={"exp_probs_b.bias": f"mlp.{SHARED_EXPERTS.bias}"},
-        fields={
-            "expert_shared_count": "n_shared_experts",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_weights_scale": "routed_scaling_factor",
-            "leading_dense_block_count": "first_k_dense_replace",
-            _MTP_LAYERS: "num_nextn_predict_layers",
-        },
+        alone={_SCORE_BIAS: f"mlp.{SHARED_EXPERTS.bias}"},
+        fields=_SHARED_FIELDS,
         scores=ExpertGatingFuncType.SIGMOID,
         rotated="partial_rotary_factor",
     ),
@@ -95,7 +142,7 @@ _ARCHITECTURES: Final[Mapping[str, _Architecture]] = {
         "minimax_m2",
         experts=minimax_m2.NAMES,
         parts=_NORMS,
-        alone={"exp_probs_b.bias": f"{minimax_m2.NAMES.blocks[0]}.{minimax_m2.NAMES.bias}"},
+        alone={_SCORE_BIAS: f"{minimax_m2.NAMES.blocks[0]}.{minimax_m2.NAMES.bias}"},
         scores=ExpertGatingFuncType.SIGMOID,
         rotated="rotary_dim",
     ),
@@ -133,6 +180,7 @@ _ROPE: Final[Mapping[str, str]] = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 _ROPE_TYPE: Final = "rope.scaling.type"
+_LOG_MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
 _FREQUENCIES: Final = "rope_freqs.weight"
 _PARTS: Final[Mapping[str, str]] = {
     "attn_norm": "input_layernorm",
@@ -145,6 +193,7 @@ _PARTS: Final[Mapping[str, str]] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_BIASED: Final = ("attn_q", "attn_kv_a_mqa")
 _WHOLE: Final = {
     "token_embd.weight": EMBED,
     "output_norm.weight": FINAL_NORM,
@@ -171,12 +220,13 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": "silu",
         "dtype": _dtype(file),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": any(f"blk.0.{each}.bias" in file.tensors for each in _BIASED),
         "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        **own.absent,
         **{name: fields.raw[of] for of, name in _fields(own).items() if of in fields.raw},
-        "rope_scaling": _rope_scaling(file, fields),
+        "rope_scaling": _rope_scaling(file, fields, own),
     }
     config["num_hidden_layers"] -= fields.raw.get(_MTP_LAYERS, 0)
     if own.model_type == "gpt_oss":
@@ -185,6 +235,10 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     if own.rotated and num_rotated is not None:
         share = num_rotated / fields.positive_int("attention.key_length")
         config[own.rotated] = num_rotated if own.rotated == "rotary_dim" else share
+    if own.has_latents:
+        config |= _latent_sizes(fields)
+    if own is _DEEPSEEK_V2 and config.get("n_group", 1) > 1:
+        config["topk_method"] = "group_limited_greedy"
     if own.is_interleaved:
         config["gguf_rope_interleave"] = True
     if own.normalises is not None:
@@ -227,6 +281,8 @@ def _architecture(file: GgufFile) -> _Architecture:
             f"{file.path}: general.architecture = {file.architecture!r}: supported: "
             f"{', '.join(_ARCHITECTURES)}"
         )
+    if found is _DEEPSEEK_V2 and any(name.endswith(_SCORE_BIAS) for name in file.tensors):
+        return _DEEPSEEK_V3
     is_mixtral = file.architecture == "llama" and file.get("llama.expert_count", 0) > 0
     return _MIXTRAL if is_mixtral else found
 
@@ -250,6 +306,9 @@ def _of_layer(
     if f"{stem}.{kind}" in own.alone:
         yield layer_name(layer, own.alone[f"{stem}.{kind}"]), tensor
     elif stem in parts:
+        if own.has_latents and len(tensor.shape) == 3:  # heads' matrices
+            heads, rows, columns = tensor.shape
+            tensor = tensor._replace(shape=(heads * rows, columns))
         yield layer_name(layer, f"{parts[stem]}.{kind}"), tensor
     elif stem == "ffn_gate_inp_shexp":
         # A row, which GGUF stores as a vector.
@@ -282,10 +341,29 @@ def _dtype(file: GgufFile) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
 
 
-def _rope_scaling(file: GgufFile, fields: ConfigFields) -> dict[str, Any] | None:
+def _latent_sizes(fields: ConfigFields) -> dict[str, Any]:
+    """Return the options of sizes; older files have those of heads where others have latents'."""
+    key = fields.positive_int("attention.key_length")
+    value = fields.positive_int("attention.value_length")
+    rotated = fields.positive_int("rope.dimension_count")
+    return {
+        "kv_lora_rank": fields.positive_int(_KV_RANK),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": fields.positive_int(_KEY_SIZE, default=key) - rotated,
+        "v_head_dim": fields.positive_int(_VALUE_SIZE, default=value),
+    }
+
+
+def _rope_scaling(
+    file: GgufFile, fields: ConfigFields, own: _Architecture
+) -> dict[str, Any] | None:
     """Return config.json's object of that name; None: positions are not scaled."""
     kind = fields.raw.get(_ROPE_TYPE, "none")
     given = {_ROPE[name]: fields.raw[name] for name in _ROPE if name in fields.raw}
+    if own.has_latents and _LOG_MULTIPLIER in fields.raw:
+        # A tenth of the option, which llama.cpp takes for both.
+        weight = round(10 * fields.number(_LOG_MULTIPLIER), 6)
+        given |= {"mscale": weight, "mscale_all_dim": weight}
     if kind not in ("none", "linear", "yarn"):
         raise fields.error(_ROPE_TYPE, "supported: none, linear, yarn")
     if _FREQUENCIES in file.tensors:
@@ -329,18 +407,24 @@ def _check_rest(fields: ConfigFields, own: _Architecture, config: Mapping[str, A
     """Raise ConfigError for a field of the metadata with a meaning that is not computed."""
     heads = fields.positive_int("attention.head_count")
     head_dim = config.get("head_dim", fields.positive_int("embedding_length") // heads)
+    num_rotated = fields.raw.get("rope.dimension_count")
     known: dict[str, object] = {
         "vocab_size": config["vocab_size"],
         "attention.value_length": head_dim,
-        "rope.dimension_count": fields.raw.get("rope.dimension_count") if own.rotated else head_dim,
+        "rope.dimension_count": num_rotated if own.rotated or own.has_latents else head_dim,
         "rope.scaling.attn_factor": 1.0,
         "rope.scaling.finetuned": fields.raw.get("rope.scaling.finetuned"),
         "expert_weights_norm": own.normalises,
         "expert_gating_func": own.scores,
         "attention.causal": True,
     }
+    read = {*_fields(own), *_ROPE, _ROPE_TYPE}
+    if own.has_latents:
+        read |= {_KV_RANK, _KEY_SIZE, _VALUE_SIZE, _LOG_MULTIPLIER}
+        is_old = _VALUE_SIZE not in fields.raw
+        known["attention.value_length"] = config["v_head_dim" if is_old else "kv_lora_rank"]
     for name, value in fields.raw.items():
-        if name in (*_fields(own), *_ROPE, _ROPE_TYPE):
+        if name in read:
             continue
         if name in known:
             if value != known[name]:

@@ -66,8 +66,9 @@ _CASED: Final = "|".join(
 class _Splitting(NamedTuple):
     """How text becomes words: by `pattern`; None: GPT-2's, after single digits if `by_digit`.
 
-    composes: characters are composed first. whole_words: a word that is a token is not put together
-    by merges. adds_bos: a text begins with that token unless the metadata says otherwise.
+    `first` are patterns that cut it before, one after the other. composes: characters are composed
+    first. whole_words: a word that is a token is not put together by merges. adds_bos: a text
+    begins with that token unless the metadata says otherwise.
     """
 
     pattern: str | None = None
@@ -75,11 +76,35 @@ class _Splitting(NamedTuple):
     composes: bool = False
     whole_words: bool = False
     adds_bos: bool = False
+    first: tuple[str, ...] = ()
 
 
+# Cased letters of the Unicode of its time, but Georgian's and those of mathematics.
+_DEEPSEEK_LETTERS: Final = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2F}"
+    r"\x{A790}-\x{A7FF}\x{AB30}-\x{AB6F}\x{10570}-\x{105BF}\x{10D50}-\x{10D8F}\x{16E40}-\x{16E7F}"
+    r"\x{1D400}-\x{1D7FF}\x{1DF00}-\x{1DFFF}]]"
+)
+_DEEPSEEK: Final = _Splitting(
+    r"\p{N}",
+    first=(
+        r"[\r\n]",
+        rf"\s?{_DEEPSEEK_LETTERS}+",
+        r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
+        r"\s+$",
+        r"[\x{800}-\x{9FA5}\x{AC00}-\x{D7FF}]+",
+    ),
+)
+_DEEPSEEK_V3: Final = _Splitting(
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}",
+    first=(r"\p{N}{1,3}", r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"),
+)
 _LLAMA_3: Final = _Splitting(_words(r"\p{N}{1,3}"), whole_words=True, adds_bos=True)
 SPLITTINGS: Final[Mapping[str, _Splitting]] = {
-    "glm4": _Splitting(_words(r"\p{N}{1,3}")),
+    "deepseek-llm": _DEEPSEEK,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "glm4": _Splitting(_words(r"\p{N}{1,3}"), whole_words=True),
     "gpt-2": _Splitting(),
     "gpt-4o": _Splitting(_CASED),
     "llama-bpe": _LLAMA_3,
@@ -234,8 +259,8 @@ def _splitters(splitting: _Splitting) -> list[pre_tokenizers.PreTokenizer]:
     found: list[pre_tokenizers.PreTokenizer] = []
     if splitting.by_digit:
         found.append(pre_tokenizers.Digits(individual_digits=True))
-    if splitting.pattern is not None:
-        found.append(pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"))
+    patterns = [*splitting.first, *([] if splitting.pattern is None else [splitting.pattern])]
+    found += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
     by_library = splitting.pattern is None
     return [*found, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_library)]
 

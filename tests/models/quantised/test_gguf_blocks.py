@@ -26,7 +26,7 @@ def blocks(kind: Kind, num_rows: int, *, seed: int = 0) -> np.ndarray:
     if kind == Kind.MXFP4:
         found[..., 0] %= 250  # an exponent
         return found.reshape(num_rows, -1)
-    num_scales = 2 if kind in (Kind.Q4_1, Kind.Q4_K, Kind.Q5_K) else 1
+    num_scales = 2 if kind in (Kind.Q4_1, Kind.Q4_K, Kind.Q5_1, Kind.Q5_K) else 1
     scales = rng.normal(0, 0.1, (num_rows, WIDTH // per_block, num_scales)).astype(np.float16)
     where = slice(-2, None) if kind == Kind.Q6_K else slice(0, 2 * num_scales)
     found[..., where] = scales.view(np.uint8)
@@ -51,7 +51,8 @@ def test_numbers_are_the_librarys_bit_for_bit(kind: Kind, num_rows: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "weight_format"), [(Kind.Q4_0, "int4"), (Kind.Q4_1, "int4"), (Kind.Q8_0, "int8")]
+    ("kind", "weight_format"),
+    [(Kind.Q4_0, "int4"), (Kind.Q4_1, "int4"), (Kind.Q5_0, "int8"), (Kind.Q8_0, "int8")],
 )
 def test_kernels_multiply_the_codes_themselves(kind: Kind, weight_format: Format) -> None:
     """With steps and lows of bf16's digits, and rows of 8 bits, only the sums are rounded."""

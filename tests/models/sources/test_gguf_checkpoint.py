@@ -28,11 +28,25 @@ from tests.gguf_files import write_gguf
 from tests.models.plain_model import plain_logits
 from tests.models.text.test_rank_file import TEXTS
 from tests.mtp_heads import add_head
+from tests.variants import VARIANTS
 from tests.weights import load_attention_weights, load_expert_weights
 from topspin.errors import CheckpointError, ConfigError
 
 PROMPT = [5, 17, 200, 33, 8, 120, 64, 91, 2, 77]
+# Norms of latents have the epsilon of the others; blocks of 32 divide heads.
+LATENT: dict[str, Any] = {"rms_norm_eps": 1e-6, "qk_nope_head_dim": 32, "kv_lora_rank": 32}
 MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT,
+    "deepseek_v2_lite": {
+        **LATENT,
+        # The file has one of the two.
+        "rope_parameters": {
+            **VARIANTS["deepseek_v2_lite"].overrides["rope_parameters"],
+            "mscale": 0.6,
+        },
+    },
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
     "llama_gqa_rope_linear": {},
     "llama3_rope": {},
     "llama_yarn": {},
@@ -293,7 +307,7 @@ def bare(path: Path, architecture: str, tensors: dict[str, tuple[Any, Kind]]) ->
     ("architecture", "name", "kind", "message"),
     [
         ("gemma3", "token_embd.weight", Kind.F32, r"'gemma3': supported: glm4moe, gpt-oss, llama"),
-        ("llama", "blk.0.attn_q.weight", Kind.Q5_1, r"blk.0.attn_q.weight is Q5_1; .*F32.*Q8_0"),
+        ("llama", "blk.0.attn_q.weight", Kind.TQ1_0, r"blk.0.attn_q.weight is TQ1_0; .*F32.*Q8_0"),
         ("llama", "blk.0.attn_qkv.weight", Kind.F32, r"blk.0.attn_qkv.weight is not one of"),
         ("llama", "blk.0.attn_q_norm.weight", Kind.F32, r"blk.0.attn_q_norm.weight is not one of"),
     ],
@@ -301,7 +315,7 @@ def bare(path: Path, architecture: str, tensors: dict[str, tuple[Any, Kind]]) ->
 def test_tensors_and_architectures_are_refused_by_name(
     tmp_path: Path, architecture: str, name: str, kind: Kind, message: str
 ) -> None:
-    data = gguf.quants.quantize(np.ones((4, 32), np.float32), kind)
+    data = gguf.quants.quantize(np.ones((4, 256), np.float32), kind)
     file = bare(tmp_path / "bad.gguf", architecture, {name: (data, kind)})
     with pytest.raises(ConfigError, match=message):
         resolve_model(str(file))
