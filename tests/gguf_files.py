@@ -19,6 +19,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
+from tests.variants import VARIANTS
+
 ARCHITECTURES = {
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
@@ -31,6 +33,22 @@ ARCHITECTURES = {
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+}
+# With what a file cannot say: norms of latents have the epsilon of the others, and mscale is
+# mscale_all_dim. Blocks of 32 divide all rows.
+_LATENT = {
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 16,
+}
+_SCALED = {**VARIANTS["deepseek_v2_lite"].overrides["rope_parameters"], "mscale": 0.6}
+LATENTS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v2_lite": {**_LATENT, "q_lora_rank": None, "rope_parameters": _SCALED},
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)(\.weight|\.bias)")
 _LARGE = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
@@ -235,7 +253,7 @@ def _of_latents(config: dict[str, Any]) -> dict[str, Any]:
     return {
         **_of_glm({"norm_topk_prob": False, "first_k_dense_replace": dense, **config}),
         "attention.head_count_kv": 1,
-        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.q_lora_rank": config.get("q_lora_rank"),
         "attention.kv_lora_rank": rank,
         "attention.key_length": rank + rotated,
         "attention.value_length": rank,

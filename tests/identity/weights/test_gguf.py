@@ -8,6 +8,7 @@ test_quantised_checkpoints.py.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from models.sources.hub import resolve_model
 from tests.checkpoints import make_checkpoint, oracle_generate, oracle_model
 from tests.engine import Engine, engine_config
-from tests.gguf_files import write_gguf
+from tests.gguf_files import LATENTS, write_gguf
 from tests.identity.weights.test_quantised_checkpoints import (
     MARGIN,
     NUM_TOKENS,
@@ -30,7 +31,8 @@ from tests.identity.weights.test_quantised_checkpoints import (
 MANY = pytest.mark.slow
 # As llama.cpp's MXFP4_MOE: only experts have those blocks.
 BESIDE_MXFP4 = dict.fromkeys(("self_attn", "embed_tokens", "lm_head"), Kind.Q8_0)
-SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, Mapping[str, Any]] = {
+    **LATENTS,
     "gpt_oss": {"swiglu_limit": 7.0},
     "mixtral": {"intermediate_size": 64},
     "olmoe": {"intermediate_size": 64},
@@ -51,6 +53,11 @@ def made(path: Path, variant: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) 
     [
         ("llama", Kind.Q8_0, {}),
         ("qwen3_moe", Kind.Q4_0, {"expert_nodes": 2, "transport": "shm"}),
+        ("deepseek_v2_lite", Kind.F32, {}),
+        pytest.param("deepseek_v2", Kind.Q4_0, {"transport": "shm"}, marks=MANY),
+        pytest.param("deepseek_v3", Kind.F16, {"expert_nodes": 2}, marks=MANY),
+        pytest.param("deepseek_v3", Kind.Q8_0, {"attention_nodes": 2}, marks=MANY),
+        pytest.param("glm4_moe_lite", Kind.Q4_0, {"transport": "tcp"}, marks=MANY),
         pytest.param(
             "qwen3_moe", Kind.BF16, {"attention_nodes": 2, "transport": "shm"}, marks=MANY
         ),
@@ -86,6 +93,7 @@ def test_tokens_are_transformers(
     ("variant", "kind", "of_experts", "of_others"),
     [
         ("qwen3_moe", Kind.Q4_0, "int4", "int4"),
+        pytest.param("deepseek_v3", Kind.Q4_0, "int4", "int4", marks=MANY),
         pytest.param("qwen3_moe", Kind.Q8_0, "int8", "int8", marks=MANY),
         pytest.param("mixtral", Kind.Q4_1, "int4", "int4", marks=MANY),
         pytest.param("gpt_oss", Kind.MXFP4, "mxfp4", "int8", marks=MANY),
@@ -102,6 +110,7 @@ def test_blocks_are_served_with_a_bounded_divergence(
     plain, file = made(tmp_path, variant, kind, monkeypatch)
     config = engine_config(resolve_model(file))
     formats = {rule.part: rule.format for rule in config.precision}
+    assert formats.pop("mlp", of_others) == of_others
     assert formats == {"attention": of_others, "experts": of_experts, "lm_head": of_others}
     model = oracle_model(plain)
     found = []

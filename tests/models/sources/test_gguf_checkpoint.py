@@ -24,29 +24,16 @@ from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
 from models.text.tokenizer_files import effective_tokenizer
 from tests.checkpoints import make_checkpoint, oracle_model
-from tests.gguf_files import write_gguf
+from tests.gguf_files import LATENTS, write_gguf
 from tests.models.plain_model import plain_logits
 from tests.models.text.test_rank_file import TEXTS
 from tests.mtp_heads import add_head
-from tests.variants import VARIANTS
 from tests.weights import load_attention_weights, load_expert_weights
 from topspin.errors import CheckpointError, ConfigError
 
 PROMPT = [5, 17, 200, 33, 8, 120, 64, 91, 2, 77]
-# Norms of latents have the epsilon of the others; blocks of 32 divide heads.
-LATENT: dict[str, Any] = {"rms_norm_eps": 1e-6, "qk_nope_head_dim": 32, "kv_lora_rank": 32}
-MODELS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": LATENT,
-    "deepseek_v2_lite": {
-        **LATENT,
-        # The file has one of the two.
-        "rope_parameters": {
-            **VARIANTS["deepseek_v2_lite"].overrides["rope_parameters"],
-            "mscale": 0.6,
-        },
-    },
-    "deepseek_v3": LATENT,
-    "glm4_moe_lite": LATENT,
+MODELS: dict[str, Mapping[str, Any]] = {
+    **LATENTS,
     "llama_gqa_rope_linear": {},
     "llama3_rope": {},
     "llama_yarn": {},
@@ -72,11 +59,13 @@ def made(
     kind: Kind = Kind.F32,
     *,
     sizes: Mapping[str, Any] = MappingProxyType({}),
+    splits_heads: bool = True,
     **fields: Any,
 ) -> tuple[Path, Path]:
     """Return transformers' checkpoint, and the GGUF file of the same numbers."""
     plain = make_checkpoint(tmp_path / "plain", variant, **{**MODELS.get(variant, {}), **sizes})
-    return plain, write_gguf(plain, tmp_path / "tiny.gguf", kind, **fields)
+    file = tmp_path / "tiny.gguf"
+    return plain, write_gguf(plain, file, kind, splits_heads=splits_heads, **fields)
 
 
 def logits_of(path: Path) -> torch.Tensor:
@@ -125,6 +114,36 @@ def test_numbers_of_large_blocks_are_transformers(tmp_path: Path, kind: Kind) ->
     assert on_cpu == {"attention": "int8", "experts": small, "lm_head": small}
 
 
+def test_matrices_per_head_may_be_in_large_blocks(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 256}
+    plain, file = made(tmp_path, "deepseek_v3", Kind.Q4_K, sizes=sizes)
+    with torch.no_grad():
+        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
+    found = logits_of(resolve_model(str(file)))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_older_files_of_latents_have_one_matrix_and_say_less(tmp_path: Path) -> None:
+    sizes = {
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": None,
+    }
+    unsaid = dict.fromkeys(
+        (
+            *("expert_gating_func", "expert_group_count", "expert_group_used_count"),
+            *("expert_weights_norm", "expert_weights_scale", "leading_dense_block_count"),
+        )
+    )
+    plain, file = made(tmp_path, "deepseek_v3", sizes=sizes, splits_heads=False, **unsaid)
+    with torch.no_grad():
+        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(resolve_model(str(file))), expected, atol=2e-4, rtol=2e-4)
+
+
 def test_matrices_are_bit_for_bit_those_of_the_library(tmp_path: Path) -> None:
     plain, file = made(tmp_path, "qwen3_moe", Kind.Q4_0)
     path = resolve_model(str(file))
@@ -146,14 +165,19 @@ def test_matrices_are_bit_for_bit_those_of_the_library(tmp_path: Path) -> None:
     assert torch.equal(weights.layers[1].gate_up[1], torch.cat((gate, up)))
 
 
-def test_heads_of_multi_token_prediction_are_layers_behind_the_others(tmp_path: Path) -> None:
-    plain = add_head(make_checkpoint(tmp_path / "plain", "glm4_moe"))
+@pytest.mark.parametrize("variant", ["glm4_moe", "glm4_moe_lite"])
+def test_heads_of_multi_token_prediction_are_layers_behind_the_others(
+    tmp_path: Path, variant: str
+) -> None:
+    plain = add_head(make_checkpoint(tmp_path / "plain", variant, **MODELS[variant]))
     path = resolve_model(str(write_gguf(plain, tmp_path / "tiny.gguf", Kind.Q8_0)))
     config = load_model_config(path)
     assert (config.num_layers, config.num_mtp_layers) == (3, 1)
     expected = load_file(plain / "model.safetensors")
+    per_head = {each for each in expected if "kv_b_proj" in each}
+    split = {name.replace("kv_b", part) for name in per_head for part in ("k_b", "v_b")}
     with Checkpoint(path) as checkpoint:
-        assert checkpoint.names == expected.keys()
+        assert checkpoint.names == (expected.keys() - per_head) | split
         head = load_mtp_weights(checkpoint, config.of_mtp(), dtype=torch.float32)
     joined = expected[f"model.layers.{config.num_layers}.eh_proj.weight"]
     assert torch.equal(head.join, joined)
@@ -237,6 +261,28 @@ def test_text_is_cut_as_transformers_cuts_it(tmp_path: Path, pre: str, known: st
             )
 
 
+# By DeepSeek's tokenizer.json.
+CUTS = {
+    "deepseek-llm": [],
+    "deepseek-v3": [],
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_text_is_cut_as_deepseeks_tokenizers_cut_it(tmp_path: Path, pre: str) -> None:
+    _, file = made(tmp_path, "llama", pre=pre)
+    cutter = effective_tokenizer(resolve_model(str(file))).pre_tokenizer
+    text = "".join(CUTS[pre])
+    found = [text[start:end] for _, (start, end) in cutter.pre_tokenize_str(text)]
+    assert found == CUTS[pre]
+
+
+@pytest.mark.parametrize(("pre", "joins"), [("glm4", True), ("deepseek-v3", False)])
+def test_words_that_are_tokens_need_no_merges(tmp_path: Path, pre: str, *, joins: bool) -> None:
+    _, file = made(tmp_path, "llama", pre=pre)
+    assert effective_tokenizer(resolve_model(str(file))).model.ignore_merges is joins
+
+
 @pytest.mark.parametrize(
     ("pre", "fields", "around"),
     [
@@ -277,7 +323,10 @@ def test_unused_tokens_are_no_text_and_turns_have_ends_of_their_own(tmp_path: Pa
         ({"rope.scaling.type": "longrope"}, r"rope.scaling.type = 'longrope'.*linear, yarn"),
         ({"rope.dimension_count": 8}, r"rope.dimension_count = 8: supported: 16"),
         ({"split.count": 2}, r"split.count"),
-        ({"pre": "command-r"}, r"tokenizer.ggml.pre = 'command-r': supported: glm4, gpt-2, gpt-4o"),
+        (
+            {"pre": "command-r"},
+            r"tokenizer.ggml.pre = 'command-r': supported: deepseek-llm, deepseek-v3, glm4",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(
@@ -287,6 +336,23 @@ def test_what_is_not_computed_is_refused_by_name(
     if message is None:
         assert load_model_config(resolve_model(str(file))).num_kv_heads == 4
         return
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(str(file))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention.kv_lora_rank": None}, r"attention.kv_lora_rank is missing"),
+        ({"attention.value_length": 16}, r"attention.value_length = 16: supported: 32"),
+        ({"expert_gating_func": 1}, r"expert_gating_func = 1: supported: 2"),
+        ({"attention.temperature_scale": 0.1}, r"attention.temperature_scale = 0.1: .* not read"),
+    ],
+)
+def test_fields_of_latents_are_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    _, file = made(tmp_path, "deepseek_v3", **fields)
     with pytest.raises(ConfigError, match=message):
         resolve_model(str(file))
 
@@ -306,7 +372,12 @@ def bare(path: Path, architecture: str, tensors: dict[str, tuple[Any, Kind]]) ->
 @pytest.mark.parametrize(
     ("architecture", "name", "kind", "message"),
     [
-        ("gemma3", "token_embd.weight", Kind.F32, r"'gemma3': supported: glm4moe, gpt-oss, llama"),
+        (
+            "gemma3",
+            "token_embd.weight",
+            Kind.F32,
+            r"'gemma3': supported: deepseek2, glm4moe, gpt-oss",
+        ),
         ("llama", "blk.0.attn_q.weight", Kind.TQ1_0, r"blk.0.attn_q.weight is TQ1_0; .*F32.*Q8_0"),
         ("llama", "blk.0.attn_qkv.weight", Kind.F32, r"blk.0.attn_qkv.weight is not one of"),
         ("llama", "blk.0.attn_q_norm.weight", Kind.F32, r"blk.0.attn_q_norm.weight is not one of"),
