@@ -21,7 +21,7 @@ from models.sources.made_model import MadeModel
 from topspin.errors import ConfigError
 
 # Part of the manifest: a directory that an older version of this module made is made again.
-_RECIPE: Final = 1
+_RECIPE: Final = 2
 
 
 def gguf_checkpoint(path: Path, root: Path) -> Path:
