@@ -261,10 +261,16 @@ def test_text_is_cut_as_transformers_cuts_it(tmp_path: Path, pre: str, known: st
             )
 
 
-# By DeepSeek's tokenizer.json.
+# By the patterns of DeepSeek's tokenizer.json, one after the other.
 CUTS = {
-    "deepseek-llm": [],
-    "deepseek-v3": [],
+    "deepseek-llm": (
+        "Don|'|t| | stop|,|\r|\n|X|2|0|2|4|:| |1|\u00bd| stra|\u00df|e|_|1| #|tag| |\u10d0\u10d1| |"
+        "\u6a21\u578b|\uff01| |\u0e01| |1|2|  "
+    ),
+    "deepseek-v3": (
+        "Don|'t| | stop|,\r\n|X|202|4|:| |1\u00bd| stra\u00dfe|_|1| #|tag| \u10d0\u10d1| |"
+        "\u6a21\u578b|\uff01| \u0e01| |12|  "
+    ),
 }
 
 
@@ -272,9 +278,9 @@ CUTS = {
 def test_text_is_cut_as_deepseeks_tokenizers_cut_it(tmp_path: Path, pre: str) -> None:
     _, file = made(tmp_path, "llama", pre=pre)
     cutter = effective_tokenizer(resolve_model(str(file))).pre_tokenizer
-    text = "".join(CUTS[pre])
+    text = CUTS[pre].replace("|", "")
     found = [text[start:end] for _, (start, end) in cutter.pre_tokenize_str(text)]
-    assert found == CUTS[pre]
+    assert "|".join(found) == CUTS[pre]
 
 
 @pytest.mark.parametrize(("pre", "joins"), [("glm4", True), ("deepseek-v3", False)])
