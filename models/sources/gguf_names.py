@@ -90,33 +90,27 @@ _LATENT_PARTS: Final = {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
 }
-_Q_RANK: Final = {"attention.q_lora_rank": "q_lora_rank"}
 _KV_RANK: Final = "attention.kv_lora_rank"
 _KEY_SIZE: Final = "attention.key_length_mla"
 _VALUE_SIZE: Final = "attention.value_length_mla"
 _DEEPSEEK_V2: Final = _Architecture(
     "deepseek_v2",
-    normalises=False,
     experts=SHARED_EXPERTS,
-    parts=_LATENT_PARTS,
-    fields={
-        name: of
-        for name, of in {**_SHARED_FIELDS, **_Q_RANK}.items()
-        if name not in ("expert_weights_norm", _MTP_LAYERS)
+    parts={**_LATENT_PARTS, **_MTP_PARTS},
+    fields={**_SHARED_FIELDS, "attention.q_lora_rank": "q_lora_rank"},
+    absent={
+        "q_lora_rank": None,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
     },
-    absent={"q_lora_rank": None, "first_k_dense_replace": 0},
     has_latents=True,
 )
 _DEEPSEEK_V3: Final = _DEEPSEEK_V2._replace(
     model_type="deepseek_v3",
-    normalises=None,
-    parts={**_LATENT_PARTS, **_MTP_PARTS},
     alone={_SCORE_BIAS: f"mlp.{SHARED_EXPERTS.bias}"},
-    fields={**_SHARED_FIELDS, **_Q_RANK},
-    absent={
-        **_DEEPSEEK_V2.absent,
-        **{"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
-    },
     scores=ExpertGatingFuncType.SIGMOID,
 )
 _ARCHITECTURES: Final[Mapping[str, _Architecture]] = {
@@ -237,7 +231,7 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         config[own.rotated] = num_rotated if own.rotated == "rotary_dim" else share
     if own.has_latents:
         config |= _latent_sizes(fields)
-    if own is _DEEPSEEK_V2 and config.get("n_group", 1) > 1:
+    if own is _DEEPSEEK_V2 and config["n_group"] > 1:
         config["topk_method"] = "group_limited_greedy"
     if own.is_interleaved:
         config["gguf_rope_interleave"] = True

@@ -81,6 +81,13 @@ def logits_of(path: Path) -> torch.Tensor:
     return plain_logits(config, attention, experts, PROMPT)
 
 
+def check_numbers(plain: Path, path: Path, *, tolerance: float = 2e-4) -> None:
+    """Assert that the model at `path` has the logits of transformers' checkpoint."""
+    with torch.no_grad():
+        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(path), expected, atol=tolerance, rtol=tolerance)
+
+
 def kinds() -> Iterator[Any]:
     for variant in MODELS:
         for kind in (Kind.F32, Kind.Q4_0):
@@ -93,19 +100,15 @@ def kinds() -> Iterator[Any]:
 @pytest.mark.parametrize(("variant", "kind"), list(kinds()))
 def test_the_numbers_are_transformers(tmp_path: Path, variant: str, kind: Kind) -> None:
     plain, file = made(tmp_path, variant, kind)
-    with torch.no_grad():
-        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of(resolve_model(str(file))), expected, atol=2e-4, rtol=2e-4)
+    check_numbers(plain, resolve_model(str(file)))
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
 def test_numbers_of_large_blocks_are_transformers(tmp_path: Path, kind: Kind) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256}
     plain, file = made(tmp_path, "mixtral", kind, sizes=sizes, mixed={"v_proj": Kind.Q6_K})
-    with torch.no_grad():
-        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
     path = resolve_model(str(file))
-    torch.testing.assert_close(logits_of(path), expected, atol=1e-3, rtol=1e-3)
+    check_numbers(plain, path, tolerance=1e-3)
     on_cpu = {
         rule.part: rule.format for rule in checkpoint_rules(path, load_model_config(path))["cpu"]
     }
@@ -117,10 +120,7 @@ def test_numbers_of_large_blocks_are_transformers(tmp_path: Path, kind: Kind) ->
 def test_matrices_per_head_may_be_in_large_blocks(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 256}
     plain, file = made(tmp_path, "deepseek_v3", Kind.Q4_K, sizes=sizes)
-    with torch.no_grad():
-        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
-    found = logits_of(resolve_model(str(file)))
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    check_numbers(plain, resolve_model(str(file)), tolerance=1e-3)
 
 
 def test_older_files_of_latents_have_one_matrix_and_say_less(tmp_path: Path) -> None:
@@ -139,9 +139,7 @@ def test_older_files_of_latents_have_one_matrix_and_say_less(tmp_path: Path) -> 
         )
     )
     plain, file = made(tmp_path, "deepseek_v3", sizes=sizes, splits_heads=False, **unsaid)
-    with torch.no_grad():
-        expected = oracle_model(plain)(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of(resolve_model(str(file))), expected, atol=2e-4, rtol=2e-4)
+    check_numbers(plain, resolve_model(str(file)))
 
 
 def test_matrices_are_bit_for_bit_those_of_the_library(tmp_path: Path) -> None:
