@@ -34,6 +34,8 @@ ARCHITECTURES = {
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
+# The library does not know its heads of multi-token prediction.
+_NAMED_AS = {gguf.MODEL_ARCH.DEEPSEEK2: gguf.MODEL_ARCH.GLM_DSA}
 # With what a file cannot say: norms of latents have the epsilon of the others, and mscale is
 # mscale_all_dim. Blocks of 32 divide all rows.
 _LATENT = {
@@ -74,7 +76,7 @@ def write_gguf(
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     num_layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
-    names = gguf.get_tensor_name_map(architecture, num_layers)
+    names = gguf.get_tensor_name_map(_NAMED_AS.get(architecture, architecture), num_layers)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     tensors = _with_single_experts(load_file(checkpoint / "model.safetensors"))
     if "kv_lora_rank" in config and splits_heads:
