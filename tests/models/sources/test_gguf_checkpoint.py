@@ -163,7 +163,7 @@ def test_matrices_are_bit_for_bit_those_of_the_library(tmp_path: Path) -> None:
     assert torch.equal(weights.layers[1].gate_up[1], torch.cat((gate, up)))
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v3"])
 def test_heads_of_multi_token_prediction_are_layers_behind_the_others(
     tmp_path: Path, variant: str
 ) -> None:
