@@ -81,7 +81,7 @@ class _Splitting(NamedTuple):
 
 # Cased letters of the Unicode of its time, but Georgian's and those of mathematics.
 _DEEPSEEK_LETTERS: Final = (
-    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2F}"
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2F}"
     r"\x{A790}-\x{A7FF}\x{AB30}-\x{AB6F}\x{10570}-\x{105BF}\x{10D50}-\x{10D8F}\x{16E40}-\x{16E7F}"
     r"\x{1D400}-\x{1D7FF}\x{1DF00}-\x{1DFFF}]]"
 )
