@@ -1,13 +1,13 @@
 # Topspin's image, for all roles.
 #
-#   docker build -t topspin:0.1.0 --build-arg PIP_EXTRA_INDEX_URL=INDEX_OF_CPU_BUILDS_OF_TORCH .
-#   docker build -t topspin:0.1.0-cuda --build-arg ACCELERATOR=cuda .
+#   docker build -t topspin:0.1.0 --target cpu \
+#     --build-arg PIP_EXTRA_INDEX_URL=INDEX_OF_CPU_BUILDS_OF_TORCH .
+#   docker build -t topspin:0.1.0-cuda --target cuda .
 #
-# What differs is torch's build, which is that of pip's index: for CPUs give an index that has the
-# builds for CPUs (torch's installation page names it); the plain one is for NVIDIA GPUs.
-# Deployments pin PYTHON_IMAGE by its digest.
+# torch's build is that of pip's index: for CPUs give an index that has the builds for CPUs
+# (torch's installation page names it); the plain one is for NVIDIA GPUs. buildah and podman take
+# the same arguments. Deployments pin PYTHON_IMAGE by its digest.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
-ARG ACCELERATOR=cpu
 
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL
@@ -25,13 +25,6 @@ RUN /opt/topspin/bin/pip install --no-deps /src && /opt/topspin/bin/pip uninstal
 RUN NUMBA_CACHE_DIR=/opt/topspin/kernels /opt/topspin/bin/python -m deploy.images.compile_kernels
 
 FROM ${PYTHON_IMAGE} AS cpu
-
-FROM ${PYTHON_IMAGE} AS cuda
-# Triton compiles a launcher in C for each kernel when it is first used: the one compiler here.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
-
-FROM ${ACCELERATOR}
 LABEL org.opencontainers.image.title="Topspin" \
       org.opencontainers.image.description="Serves Mixture-of-Experts language models" \
       org.opencontainers.image.licenses="Apache-2.0"
@@ -51,3 +44,10 @@ EXPOSE 8000
 STOPSIGNAL SIGTERM
 # Process 1 is tini: signals that a node leaves to the kernel would not reach it as process 1.
 ENTRYPOINT ["tini", "--", "topspin"]
+
+FROM cpu AS cuda
+# Triton compiles a launcher in C for each kernel when it is first used: the one compiler here.
+USER 0:0
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+USER 10001:10001

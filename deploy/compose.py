@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from deploy.services.engine import HTTP_PORT, JOINED, MODELS, SPILL, Engine, Location, Node
+from deploy.services.contained import MODELS
+from deploy.services.engine import HTTP_PORT, JOINED, SPILL, Engine, Location, Node
 from deploy.services.processes import (
     API_KEYS,
     CACHE,
@@ -50,7 +51,8 @@ def compose_files(engine: Engine, plan_text: str) -> dict[str, str]:
         **{f"pull-{place}": _pull(engine, name) for place, name in enumerate(engine.pulled)},
         **(_whole(engine) if engine.is_whole else _apart(engine)),
     }
-    file = {"name": engine.asked.name, "services": services, "volumes": {"models": {}}}
+    volumes: Object = {"models": {}} if engine.asked.models is None else {}
+    file = {"name": engine.asked.name, "services": services, "volumes": volumes}
     return {"compose.yaml": yaml_text(file), "plan.yaml": plan_text}
 
 
@@ -93,7 +95,9 @@ def _service(engine: Engine, process: Process) -> Object:
     """Return the service of a process, as restricted as its pod would be."""
     sources: dict[Place, Object] = {
         "plan": _bind("./plan.yaml", PLAN_FILE),
-        "models": _models(read_only=True),
+        "models": _models(read_only=True)
+        if engine.asked.models is None
+        else _bind(str(engine.asked.models.resolve()), MODELS),
         "keys": _bind(f"./keys/{process.keys}", KEYS),
         "api-keys": _bind("./api-keys", API_KEYS),
         "spill": {"type": "volume", "target": SPILL},

@@ -18,10 +18,10 @@ from deploy.kubernetes.files import kubernetes_files
 from deploy.kubernetes.objects import pod_host
 from deploy.observability.command import add_alerts, add_dashboard
 from deploy.placement.shapes import ModelShape
+from deploy.services.contained import MODELS, host_path
 from deploy.services.engine import DeployOptions, Engine, engine_of
 from deploy.services.memory import memory_of
 from models.description.config import load_model_config
-from models.sources.hub import DEFAULT_MODEL, made_model_path
 from topspin import __version__
 from topspin.errors import ConfigError
 from topspin.plan.file import print_plan, read_plan
@@ -84,6 +84,19 @@ def _add_render(parser: argparse.ArgumentParser) -> None:
         help="the checkpoint, of which config.json is enough: nodes on CPUs then ask for the "
         "memory that they need",
     )
+    parser.add_argument(
+        "--cpus",
+        type=int,
+        metavar="N",
+        help="threads of each node on CPUs, and cores of its container, where the plan gives none",
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        metavar="DIR",
+        help="this host's folder with the plan's models, which containers have at "
+        f"{MODELS}: with Compose itself, in a cluster as a copy that you make; nothing is pulled",
+    )
     parser.set_defaults(run=render)
 
 
@@ -98,8 +111,10 @@ def render(parsed: argparse.Namespace) -> int:
         gateways=parsed.gateways,
         prometheus=parsed.prometheus,
         rdma_resource=parsed.rdma_resource,
+        cpus=parsed.cpus,
+        models=parsed.models,
     )
-    shape = _shape(plan, parsed.model)
+    shape = _shape(plan, parsed.model, parsed.models)
     engine, files = rendered(plan, asked, shape, form=parsed.format)
     _write(parsed.output, files)
     if shape is None and any(not node.place.is_gpu for node in plan.nodes):
@@ -133,12 +148,13 @@ def rendered(
     return engine, kubernetes_files(engine)
 
 
-def _shape(plan: EnginePlan, directory: Path | None) -> ModelShape | None:
+def _shape(plan: EnginePlan, directory: Path | None, models: Path | None) -> ModelShape | None:
     """Return the shape of the plan's model, if it is on this host; asks no network."""
+    if directory is not None and models is not None:
+        raise ConfigError(f"--model {directory}: has no effect with --models; leave one out")
     if directory is None:
-        name = plan.model.path
-        directory = made_model_path(name) if name == DEFAULT_MODEL else Path(name).expanduser()
-        if not (directory / "config.json").exists():
+        directory = host_path(plan.model.path, models)
+        if models is None and not (directory / "config.json").exists():
             return None
     config = load_model_config(directory, plan.model.hf_overrides)
     return ModelShape.from_config(config, dtype=plan.model.dtype)

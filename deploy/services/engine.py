@@ -15,10 +15,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
+from deploy.services.contained import MODELS, contained
 from models.sources.hub import DEFAULT_MODEL
 from topspin import __version__
 from topspin.errors import ConfigError
@@ -30,9 +32,6 @@ from topspin.plan.speculation import SELF_INT4
 CONTROL_PORT: Final = 7000
 HTTP_PORT: Final = 8000
 DRAFT_PORT: Final = 7100
-
-MODELS: Final = "/topspin/models"
-"""Where all containers have the models."""
 
 REVISION_DIGITS: Final = 8
 MAX_NAME: Final = 24
@@ -55,7 +54,8 @@ class DeployOptions:
     """What a plan does not say.
 
     `gateways` (of a whole engine: engines; None: two, or one whole engine) start at once, and more
-    by load. `prometheus` is where autoscalers ask for metrics.
+    by load. `prometheus` is where autoscalers ask for metrics. `cpus`: the threads of nodes on CPUs
+    to which the plan gives none. `models`: the folder of this host that containers have at MODELS.
     """
 
     name: str = "topspin"
@@ -63,6 +63,8 @@ class DeployOptions:
     gateways: int | None = None
     prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
     rdma_resource: str = "rdma/hca"
+    cpus: int | None = None
+    models: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +149,8 @@ class Engine:
         speculation = self.plan.speculation
         if speculation is not None and speculation.model not in (None, SELF_INT4):
             names.append(speculation.model)
+        if self.asked.models is not None:
+            return []
         return [name for name in names if not name.startswith("/")]
 
     @property
@@ -186,6 +190,7 @@ def engine_of(
 ) -> Engine:
     """Return the services of a plan. Raises ConfigError for what a cluster cannot run."""
     check_asked(asked)
+    plan = contained(plan, cpus=asked.cpus, models=asked.models)
     revision = _revision(plan, asked)
     groups = tuple(_groups(plan))
     if is_whole(plan):
@@ -226,7 +231,7 @@ def _check_models(engine: Engine) -> None:
         if name.startswith(("/", ".", "~")) or name.count("/") != 1:
             raise ConfigError(
                 f"the plan's model {name}: a directory of this host; in containers checkpoints are "
-                f"below {MODELS}: give {MODELS}/NAME, where you have copied it, or a hub id"
+                f"below {MODELS}: give --models DIR, the folder above it that they have there"
             )
 
 
@@ -318,7 +323,7 @@ def threads_of(node: NodeSpec) -> int:
         return node.num_threads or 2
     if node.num_threads is None:
         raise ConfigError(
-            f"{node}: num_threads null is every core of a host; give the number that its "
+            f"{node}: num_threads null is every core of a host; give --cpus N, the cores that its "
             "container has"
         )
     return node.num_threads

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from deploy.services.engine import CONTROL_PORT, HTTP_PORT, MODELS, SPILL, Engine, Node
+from deploy.services.contained import MODELS
+from deploy.services.engine import CONTROL_PORT, HTTP_PORT, SPILL, Engine, Node
 from topspin.plan.spec import EnginePlan
 from topspin.processes.listening import ALL_ADDRESSES
 

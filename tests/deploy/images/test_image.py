@@ -22,7 +22,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.images.compile_kernels import kernels
-from deploy.services.engine import HTTP_PORT, MODELS, SPILL
+from deploy.services.contained import MODELS
+from deploy.services.engine import HTTP_PORT, SPILL
 from deploy.services.processes import CACHE, ENVIRONMENT, INIT, RUN, USER
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
 
@@ -43,7 +44,7 @@ class Instruction(NamedTuple):
 
 
 def stages() -> dict[str, list[Instruction]]:
-    """Return the instructions of each stage of the Dockerfile, by name; the last one is ""."""
+    """Return the instructions of each stage of the Dockerfile, by name."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
     found: dict[str, list[Instruction]] = {}
@@ -58,22 +59,38 @@ def stages() -> dict[str, list[Instruction]]:
 
 
 def test_what_runs_has_one_folder_of_the_build_and_no_compiler() -> None:
-    final = stages()[""]
+    final = stages()["cpu"]
     copies = [each.rest for each in final if each.word in ("COPY", "ADD")]
     assert copies == ["--from=build /opt/topspin /opt/topspin"]
-    assert stages()["cpu"] == []
     for each in final:
         assert not re.search(r"\b(apt-get|gcc|pip|curl)\b", each.rest), each
 
 
+def test_both_images_run_as_the_same_user() -> None:
+    """The one for GPUs adds the compiler that Triton needs, and nothing else."""
+    root, compiler, user = stages()["cuda"]
+    assert (root, user) == (("USER", "0:0"), ("USER", f"{USER}:{USER}"))
+    assert "install -y --no-install-recommends gcc libc6-dev " in compiler.rest
+
+
+def test_every_stage_is_of_an_image_or_an_earlier_stage() -> None:
+    """buildah 1.28 takes the name of a stage in a variable for that of an image."""
+    text = (ROOT / "Dockerfile").read_text()
+    assert re.findall(r"^FROM (.+)$", text, re.MULTILINE) == [
+        "${PYTHON_IMAGE} AS build",
+        "${PYTHON_IMAGE} AS cpu",
+        "cpu AS cuda",
+    ]
+
+
 def test_what_runs_is_what_the_manifests_expect() -> None:
-    last = {each.word: each.rest for each in stages()[""]}
+    last = {each.word: each.rest for each in stages()["cpu"]}
     assert last["USER"] == f"{USER}:{USER}"
     assert last["EXPOSE"] == str(HTTP_PORT)
     assert last["ENTRYPOINT"] == json.dumps([*INIT, "topspin"])
     built = " ".join(each.rest for each in stages()["build"])
     assert f"/opt/topspin/bin/{INIT[0]}" in built
-    folders = next(each.rest for each in stages()[""] if "install -d" in each.rest)
+    folders = next(each.rest for each in stages()["cpu"] if "install -d" in each.rest)
     assert folders.startswith(f"install -d -o {USER} -g {USER} ")
     assert {CACHE, MODELS, RUN, SPILL} <= set(folders.split())
     variables = dict(re.findall(r"(\w+)=(\S+)", last["ENV"]))
