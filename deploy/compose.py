@@ -16,6 +16,7 @@ from deploy.services.processes import (
     CACHE,
     ENVIRONMENT,
     GRACE_S,
+    INIT,
     KEYS,
     OFFLINE,
     PLAN_FILE,
@@ -108,7 +109,7 @@ def _service(engine: Engine, process: Process) -> Object:
         done = {"condition": "service_completed_successfully"}
         service["depends_on"] = {f"pull-{place}": done for place in range(len(engine.pulled))}
     if process.progress is None:
-        service["ports"] = [f"127.0.0.1:{HTTP_PORT}:{HTTP_PORT}"]
+        service["ports"] = [f"127.0.0.1:${{TOPSPIN_PORT:-{HTTP_PORT}}}:{HTTP_PORT}"]
         probe: tuple[str, ...] = ("python", "-c", HEALTH)
     else:
         probe = ("topspin", *probe_arguments(engine.plan, process.progress, ready=True))
@@ -135,8 +136,7 @@ def _container(
 ) -> Object:
     return {
         "image": engine.asked.image,
-        "init": True,  # what INIT is for, by the engine's own
-        "entrypoint": [command[0]],
+        "entrypoint": [*INIT, command[0]],
         # Compose replaces variables in texts; ours has none.
         "command": [each.replace("$", "$$") for each in command[1:]],
         "restart": "unless-stopped",

@@ -20,13 +20,13 @@ PACKAGES = ("kernels.cpu", "m2n_comm.host")
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield all kernels, each once."""
+    """Yield all kernels for this processor, each once."""
     seen: set[int] = set()
     for package in PACKAGES:
         path = importlib.import_module(package).__path__
         for module in pkgutil.walk_packages(path, f"{package}."):
             for value in vars(importlib.import_module(module.name)).values():
-                if isinstance(value, Kernel) and id(value) not in seen:
+                if isinstance(value, Kernel) and value.runs_here and id(value) not in seen:
                     seen.add(id(value))
                     yield value
 

@@ -69,10 +69,10 @@ def _placed(name: str, models: Path) -> str:
     """Return the name of a model in containers. Raises ConfigError if it is not in `models`."""
     if name == DEFAULT_MODEL or name.startswith(f"{MODELS}/"):
         return name
-    path = host_path(name, models)
-    if not path.is_relative_to(models.resolve()):
+    path, folder = host_path(name, models), models.resolve()
+    if folder not in path.parents:
         raise ConfigError(
-            f"--models {models}: the plan's model {name} is not in that folder; give the folder "
-            "that has it, or leave --models out for a hub id, which containers pull"
+            f"--models {models}: the plan's model {name} is not below that folder; give a folder "
+            "above it, or leave --models out for a hub id, which containers pull"
         )
-    return f"{MODELS}/{path.relative_to(models.resolve())}"
+    return f"{MODELS}/{path.relative_to(folder)}"

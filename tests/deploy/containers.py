@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from app.cli.main import _parser
+from deploy.services.processes import INIT
 from tests.deploy.kubernetes.renders import LOADER, objects_of, templates
 
 Object = dict[str, Any]
@@ -96,10 +97,11 @@ def _is_restricted(pod: Object, own: Object) -> bool:
 
 def _composed(files: Mapping[str, str]) -> Iterator[Container]:
     for name, own in yaml.load(files["compose.yaml"], LOADER)["services"].items():
-        assert own["init"], "process 1 takes no signals that it does not handle"
-        if own["entrypoint"] == ["sleep"]:
+        *init, program = own["entrypoint"]
+        assert init == [*INIT], "process 1 takes no signals that it does not handle"
+        if program == "sleep":
             continue
-        assert own["entrypoint"] == ["topspin"]
+        assert program == "topspin"
         scratch = {each.partition(":")[0]: True for each in own["tmpfs"]}
         check = own.get("healthcheck", {"test": ["CMD"]})["test"][1:]
         reserved = own.get("deploy", {"resources": {"reservations": {"devices": []}}})

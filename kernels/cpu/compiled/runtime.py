@@ -72,10 +72,15 @@ def inlined(function: Function) -> Function:
 
 
 class Kernel:
-    """A function (block: int) -> None, compiled at the first use of its address."""
+    """A function (block: int) -> None, compiled at the first use of its address.
 
-    def __init__(self, function: Callable[[int], None]) -> None:
+    `runs_here`: whether this processor has the instructions that it is written in; LLVM ends the
+    process that compiles others.
+    """
+
+    def __init__(self, function: Callable[[int], None], *, runs_here: bool = True) -> None:
         self.name = function.__name__
+        self.runs_here = runs_here
         self._function = function
 
     @cached_property

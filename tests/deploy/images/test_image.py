@@ -26,6 +26,7 @@ from deploy.services.contained import MODELS
 from deploy.services.engine import HTTP_PORT, SPILL
 from deploy.services.processes import CACHE, ENVIRONMENT, INIT, RUN, USER
 from kernels.cpu.compiled.runtime import PREPARED_VARIABLE
+from kernels.cpu.simd.matmul import HAS_TILES
 
 ROOT = Path(__file__).parents[3]
 CONSTRAINTS = ROOT / "deploy" / "images" / "constraints.txt"
@@ -214,6 +215,7 @@ def test_kernels_for_the_image_are_found() -> None:
     names = [kernel.name for kernel in kernels()]
     assert len(names) > 25
     assert {"_attend", "_experts", "_linear"} <= set(names)
+    assert ("_attend_latents" in names) == HAS_TILES, "LLVM ends a process that compiles it"
 
 
 if __name__ == "__main__":

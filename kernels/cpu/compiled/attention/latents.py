@@ -12,6 +12,7 @@ Letters as in `kernels.contracts`.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -56,6 +57,7 @@ from kernels.cpu.simd import vectors
 from kernels.cpu.simd.attention import CHUNK_KEYS, SLICE
 from kernels.cpu.simd.latents import SCORED_GROUPS, SLAB, SLAB_TILES, TILE_BYTES, TILE_KEYS
 from kernels.cpu.simd.matmul import (
+    HAS_TILES,
     close_tiles,
     may_use_tiles,
     open_tiles,
@@ -320,7 +322,7 @@ def _do_piece(block: int, piece: int, first_head: int, last_head: int, scratch: 
         _deliver(block, piece, head, head - first_head, scratch)
 
 
-@Kernel
+@partial(Kernel, runs_here=HAS_TILES)
 def _attend_latents(block: int) -> None:
     scratch, work = _scratch(), simd.read_i64(block + WORK)
     num_heads, num_tiles = simd.read_i64(block + REPEAT), simd.read_i64(work + NUM_TILES)
