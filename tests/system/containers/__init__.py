@@ -1,0 +1,1 @@
+"""Our image, built and run by Debian's container engine."""
