@@ -7,7 +7,6 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
