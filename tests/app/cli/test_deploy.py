@@ -145,8 +145,8 @@ def test_the_default_model_is_where_pull_has_made_it(tmp_path: Path) -> None:
 
 def test_a_draft_model_is_in_the_folder_too(tmp_path: Path) -> None:
     plan = plan_named("drafts, gpus")
-    drafts = changed(plan.speculation, {"model": str(tmp_path / "draft")})
-    found = contained(changed(plan, {"speculation": drafts}), cpus=None, models=tmp_path)
+    printed = changed(plan, {"speculation.model": str(tmp_path / "draft")})
+    found = contained(printed, cpus=None, models=tmp_path)
     assert found.speculation is not None
     assert found.speculation.model == "/topspin/models/draft"
     assert found.model.path == plan.model.path

@@ -28,12 +28,20 @@ def models_of(checkpoint: Path, directory: Path) -> Path:
     return models
 
 
-def render(model: Path | str, directory: Path, models: Path, *, transport: str, form: str) -> Path:
+def render(
+    model: Path | str,
+    directory: Path,
+    models: Path,
+    *,
+    transport: str,
+    form: str,
+    cache: str = "8MiB",
+) -> Path:
     """Return the folder of an engine whose plan is as `topspin serve --print-plan` gives it."""
-    flags = ("--layout", "shared", "--transport", transport, "--print-plan")
+    flags = ("--layout", "shared", "--transport", transport, "--kv-cache-memory", cache)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main(["serve", str(model), *flags]) == 0
+        assert main(["serve", str(model), *flags, "--print-plan"]) == 0
     plan, out = directory / "printed.yaml", directory / form
     plan.write_text(printed.getvalue())
     command = ["deploy", "render", "--plan", str(plan), "-o", str(out), "--format", form]
