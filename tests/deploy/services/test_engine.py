@@ -127,7 +127,7 @@ def test_a_draft_node_has_an_address_that_lasts() -> None:
         ({}, {"image": ""}, "--image '' is no name of an image"),
         ({}, {"gateways": 0}, "--gateways 0: give a number between 1 and 1024"),
         ({"model.path": "/data/model"}, {}, "/data/model: a directory of this host"),
-        ({"model.path": "./model"}, {}, "give /topspin/models/NAME"),
+        ({"model.path": "./model"}, {}, "give --models DIR"),
         ({"failover.standby": "weights"}, {}, "failover.standby weights: a node's pod starts one"),
     ],
 )
