@@ -29,8 +29,10 @@ LABEL org.opencontainers.image.title="Topspin" \
       org.opencontainers.image.description="Serves Mixture-of-Experts language models" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/topspin /opt/topspin
-# All that is written is below /topspin; the root may be read-only.
-RUN install -d -o 10001 -g 10001 /topspin/cache /topspin/models /topspin/run /topspin/spill
+# All that is written is below /topspin; the root may be read-only. A tmpfs takes the mode of the
+# folder under it, whatever its own options say, and belongs to root.
+RUN install -d -o 10001 -g 10001 /topspin/models /topspin/spill \
+    && install -d -o 10001 -g 10001 -m 1777 /topspin/cache /topspin/run
 ENV PATH=/opt/topspin/bin:$PATH \
     TOPSPIN_PREPARED_KERNELS=/opt/topspin/kernels \
     TOPSPIN_CACHE=/topspin/models \

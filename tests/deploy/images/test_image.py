@@ -92,8 +92,9 @@ def test_what_runs_is_what_the_manifests_expect() -> None:
     built = " ".join(each.rest for each in stages()["build"])
     assert f"/opt/topspin/bin/{INIT[0]}" in built
     folders = next(each.rest for each in stages()["cpu"] if "install -d" in each.rest)
-    assert folders.startswith(f"install -d -o {USER} -g {USER} ")
-    assert {CACHE, MODELS, RUN, SPILL} <= set(folders.split())
+    plain, scratch = (each.split() for each in folders.split(" && "))
+    assert plain == f"install -d -o {USER} -g {USER} {MODELS} {SPILL}".split()
+    assert scratch == f"install -d -o {USER} -g {USER} -m 1777 {CACHE} {RUN}".split()
     variables = dict(re.findall(r"(\w+)=(\S+)", last["ENV"]))
     shared = set(ENVIRONMENT) & set(variables)
     assert shared >= {"TOPSPIN_CACHE", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "HOME"}
