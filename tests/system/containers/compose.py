@@ -1,27 +1,29 @@
 """An engine that podman-compose has brought up from our Compose file.
 
-Owns bringing it up and down, waiting for health, killing a process, and what its containers use of
-memory. Knows no test.
+Owns bringing it up and down, waiting for health, and killing a process. Knows no test.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import yaml
 
-from tests.system.containers.podman import Podman
+from tests.system.containers.podman import Podman, free_port
 
 DEADLINE_S = 240.0
-CGROUPS = Path("/sys/fs/cgroup")
+needs_compose = pytest.mark.skipif(
+    importlib.util.find_spec("podman_compose") is None, reason="no podman-compose here"
+)
 
 
 class Composed:
@@ -31,33 +33,20 @@ class Composed:
     """
 
     def __init__(self, podman: Podman, folder: Path, limits: dict[str, int] | None = None) -> None:
-        self._podman, self._folder = podman, folder
-        with socket.socket() as own:
-            own.bind(("127.0.0.1", 0))
-            self._port = own.getsockname()[1]
+        self._podman, self._folder, self._port = podman, folder, free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         own_limits = {name: {"mem_limit": size} for name, size in (limits or {}).items()}
-        text = yaml.safe_dump({"services": own_limits} if own_limits else {})
-        (folder / "limits.yaml").write_text(text)
-        self._services: dict[str, Any] = {}
+        (folder / "limits.yaml").write_text(yaml.safe_dump({"services": own_limits}))
+        file = yaml.safe_load((folder / "compose.yaml").read_text())
+        self._services: dict[str, Any] = file["services"]
 
-    def _compose(self, *arguments: str) -> str:
-        command = (
-            sys.executable,
-            "-m",
-            "podman_compose",
-            "-f",
-            "compose.yaml",
-            "-f",
-            "limits.yaml",
-        )
+    def _compose(self, *arguments: str) -> None:
+        files = ("-f", "compose.yaml", "-f", "limits.yaml")
+        command = (sys.executable, "-m", "podman_compose", *files, *arguments)
         variables = {"TOPSPIN_PORT": str(self._port)}
-        done = self._podman.call(*command, *arguments, cwd=self._folder, variables=variables)
-        return done.stdout
+        self._podman.call(*command, cwd=self._folder, variables=variables)
 
     def __enter__(self) -> Composed:
-        file = yaml.safe_load((self._folder / "compose.yaml").read_text())
-        self._services = file["services"]
         self._compose("up", "--detach")
         return self
 
@@ -67,10 +56,9 @@ class Composed:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            for name in self._services:
-                output = self._podman.call("podman", "logs", self._container(name), check=False)
-                print(f"--- {name}\n{output.stdout[-3000:]}{output.stderr[-3000:]}")
+        for name in self._services if kind is not None else ():
+            output = self._podman.call("podman", "logs", self._container(name), check=False)
+            print(f"--- {name}\n{output.stdout[-3000:]}{output.stderr[-3000:]}")
         self._compose("down", "--volumes")
 
     def _container(self, service: str) -> str:

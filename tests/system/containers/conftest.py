@@ -1,13 +1,12 @@
-"""One image for all tests of containers, in whichever process: the last one removes it."""
+"""One image for all tests of containers, which take turns: they name what they start alike."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -18,45 +17,30 @@ KEPT = "TOPSPIN_CONTAINERS"
 
 
 @pytest.fixture(scope="session")
-def podman(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Podman]:
-    """The engine, with our image."""
+def storage(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Path]:
+    """A folder for containers, of all processes that run tests; the last one removes it."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    own = tmp_path_factory.getbasetemp()
-    kept = os.environ.get(KEPT)
+    own, kept = tmp_path_factory.getbasetemp(), os.environ.get(KEPT)
     folder = Path(kept) if kept else (own if worker_id == "master" else own.parent) / "containers"
     folder.mkdir(exist_ok=True)
-    with (folder / "users").open("a") as users, (folder / "making").open("a") as making:
-        with locked(making):
-            fcntl.flock(users, fcntl.LOCK_SH)
-            found = Podman(folder)
-            if not found.has(BASE) and not found.make_base():
-                pytest.skip("no containers here: mmdebstrap brings no base image")
-            if not found.has(IMAGE):
-                found.build()
+    with (folder / "users").open("a") as users, suppress(BlockingIOError):
+        fcntl.flock(users, fcntl.LOCK_SH)
+        yield folder
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else has it
+        if not kept:
+            Podman(folder).remove_all()
+
+
+@pytest.fixture
+def podman(storage: Path) -> Iterator[Podman]:
+    """The engine, with our image and without anything else that runs."""
+    with (storage / "turn").open("a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        found = Podman(storage)
+        if not found.has(BASE) and not found.make_base():
+            pytest.skip("no containers here: mmdebstrap brings no base image")
+        if not found.has(IMAGE):
+            found.build()
         yield found
-        with locked(making):
-            fcntl.flock(users, fcntl.LOCK_UN)
-            if not kept and is_unused(folder / "users"):
-                found.remove_all()
-
-
-@contextmanager
-def locked(file: IO[str]) -> Iterator[None]:
-    """Have a file to oneself."""
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def is_unused(file: Path) -> bool:
-    """Say whether no process has a file."""
-    with file.open("a") as users:
-        try:
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True

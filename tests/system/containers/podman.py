@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,37 +18,34 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[3]
 BASE, IMAGE = "localhost/python:3.11-slim-bookworm", "localhost/topspin:tests"
 PACKAGES = "python3,python3-venv,python-is-python3,ca-certificates"
-TOOLS = {
-    **{name: name for name in ("podman", "buildah", "runc", "mmdebstrap", "iptables", "catatonit")},
-    "/usr/lib/podman/netavark": "netavark",
-    "/usr/lib/podman/aardvark-dns": "aardvark-dns",
-}
+TOOLS = ("podman", "buildah", "runc", "mmdebstrap", "iptables", "catatonit", "netavark")
+ON_PATH = f"{os.environ['PATH']}:/usr/sbin:/usr/lib/podman"
 SETTINGS = """
 [engine]
 runtime = "runc"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
-tmp_dir = "{directory}/tmp"
+tmp_dir = "{0}/tmp"
 [network]
 network_backend = "netavark"
-network_config_dir = "{directory}/networks"
+network_config_dir = "{0}/networks"
 [containers]
 log_driver = "k8s-file"
 default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
 """
 STORAGE = """
 [storage]
-driver = "{driver}"
-graphroot = "{directory}/store"
-runroot = "{directory}/run"
+driver = "overlay"
+graphroot = "{0}/store"
+runroot = "{0}/run"
 """
 
 
 def why_not() -> str | None:
     """Return why no container runs here; None: one may."""
-    missing = [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=ON_PATH) is None]
     if missing:
-        return f"no containers here: apt-get install {' '.join(missing)}"
+        return f"no containers here: apt-get install {' '.join(missing)} aardvark-dns"
     return None if os.geteuid() == 0 else "containers are run as root, with limits of cgroups"
 
 
@@ -56,20 +54,14 @@ class Podman:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "containers.conf").write_text(SETTINGS.format(directory=directory))
         self._environment = {
             **os.environ,
-            "CONTAINERS_CONF": str(directory / "containers.conf"),
-            "CONTAINERS_STORAGE_CONF": str(directory / "storage.conf"),
             "BUILDAH_ISOLATION": "chroot",
             "DISABLE_HC_SYSTEMD": "true",  # there may be no systemd; tests ask for health
         }
-        for driver in ("overlay", "vfs"):
-            text = STORAGE.format(driver=driver, directory=directory)
-            (directory / "storage.conf").write_text(text)
-            if self.call("buildah", "images", check=False).returncode == 0:
-                break
+        for name, text in (("CONTAINERS_CONF", SETTINGS), ("CONTAINERS_STORAGE_CONF", STORAGE)):
+            (directory / name).write_text(text.format(directory))
+            self._environment[name] = str(directory / name)
 
     def call(
         self,
@@ -78,7 +70,7 @@ class Podman:
         cwd: Path | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command of the engine's; shows its output where it must succeed and does not."""
+        """Run a command; shows its output where it must succeed and does not."""
         environment = self._environment | dict(variables or {})
         done = subprocess.run(
             command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
@@ -96,14 +88,13 @@ class Podman:
 
     def make_base(self) -> bool:
         """Make the Dockerfile's base image of Debian's packages; returns whether they came."""
-        archive = self.directory / "base.tar"
-        command = ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm"]
-        if self.call(*command, str(archive), *mirror(), check=False).returncode != 0:
+        archive = str(self.directory / "base.tar")
+        make = ("mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", archive)
+        if self.call(*make, check=False).returncode != 0:
             return False
         container = self.call("buildah", "from", "scratch").stdout.strip()
-        self.call("buildah", "add", container, str(archive), "/")
+        self.call("buildah", "add", container, archive, "/")
         self.call("buildah", "commit", "--rm", container, BASE)
-        archive.unlink()
         return True
 
     def build(self) -> None:
@@ -127,14 +118,6 @@ class Podman:
         shutil.rmtree(self.directory)
 
 
-def mirror() -> list[str]:
-    """Return Debian's archive as this machine has it, or nothing: mmdebstrap's own choice."""
-    for file in Path("/etc/apt/sources.list.d").glob("*.sources"):
-        if found := re.search(r"^URIs: *(\S+/debian)/?$", file.read_text(), re.MULTILINE):
-            return [found[1]]
-    return []
-
-
 def pip_settings() -> list[tuple[str, str]]:
     """Return what pip is configured to do here; the environment's wins."""
     command = [sys.executable, "-m", "pip", "config", "list"]
@@ -145,9 +128,13 @@ def pip_settings() -> list[tuple[str, str]]:
 
 def named_paths(text: str) -> list[str]:
     """Return the files that a setting names, and the folders: whole indexes link to one another."""
-    paths = [Path(each.removeprefix("file://")) for each in text.split() if "/" in each]
-    return [
-        str(path if path.is_file() else Path(*path.parts[:3]))
-        for path in paths
-        if path.is_absolute() and path.exists()
-    ]
+    paths = [Path(each.removeprefix("file://")) for each in text.split()]
+    found = [path for path in paths if path.is_absolute() and path.exists()]
+    return [str(path if path.is_file() else Path(*path.parts[:3])) for path in found]
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return int(own.getsockname()[1])

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.system.conftest import Tiny
-from tests.system.containers.compose import Composed
+from tests.system.containers.compose import Composed, needs_compose
 from tests.system.containers.files import HEADERS, make_keys, models_of, render
 from tests.system.containers.podman import Podman
 from tests.system.rig.streams import NUM_STREAMS, Load
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(2400),
-    pytest.mark.skipif(
-        importlib.util.find_spec("podman_compose") is None, reason="no podman-compose here"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400), needs_compose]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -39,7 +32,6 @@ def test_services_answer_outlive_a_loss_and_leave_nothing(
             load.wait_for(2 * NUM_STREAMS)
         assert load.wrong == []
         assert engine.state("expert-0")["RestartCount"] == 1
-    assert podman("ps", "--all", "--quiet") == ""
-    assert podman("pod", "ls", "--quiet") == ""
-    assert podman("volume", "ls", "--quiet") == ""
-    assert "topspin" not in podman("network", "ls", "--format", "{{.Name}}")
+    for left in (("ps", "--all"), ("pod", "ls"), ("volume", "ls")):
+        assert podman(*left, "--quiet") == ""
+    assert "topspin" not in podman("network", "ls")
