@@ -11,14 +11,21 @@ from typing import Final
 from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
 from deploy.placement.shapes import Kernels, ModelShape, PrecisionOf, precision_by
 from deploy.services.engine import MemoryOf
+from topspin.devices import NodeRole
 from topspin.plan.spec import AttentionNode, EnginePlan, ExpertNode, NodeSpec, StageNode
 
 GIB: Final = 2**30
 
 SERVER_BYTES: Final = GIB
 """Of a scheduler or a gateway: tokenizer, templates, requests."""
-PROCESS_BYTES: Final = GIB
-"""Of a node on a CPU beside its data: libraries, compiled kernels, buffers of a step."""
+PROCESS_BYTES: Final[dict[NodeRole, int]] = {
+    "attention": 336 * 2**20,
+    "stage": 336 * 2**20,
+    "expert": 224 * 2**20,
+}
+"""Of a node on a CPU beside its data: libraries, compiled kernels, grammars' process, buffers of a
+step of a small model; those of a large one are within the margin of its data. As measured in
+containers (tests/system/containers/test_memory.py)."""
 LOADING_BYTES: Final = 4 * GIB
 """Of a node on a GPU, on its host: weights pass through while they are read."""
 MARGIN: Final = 1.05
@@ -34,7 +41,7 @@ def memory_of(plan: EnginePlan, shape: ModelShape | None) -> MemoryOf:
             pinned = spill is not None and spill.is_in_host_memory and node.role == "attention"
             return LOADING_BYTES + (spill.size_bytes if spill and pinned else 0)
         data = None if shape is None else _data_bytes(plan, node, shape, precision_of)
-        return None if data is None else round(data * MARGIN) + PROCESS_BYTES
+        return None if data is None else round(data * MARGIN) + PROCESS_BYTES[node.role]
 
     return of
 

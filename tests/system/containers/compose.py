@@ -47,7 +47,11 @@ class Composed:
         self._podman.call(*command, cwd=self._folder, variables=variables)
 
     def __enter__(self) -> Composed:
-        self._compose("up", "--detach")
+        try:
+            self._compose("up", "--detach")
+        except BaseException:
+            self._compose("down", "--volumes")
+            raise
         return self
 
     def __exit__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
 import time
 from contextlib import suppress
@@ -80,8 +81,11 @@ def test_a_whole_engine_serves(podman: Podman, tiny: Tiny, tmp_path: Path) -> No
     podman("kube", "play", "--start=false", str(file))
     try:
         shutil.copytree(models, volume_of(podman, "topspin-models"), dirs_exist_ok=True)
-        # podman 4.3 leaves what a Secret has in base64.
-        (volume_of(podman, "topspin-api-keys") / "api-keys").write_bytes(SECRET)
+        # podman 4.3 leaves what a Secret has in base64, and lets all users read it.
+        file_of_keys = volume_of(podman, "topspin-api-keys") / "api-keys"
+        file_of_keys.write_bytes(SECRET)
+        file_of_keys.chmod(0o440)
+        os.chown(file_of_keys, USER, USER)
         podman("pod", "start", "--all")
         wait_until_ready(url)
         assert httpx.get(f"{url}/v1/models").status_code == 401

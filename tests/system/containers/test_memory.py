@@ -55,4 +55,7 @@ def test_containers_have_room_in_what_the_plan_asks_for(podman: Podman, tmp_path
         print({name: f"{found[name] // MIB} of {asked[name] // MIB} MiB" for name in asked})
         assert {num_killed(group) for group in groups.values()} == {0}
         assert {engine.state(name)["RestartCount"] for name in asked} == {0}
-        assert all(found[name] <= 1.05 * asked[name] for name in asked), found
+        for name in ("attention-0", "expert-0"):
+            assert abs(found[name] / asked[name] - 1) <= 0.05, name
+        for name in ("scheduler", "gateway"):
+            assert found[name] <= asked[name], name
