@@ -1,4 +1,4 @@
-"""What the processes of a container have of memory, by its control group, of version 1 or 2."""
+"""Memory of a container's processes, by its control group, of version 1 or 2."""
 
 from __future__ import annotations
 
