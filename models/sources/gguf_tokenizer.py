@@ -189,8 +189,12 @@ def _read_sentencepiece(
         byte_fallback=True,
     )
     backend = tokenizers.Tokenizer(model)
-    steps = [normalizers.Replace(" ", _SPACE)]
-    pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    pieces: list[decoders.Decoder] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     if file.get("tokenizer.ggml.add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(_SPACE))
         pieces.append(decoders.Strip(" ", 1, 0))
