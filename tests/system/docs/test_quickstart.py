@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -23,6 +22,7 @@ from tests.test_docs import ROOT, blocks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PULL = "topspin pull smollm2-moe"
 NUM_CHATS = 10
+NUM_SEEDS = 15
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +79,30 @@ def test_the_quick_start_works(server: Server, tmp_path: Path) -> None:
     assert len(run(readme["from"], (sys.executable, "-c")).split()) > 3
 
 
-def test_ten_plain_chats_stay_on_topic(server: Server) -> None:
-    def ask(seed: int) -> dict[str, Any]:
-        messages = [{"role": "user", "content": "Why is the sky blue?"}]
+def answers(server: Server, question: str, num_seeds: int) -> list[str]:
+    """Return the texts of answers to a question, asked at once with one seed each."""
+
+    def ask(seed: int) -> str:
+        messages = [{"role": "user", "content": question}]
         body = {"model": "tiny", "messages": messages, "seed": seed}
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=600)
         assert answer.status_code == 200, answer.text
-        choice: dict[str, Any] = answer.json()["choices"][0]
-        return choice
+        text: str = answer.json()["choices"][0]["message"]["content"]
+        return text
 
-    with ThreadPoolExecutor(NUM_CHATS) as pool:
-        choices = list(pool.map(ask, range(NUM_CHATS)))
-    for choice in choices:
-        text = choice["message"]["content"].lower()
-        assert text.count("light") >= 2, text
-        assert "blue" in text, text
+    with ThreadPoolExecutor(num_seeds) as pool:
+        return list(pool.map(ask, range(num_seeds)))
+
+
+def test_ten_plain_chats_stay_on_topic(server: Server) -> None:
+    for text in answers(server, "Why is the sky blue?", NUM_CHATS):
+        assert text.lower().count("light") >= 2, text
+        assert "blue" in text.lower(), text
         assert text.isascii(), text
+
+
+def test_the_quick_starts_own_question_is_answered_whatever_the_seed(server: Server) -> None:
+    question = "What is the capital of France?"
+    assert question in (ROOT / "docs" / "quickstart.md").read_text()
+    found = answers(server, question, NUM_SEEDS)
+    assert [text for text in found if "Paris" not in text] == []
