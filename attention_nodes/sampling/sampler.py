@@ -25,7 +25,7 @@ from attention_nodes.sampling.constraints import UNCONSTRAINED, Constrained, Con
 from attention_nodes.step.sequences import REALS, IntArray, SequenceTable
 from attention_nodes.step.step_inputs import Drafted, Scored, Slices, ToScore, joined
 from kernels.dispatch import Ops
-from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
+from kernels.sampling import BannedTokens, LogitBias, SampleResult, SamplingBatch
 from spec_decode.draft import accepted
 from topspin.messages import NOT_NUMBERS, SamplingParams, TokenLogprobs, pack_ints
 
@@ -152,6 +152,7 @@ class Sampler:
             assert result.top_ids is not None
             assert result.top_logprobs is not None
             drawn += [result.logprobs, result.top_ids, result.top_logprobs]
+            drawn += _named_logprobs(logits, result, asked.params)
         return drawn
 
     @staticmethod
@@ -319,19 +320,37 @@ def _logit_bias(params: list[SamplingParams]) -> LogitBias | None:
     return LogitBias(torch.tensor(rows), torch.tensor(ids), torch.tensor(values))
 
 
+def _named_logprobs(
+    logits: Tensor, result: SampleResult, params: Sequence[SamplingParams]
+) -> list[Tensor]:
+    """Return f32[R, n] of the tokens that rows ask for by id, nothing if none does.
+
+    Rows with fewer than n, or none, are filled up with token 0.
+    """
+    most = max(len(each.logprob_token_ids) for each in params)
+    if not most:
+        return []
+    assert result.logprobs is not None
+    padded = [[*each.logprob_token_ids, *[0] * most][:most] for each in params]
+    ids = torch.tensor(padded, device=logits.device)
+    # What the chosen token's logit and log-probability differ by is the same for all of a row.
+    norms = logits.gather(1, result.tokens[:, None]).float() - result.logprobs[:, None]
+    return [logits.gather(1, ids).float() - norms]
+
+
 def _logprobs(
     asked: AskedRows, drawn: Sequence[np.ndarray], rows: IntArray
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
-    chosen, top_ids, top_logprobs = drawn[3:]
+    chosen, top_ids, top_logprobs, *named = drawn[3:]
     entries: dict[int, tuple[TokenLogprobs, ...]] = {}
     for row in rows.tolist():
         num_top = asked.params[row].logprobs
         if num_top is not None:
-            entry = TokenLogprobs(
-                float(chosen[row]),
-                tuple(top_ids[row, :num_top].tolist()),
-                tuple(top_logprobs[row, :num_top].tolist()),
-            )
+            ids, values = top_ids[row, :num_top], top_logprobs[row, :num_top]
+            shown = tuple(ids.tolist())
+            if by_id := asked.params[row].logprob_token_ids:
+                shown, values = by_id, named[0][row, : len(by_id)]
+            entry = TokenLogprobs(float(chosen[row]), shown, tuple(values.tolist()))
             seq_id = int(asked.sampled.seq_ids[row])
             entries[seq_id] = (*entries.get(seq_id, ()), entry)
     return entries

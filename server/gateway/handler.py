@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from models.text.tokenizer import IncrementalDetokenizer
+from server.gateway.bodies.reading import BodyReader
 from server.gateway.call import ClientGone
 from server.gateway.dialects.dialect import (
     BackgroundReplies,
@@ -155,19 +156,25 @@ class Handler:
         return _with_ignored(json_response(body), prepared.ignored)
 
     async def convert(
-        self, request: Request, *, conversion: Callable[[bytes], msgspec.Struct], max_bytes: int
+        self,
+        request: Request,
+        *,
+        conversion: Callable[[bytes, BodyReader], msgspec.Struct],
+        max_bytes: int,
     ) -> Response:
         """Answer a request with what its body of at most `max_bytes` is converted to.
 
         The engine is not asked, and need not be ready.
         """
+        reader = self.model.reader()
         async with self.bodies.read_json(request, max_bytes=max_bytes) as data:
 
             def encoded() -> bytes:
-                return msgspec.json.encode(conversion(data))
+                return msgspec.json.encode(conversion(data, reader))
 
             is_small = len(data) <= INLINE_CONVERTED_BYTES
-            return json_response(encoded() if is_small else await self.threads.run(encoded))
+            body = encoded() if is_small else await self.threads.run(encoded)
+        return _with_ignored(json_response(body), reader.names)
 
     async def _prepared(
         self, request: Request, prepare: Prepare, inline_bytes: int = INLINE_BODY_BYTES

@@ -23,6 +23,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `eos_token_ids` is empty under ignore_eos. Stop strings stay in the gateway.
     `logprobs` None: none; k >= 0: the chosen token's and the k best. `prompt_logprobs` likewise,
     of the prompt's tokens from its second on; they are of the model's own distribution.
+    `logprob_token_ids`: where `logprobs` is given, those of these tokens in place of the best.
     `max_tokens` 0: the prompt is computed and nothing sampled. `kv_retrieval_tokens` None: tokens
     attend to as many keys as the engine's retrieval says; 0: to all.
     `grammar` (llguidance's text; empty: none) is what the whole output follows, up to an eos token;
@@ -46,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     eos_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     kv_retrieval_tokens: int | None = None
     grammar: str = ""
     allowed_token_ids: tuple[int, ...] = ()

@@ -259,10 +259,10 @@ class GatewaySection(Section, frozen=True, kw_only=True):
         ),
     ] = None
     max_logprobs: Annotated[
-        Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)],
+        Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)],
         Setting(
             f"log-probabilities that a request may ask for beside each token, at most "
-            f"{MAX_LOGPROBS}",
+            f"{MAX_LOGPROBS}; -1: and of short prompts those of the whole vocabulary",
             flag="--max-logprobs N",
         ),
     ] = MAX_LOGPROBS

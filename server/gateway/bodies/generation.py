@@ -40,6 +40,7 @@ from topspin.plan.retrieval import MAX_TOKENS, MIN_TOKENS
 
 MAX_CHOICES = 128
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROB_TOKEN_IDS = 128  # as in vLLM
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
@@ -132,6 +133,9 @@ class SamplingBody(BodyFields, kw_only=True, frozen=True):
         ]
         | None
     ) = None
+    logprob_token_ids: (
+        Annotated[list[Count], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None
+    ) = None
     stream: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
@@ -167,9 +171,6 @@ class SamplingBody(BodyFields, kw_only=True, frozen=True):
     kv_transfer_params: Annotated[Raw, neutral({}, why="caches do not move between engines")] = (
         ABSENT
     )
-    logprob_token_ids: Annotated[
-        Raw, neutral(why="nodes find the likeliest tokens only; ask for `logprobs`")
-    ] = ABSENT
     repetition_detection: Refused = ABSENT
     vllm_xargs: RefusedObject = ABSENT
 

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Meta, Raw
 
 from models.description.config_fields import read_json
-from server.gateway.bodies.decoding import decode
 from server.gateway.bodies.fields import (
     ABSENT,
     NOT_GIVEN,
@@ -21,9 +20,9 @@ from server.gateway.bodies.fields import (
     Count,
     Refused,
     RefusedObject,
-    check_fields,
     items_of,
 )
+from server.gateway.bodies.reading import BodyReader
 from server.gateway.dialects.chat.generic_tools import shown_chat
 from server.gateway.dialects.chat.prompt import chat_prompt
 from server.gateway.dialects.chat.request import (
@@ -122,16 +121,17 @@ def tokenizer_info(model: ServedModel) -> dict[str, Any]:
     return {**shown, "chat_template": None if model.template is None else model.template.text}
 
 
-def tokenize(data: bytes, *, model: ServedModel, engine: EngineClient) -> Tokenized:
+def tokenize(
+    data: bytes, reader: BodyReader, *, model: ServedModel, engine: EngineClient
+) -> Tokenized:
     """Return the tokens of a prompt, which may be longer than the model's context.
 
     Raises InvalidRequest or ModelNotFound naming the field.
     """
-    body, tokenizer = decode(data, TokenizeBody), model.tokenizer
+    body, tokenizer = reader.read(data, TokenizeBody), model.tokenizer
     model.checked_name(body.model)
-    check_fields(body)
     if body.prompt is None:
-        tokens = _chat_tokens(body, model)
+        tokens = _chat_tokens(body, reader, model)
     else:
         for name in ("messages", *CHAT_FIELDS):
             if getattr(body, name) not in (None, NOT_GIVEN):
@@ -143,7 +143,7 @@ def tokenize(data: bytes, *, model: ServedModel, engine: EngineClient) -> Tokeni
     return Tokenized(count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=shown)
 
 
-def _chat_tokens(body: TokenizeBody, model: ServedModel) -> list[int]:
+def _chat_tokens(body: TokenizeBody, reader: BodyReader, model: ServedModel) -> list[int]:
     if body.messages == NOT_GIVEN:
         raise InvalidRequest("one of `prompt` and `messages` is needed", param="prompt")
     template = model.chat_template("give a `prompt`")
@@ -154,14 +154,14 @@ def _chat_tokens(body: TokenizeBody, model: ServedModel) -> list[int]:
         **{name: getattr(body, name) for name in CHAT_FIELDS},
     )
     tools = tool_use(chat, formats=model.formats)
-    messages = checked_messages(body.messages, model.reader())
+    messages = checked_messages(body.messages, reader)
     shown = shown_chat(chat, messages, tools, template, calls=model.formats.calls)
     return chat_prompt(chat, shown.messages, model=model, tools=shown.tools).ids
 
 
-def detokenize(data: bytes, *, model: ServedModel) -> Detokenized:
+def detokenize(data: bytes, reader: BodyReader, *, model: ServedModel) -> Detokenized:
     """Return the text of token ids, special ones included; raises as tokenize."""
-    body = decode(data, DetokenizeBody)
+    body = reader.read(data, DetokenizeBody)
     model.checked_name(body.model)
     model.check_vocabulary(body.tokens, param="tokens")
     return Detokenized(prompt=model.tokenizer.decode(body.tokens, skip_special_tokens=False))

@@ -20,6 +20,7 @@ from server.gateway.generation.prompts import bad_word_tokens
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.generation.stop_strings import StopStrings
 from server.gateway.grammars.structured_outputs import grammar_of
+from server.sampling_limits import MAX_LOGPROBS
 from topspin.errors import InvalidRequest
 from topspin.messages import SamplingParams
 from topspin.plan.retrieval import RetrievalPolicy
@@ -64,7 +65,8 @@ class RequestParams:
     @property
     def num_candidates(self) -> int:
         """Return how many log-probabilities the answer has of one token, at most."""
-        return 1 + max(self.sampling.logprobs or 0, self.sampling.prompt_logprobs or 0)
+        asked = (self.text.num_logprobs, self.sampling.prompt_logprobs)
+        return 1 + max(each or 0 for each in asked)
 
     def with_grammar(self, grammar: str, *, field: str) -> RequestParams:
         """Return the parameters of a request whose answers follow `grammar`.
@@ -158,12 +160,21 @@ def request_params(
     """
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
-    _check_logprobs(body.prompt_logprobs, num_logprobs, most=model.max_logprobs)
+    scored = body.prompt_logprobs
+    if scored == model.max_logprobs == -1:
+        scored = model.vocab_size
+    else:
+        _check_logprobs("prompt_logprobs", scored, most=model.max_logprobs)
+    _check_logprobs("logprobs", num_logprobs, most=model.max_logprobs)
+    by_id = tuple(body.logprob_token_ids or ())
+    model.check_vocabulary(by_id, param="logprob_token_ids")
+    if by_id and num_logprobs is None:
+        raise InvalidRequest("`logprob_token_ids` needs `logprobs`", param="logprob_token_ids")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest(
             "`prompt_logprobs` is not available in a stream", param="prompt_logprobs"
         )
-    asked = [body.prompt_logprobs, num_logprobs if echo else None]
+    asked = [scored, num_logprobs if echo else None]
     num_prompt_logprobs = max((num for num in asked if num is not None), default=None)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     options = body.stream_options or StreamOptions()
@@ -178,8 +189,9 @@ def request_params(
         sampling=_sampling(
             body,
             model,
-            num_logprobs=num_logprobs,
+            num_logprobs=0 if by_id else num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
+            logprob_token_ids=by_id,
             grammar=grammar.text,
         ),
         grammar_field=grammar.field,
@@ -188,7 +200,7 @@ def request_params(
             min_tokens=body.min_tokens or 0,
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
-            num_logprobs=num_logprobs,
+            num_logprobs=len(by_id) or num_logprobs,
             stop_token_ids=tuple(body.stop_token_ids or ()),
         ),
         stream=bool(body.stream),
@@ -196,7 +208,7 @@ def request_params(
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        num_prompt_logprobs=body.prompt_logprobs,
+        num_prompt_logprobs=scored,
         echo=echo,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
@@ -211,6 +223,7 @@ def _sampling(
     *,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
+    logprob_token_ids: tuple[int, ...],
     grammar: str,
 ) -> SamplingParams:
     logit_bias = {_token_id(key): bias for key, bias in (body.logit_bias or {}).items()}
@@ -242,6 +255,7 @@ def _sampling(
         eos_token_ids=() if body.ignore_eos else model.eos_token_ids,
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
+        logprob_token_ids=logprob_token_ids,
         kv_retrieval_tokens=_retrieval_tokens(body.kv_retrieval, served=model.retrieval),
         grammar=grammar,
         allowed_token_ids=allowed_token_ids,
@@ -259,16 +273,16 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _check_logprobs(prompt: int | None, output: int | None, *, most: int) -> None:
+def _check_logprobs(name: str, asked: int | None, *, most: int) -> None:
     """Raise InvalidRequest for more candidates beside each token than the operator lets have."""
-    for name, asked in (("prompt_logprobs", prompt), ("logprobs", output)):
-        if asked is not None and (asked > most or asked < 0):
-            reason = "all of the vocabulary" if asked < 0 else str(asked)
-            raise InvalidRequest(
-                f"`{name}` asks for {reason} beside each token; at most {most} are served "
-                "(--max-logprobs)",
-                param=name,
-            )
+    most = MAX_LOGPROBS if most == -1 else most
+    if asked is not None and (asked > most or asked < 0):
+        reason = "all of the vocabulary" if asked < 0 else str(asked)
+        raise InvalidRequest(
+            f"`{name}` asks for {reason} beside each token; at most {most} are served "
+            "(--max-logprobs)",
+            param=name,
+        )
 
 
 def _retrieval_tokens(asked: KvRetrieval | None, *, served: RetrievalPolicy | None) -> int | None:

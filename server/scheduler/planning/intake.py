@@ -157,6 +157,7 @@ def _check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
     _check_ids("logit_bias", given.logit_bias, vocab_size)
     _check_ids("stop_token_ids", given.stop_token_ids, vocab_size)
     _check_ids("eos_token_ids", given.eos_token_ids, vocab_size)
+    _check_ids("logprob_token_ids", given.logprob_token_ids, vocab_size)
     _check_ids("allowed_token_ids", given.allowed_token_ids, vocab_size)
     _check_range("bad_words", len(given.bad_words), 0, MAX_BAD_WORDS)
     for word in given.bad_words:

@@ -104,6 +104,19 @@ def test_log_probabilities_only_for_who_asked() -> None:
     assert drawn.logprobs[2][0].top_ids == ()
 
 
+def test_log_probabilities_of_tokens_by_id() -> None:
+    wanted = [(7, 3, 4), (), (3,)]
+    bench = Bench(*(greedy(logprobs=1, logprob_token_ids=each) for each in wanted))
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3))
+    drawn = bench.step(logits, [[0, 1, 2]])
+    expected = logits.log_softmax(-1)
+    for row, token_ids in enumerate(wanted):
+        shown = token_ids or (int(logits[row].argmax()),)
+        assert drawn.logprobs[row][0].top_ids == shown
+        found = drawn.logprobs[row][0].top_logprobs
+        assert found == pytest.approx(expected[row, list(shown)].tolist(), abs=1e-5)
+
+
 def test_a_row_without_numbers_fails_alone_and_the_next_step_goes_on() -> None:
     bench = Bench(greedy(), greedy(temperature=1.0, logprobs=1), greedy())
     logits = peaked(4, 5, 6)

@@ -40,6 +40,7 @@ from server.gateway.dialects.chat.request import (
     DecodedChat,
     FunctionDefinition,
     NamedToolChoice,
+    ThinkingSwitch,
     Tool,
     ToolCall,
 )
@@ -120,10 +121,10 @@ class ToolChoice(BodyFields, kw_only=True, frozen=True):
 
 
 class Thinking(BodyFields, kw_only=True, frozen=True):
-    """Whether the model reasons before it answers, and the answer shows it."""
+    """Whether the model reasons before it answers, for how many tokens, and the answer shows it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Ignored[int] = None
+    budget_tokens: PositiveCount | None = None
     display: Ignored[str] = None
 
 
@@ -217,7 +218,9 @@ def _decoded(body: PromptFields, chat: ChatBody, reader: BodyReader) -> DecodedC
 
 def _chat(body: PromptFields) -> ChatBody:
     choice, config = body.tool_choice, body.output_config or OutputConfig()
-    thinks = None if body.thinking is None else body.thinking.type != "disabled"
+    thinking = body.thinking
+    thinks = None if thinking is None else thinking.type != "disabled"
+    budget = thinking.budget_tokens if thinking and thinks else None
     output = config.format or body.output_format
     return ChatBody(
         model=body.model,
@@ -228,6 +231,8 @@ def _chat(body: PromptFields) -> ChatBody:
         reasoning_effort=config.effort,
         chat_template_kwargs=None if thinks is None else {"enable_thinking": thinks},
         include_reasoning=bool(thinks),
+        thinking=None if budget is None else ThinkingSwitch(type="enabled", budget_tokens=budget),
+        thinking_token_budget=budget,
         response_format=None if output is None else ResponseFormat.of_schema(output.schema),
     )
 

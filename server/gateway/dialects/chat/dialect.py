@@ -22,7 +22,12 @@ from server.gateway.dialects.chat.prompt import (
 )
 from server.gateway.dialects.chat.reply import ChatAnswer, ChatChunk, ChatReplies
 from server.gateway.dialects.chat.request import ChatBody, ChatMessage, DecodedChat, decode_chat
-from server.gateway.dialects.chat.tools import ThoughtBudget, constrained, tool_use
+from server.gateway.dialects.chat.tools import (
+    MAX_THOUGHT_TOKENS,
+    ThoughtBudget,
+    constrained,
+    tool_use,
+)
 from server.gateway.dialects.chat.truncation import latest_turns
 from server.gateway.dialects.dialect import PreparedRequest, Replies, ReplyHead
 from server.gateway.generation.params import RequestParams, request_params
@@ -134,9 +139,11 @@ def prepared_chat(
         and (params.text.num_logprobs is not None or params.return_token_ids),
     )
     terminal = marker_terminal(tokenizer.token_id, tokenizer.special_ids)
-    budget = ThoughtBudget.of(body.thinking_token_budget, formats, tokenizer.token_id)
-    if body.thinking_token_budget not in (None, -1) and not formats.reasons:
-        ignored = ("thinking_token_budget", *ignored)
+    asked = body.thinking_token_budget
+    is_wish = body.thinking is not None and body.thinking.budget_tokens == asked
+    budget = ThoughtBudget.of(asked, formats, tokenizer.token_id, is_wish=is_wish)
+    if budget is None and asked is not None and 0 <= asked <= MAX_THOUGHT_TOKENS:
+        ignored = ("thinking.budget_tokens" if is_wish else "thinking_token_budget", *ignored)
     if formats.has_channels:
         begun = AnswerMessage(options)
         grammar = constrained_channels(params.sampling.grammar, tools, begun, terminal=terminal)

@@ -156,13 +156,24 @@ class ThoughtBudget(NamedTuple):
 
     @classmethod
     def of(
-        cls, asked: int | None, formats: MessageFormats, token_id: Callable[[str], int | None]
+        cls,
+        asked: int | None,
+        formats: MessageFormats,
+        token_id: Callable[[str], int | None],
+        *,
+        is_wish: bool,
     ) -> ThoughtBudget | None:
-        """Return what `thinking_token_budget` asks for, None if nothing; raises InvalidRequest."""
+        """Return what `thinking_token_budget` asks for, None if nothing.
+
+        Raises InvalidRequest if no grammar can keep it, unless it `is_wish`: some clients send one
+        to any model.
+        """
         if asked in (None, -1) or asked is None or not formats.reasons:
             return None
         begin_id, end_id = token_id(BEGIN), token_id(END)
         if formats.has_channels or begin_id is None or end_id is None:
+            if is_wish:
+                return None
             reason = "in channels" if formats.has_channels else "in marks of several tokens"
             raise InvalidRequest(
                 f"`thinking_token_budget`: this model reasons {reason}, which no grammar bounds",

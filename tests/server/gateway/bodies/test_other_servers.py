@@ -29,7 +29,7 @@ from tests.server.gateway.calls import (
     scored,
 )
 from tests.server.gateway.dialects.test_chat_tools import allows
-from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying, template_of
+from tests.server.gateway.fakes import FakeEngine, backend, gateway, ids, saying, template_of
 from topspin.messages import SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -203,6 +203,25 @@ def test_the_operator_may_have_unknown_fields_ignored(
     assert answer_to(path, {**BODIES[path], "zip": 1, "top_p": 2}, ignores_unknown=True).is_error
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/tokenize", {"prompt": "hi", "zip": 1}, "zip"),
+        ("/tokenize", {"messages": [{**USER, "zip": 1}], "zap": 1}, "zap, messages.zip"),
+        ("/detokenize", {"tokens": [1], "zip": 1}, "zip"),
+        ("/v1/messages/count_tokens", {"messages": [USER], "zip": 1}, "zip"),
+        ("/v1/responses/input_tokens", {"input": "hi", "zip": 1}, "zip"),
+    ],
+)
+def test_so_they_are_where_nothing_is_generated(
+    path: str, body: dict[str, Any], named: str
+) -> None:
+    assert answer_to(path, body).status_code == 400
+    response = answer_to(path, body, ignores_unknown=True)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-topspin-ignored"] == named
+
+
 def test_many_unknown_fields_are_counted() -> None:
     body = {**CHAT_BODY, **{f"field_{idx}": idx for idx in range(100)}}
     named = answer_to(CHAT, body, ignores_unknown=True).headers["x-topspin-ignored"].split(", ")
@@ -253,6 +272,47 @@ def test_the_operator_bounds_log_probabilities(fields: dict[str, Any], param: st
     assert "at most 3" in error["message"]
     assert "--max-logprobs" in error["message"]
     assert post(PLAIN, {**PLAIN_BODY, "logprobs": 3}, fake_of("h"), max_logprobs=3)
+
+
+def test_an_operator_may_have_the_whole_vocabulary_shown_beside_a_prompts_tokens() -> None:
+    fake = fake_of("h")
+    answer = post(
+        PLAIN, {**PLAIN_BODY, "prompt": "he", "prompt_logprobs": -1}, fake, max_logprobs=-1
+    )
+    vocabulary = backend().get_vocab_size()
+    assert fake.added[0].sampling.prompt_logprobs == vocabulary
+    assert len(answer.json()["choices"][0]["prompt_logprobs"]) == len(ids("he"))
+    assert error_of(PLAIN, {"logprobs": -1}, max_logprobs=-1)["param"] == "logprobs"
+    long = {"prompt": "h" * 99, "prompt_logprobs": -1, "n": 64}
+    assert "log-probabilities of prompts" in error_of(PLAIN, long, max_logprobs=-1)["message"]
+
+
+def test_log_probabilities_of_tokens_that_are_named() -> None:
+    """They are asked of the engine, and shown whatever number of the likeliest is."""
+    wanted = [*ids("z"), *ids("h")]
+    asked = {"logprobs": 0, "logprob_token_ids": wanted}
+    fake = fake_of("h")
+    answer = post(PLAIN, {**PLAIN_BODY, **asked}, fake).json()
+    sampling = fake.added[0].sampling
+    assert (sampling.logprobs, sampling.logprob_token_ids) == (0, tuple(wanted))
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"h": -0.5, "z": -9999.0}]
+    chat = post(CHAT, {**CHAT_BODY, **asked, "logprobs": True}, fake_of("h")).json()
+    [entry] = chat["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in entry["top_logprobs"]] == ["h", "z"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"logprob_token_ids": [1]}, "needs `logprobs`"),
+        ({"logprob_token_ids": [10**6], "logprobs": 1}, "outside the vocabulary"),
+        ({"logprob_token_ids": [1] * 129, "logprobs": 1}, "128"),
+    ],
+)
+def test_tokens_that_cannot_be_named_so(fields: dict[str, Any], said: str) -> None:
+    error = error_of(PLAIN, fields)
+    assert error["param"] == "logprob_token_ids"
+    assert said in error["message"]
 
 
 async def test_a_long_batch_is_prepared_beside_the_event_loop(
@@ -329,14 +389,15 @@ THINKS = template_of(
 )
 
 
-def test_reasoning_has_a_budget_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_reasoning_has_a_budget_of_tokens(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where its marks are tokens; here those of the tokenizer stand for them."""
     begin, end = "<|im_start|>", "<|im_end|>"
     monkeypatch.setattr("server.gateway.dialects.chat.tools.BEGIN", begin)
     monkeypatch.setattr("server.gateway.dialects.chat.tools.END", end)
     fake = FakeEngine(saying("ok", finish_reason="stop"))
-    body = {**CHAT_BODY, "thinking": {"type": "enabled", "budget_tokens": 3}}
-    post(CHAT, body, fake, template=THINKS, max_request_tokens=1000)
+    body = {**BODIES[path], "thinking": {"type": "enabled", "budget_tokens": 3}}
+    post(path, body, fake, template=THINKS, max_request_tokens=1000)
     grammar = fake.added[0].sampling.grammar
     assert allows(grammar, f"abc{end}so it is")
     assert allows(grammar, f"{end}so")
@@ -351,6 +412,12 @@ def test_a_budget_is_ignored_or_refused_by_name() -> None:
     refused = answer_to(CHAT, {**CHAT_BODY, "thinking_token_budget": 3}, template=THINKS)
     assert refused.json()["error"]["param"] == "thinking_token_budget"
     assert "several tokens" in refused.json()["error"]["message"]
+    # Anthropic's clients send one to any model.
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 3}}
+    for template in (None, THINKS):
+        given = {} if template is None else {"template": template}
+        response = answer_to(MESSAGES, {**BODIES[MESSAGES], **thinking}, **given)
+        assert "thinking.budget_tokens" in response.headers["x-topspin-ignored"].split(", ")
 
 
 NEWER_TAGS = {
@@ -400,7 +467,7 @@ def test_tags_that_cannot_be_are_refused(tags: dict[str, Any], said: str) -> Non
     assert error_of(CHAT, {"response_format": {"type": "text", **tags}})["param"]
 
 
-@pytest.mark.parametrize("name", ["logprob_token_ids", "use_beam_search", "kv_transfer_params"])
+@pytest.mark.parametrize("name", ["repetition_detection", "use_beam_search", "kv_transfer_params"])
 def test_what_is_refused_says_why(name: str) -> None:
     message = error_of(CHAT, {name: [1]})["message"]
     assert message.startswith(f"`{name}` is not supported by this server: ")
