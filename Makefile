@@ -1,10 +1,11 @@
 # One command per habit. `make serve` and `make check` build what they need by themselves.
 #
 #   make serve      a running server on http://127.0.0.1:8000 (ARGS="--port 9000" adds flags)
+#   make serve-agents  the same with a context of 32,768 tokens, for coding agents (docs/agents.md)
 #   make test       the CPU tests, in two processes (ARGS="tests/models -n 0": some, in one)
 #   make test-slow  the long ones (TOPSPIN_SOAK_S=60: a short soak)
-#   make test-clients  litellm, lm-eval, guidellm and others against a server; their environments
-#                   are made under CLIENTS=.venvs from pip's index
+#   make test-clients  litellm, lm-eval, Claude Code, Codex and others against a server; their
+#                   environments are made under CLIENTS=.venvs from pip's and npm's registries
 #   make coverage   the tests, with a record of the lines that each of them runs
 #   make mutants    what `make coverage` recorded, by folder, and how many changes of the product the
 #                   tests notice (ARGS="--mutants 20 --seed 1")
@@ -22,6 +23,7 @@ VENV ?= .venv
 MODEL ?= smollm2-moe
 ARGS ?=
 CLIENTS ?= .venvs
+CONTEXT =
 
 # Which torch build is installed is pip's configuration (PIP_EXTRA_INDEX_URL and so on).
 INSTALL = $(VENV)/bin/python .ci/install.py
@@ -36,7 +38,7 @@ SOURCES = $(PACKAGES) tests benchmarks docs .ci
 BENCHMARKS = vs_transformers scheduler_overhead transport.m2n transport.pingpong quality.payload \
   engine.disaggregation engine.startup kernels.cpu_kernels gateway.command
 
-.PHONY: help serve venv test test-slow test-clients coverage mutants check fix bench bench-peers map gpu clean
+.PHONY: help serve serve-agents venv test test-slow test-clients coverage mutants check fix bench bench-peers map gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -57,7 +59,12 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 
 serve: $(VENV)/.installed
 	$(VENV)/bin/topspin pull $(MODEL)
-	exec $(VENV)/bin/topspin serve $(MODEL) $(ARGS)
+	exec $(VENV)/bin/topspin serve $(MODEL) $(CONTEXT) $(ARGS)
+
+# The default model was made for 8,192 positions: YaRN stretches them.
+serve-agents: CONTEXT = --kv-cache-memory 1GiB --hf-overrides '{"max_position_embeddings": 32768, \
+  "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}'
+serve-agents: serve
 
 # Tests start many small processes on few cores: one OpenMP thread each is fastest.
 test test-slow test-clients coverage mutants check: export OMP_NUM_THREADS ?= 1

@@ -51,21 +51,25 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def run(tmp_path: Path) -> Client:
     """Run a program of an environment in an empty directory; returns all that it printed."""
 
-    def run(name: str, *command: str) -> str:
+    def run(name: str, *command: str, limit_s: float = RUN_LIMIT_S) -> str:
         try:
-            programs = environment(name) / "bin"
+            made = environment(name)
         except NotBuilt as error:
             pytest.skip(f"the environment of {name} cannot be built: {error}")
+        program = made / "bin" / command[0]
+        environ = client_environ(tmp_path)
+        environ["PATH"] = f"{made / 'bin'}:{environ['PATH']}"
+        environ["NODE_PATH"] = str(made / "node_modules")
         done = subprocess.run(
-            [str(programs / command[0]), *command[1:]],
+            [str(program) if program.exists() else command[0], *command[1:]],
             cwd=tmp_path,
-            env=client_environ(tmp_path),
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=RUN_LIMIT_S,
+            timeout=limit_s,
         )
         assert done.returncode == 0, done.stdout
         return done.stdout

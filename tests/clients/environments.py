@@ -1,4 +1,4 @@
-"""The environments of the clients, one for each, made by pip from environments.toml.
+"""The environments of the clients, one for each, made by pip or npm from environments.toml.
 
 Owns their making, and whether one that is there is the one that the table asks for. They lie under
 $TOPSPIN_CLIENT_ENVIRONMENTS. Knows no client.
@@ -34,7 +34,8 @@ def environment(name: str) -> Path:
     stamp = path / "made-from"
     if not stamp.exists() or stamp.read_text() != wanted:
         shutil.rmtree(path, ignore_errors=True)
-        _make(path, **TABLE[name])
+        make = _make_by_npm if "npm" in TABLE[name] else _make
+        make(path, **TABLE[name])
         stamp.write_text(wanted)
     return path
 
@@ -55,6 +56,16 @@ def _make(
         _add_alias(path, name, package=package, version=version)
 
 
+def _make_by_npm(path: Path, *, npm: Sequence[str]) -> None:
+    """Install packages of npm; their programs, and `node`, are where those of pip's are."""
+    path.mkdir(parents=True)
+    _run(["npm", "install", "--prefix", str(path), "--no-audit", "--no-fund", "--silent", *npm])
+    programs = path / "node_modules/.bin"
+    programs.mkdir(exist_ok=True)
+    (programs / "node").symlink_to(shutil.which("node") or "node")
+    (path / "bin").symlink_to(programs)
+
+
 def _add_alias(path: Path, name: str, *, package: str, version: str) -> None:
     """Let the metadata of an installed `package` be found under `name` and `version` too."""
     pattern = f"lib/python*/site-packages/{package.replace('-', '_')}-*.dist-info"
@@ -72,7 +83,10 @@ def _add_alias(path: Path, name: str, *, package: str, version: str) -> None:
 
 def _run(command: Sequence[str]) -> None:
     # A resolver that asks for builds of a package's source would run for hours.
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except FileNotFoundError:
+        raise NotBuilt(f"{command[0]} is not installed") from None
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise NotBuilt(" / ".join(lines[-NUM_SHOWN_LINES:]))

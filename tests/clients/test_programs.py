@@ -21,3 +21,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 )
 def test_a_library(name: str, program: str, url: str, run: Client) -> None:
     run(name, "python", str(PROGRAMS / program), url)
+
+
+@pytest.mark.parametrize("program", ["node_openai.cjs", "node_anthropic.cjs"])
+def test_a_library_of_node(program: str, url: str, run: Client) -> None:
+    run("node-sdks", "node", str(PROGRAMS / program), url)
