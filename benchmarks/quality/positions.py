@@ -1,4 +1,4 @@
-"""How well a running server's model reads a text, by how far into it: where a context is too long.
+"""The perplexity of a text by position, from a running server: where a context is too long.
 
 Asks for the log-probabilities of a text's tokens, as one prompt, and shows the perplexity of each
 range of positions. Run as `python -m benchmarks.quality.positions FILE... --url URL`, for example
