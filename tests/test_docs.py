@@ -32,6 +32,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
 # They are no commands of ours; what they do is in the text around them.
 OTHERS = {"curl", "docker", "kubectl", "pip", "printf", "git", "export", "openssl", "cat", "sed"}
+OTHERS |= {"claude"}
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:

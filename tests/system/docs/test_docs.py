@@ -35,6 +35,10 @@ QUICK_START = "tests.system.docs.test_quickstart.test_the_quick_start_works"
 BEFORE_A_CLUSTER = "tests.test_docs.test_the_steps_before_a_cluster_run"
 RUN_BY: dict[str, tuple[str, ...]] = {
     "README.md": (BY_HAND, *2 * (QUICK_START,)),
+    "agents.md": (
+        "test_a_context_for_agents",
+        "tests.clients.test_agents.test_an_agent_answers_twice",
+    ),
     "first_change.md": 6 * ("test_a_first_change",),
     "hosts.md": 2 * ("test_the_processes_of_an_engine_started_by_hand",),
     "kubernetes.md": (
@@ -186,6 +190,22 @@ def test_other_models_and_layouts(tiny: Tiny, tmp_path: Path) -> None:
     for command in served:
         serve(command, tmp_path)
     assert "role: expert" in run(printed, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_context_for_agents(tmp_path: Path) -> None:
+    """make says what it would run: what it needs is installed already."""
+    model = make_checkpoint(
+        tmp_path / "model", "qwen3_moe", head_dim=64, max_position_embeddings=8192
+    )
+    _, text = commands_of("agents.md")[0]
+    said = run(text.replace("make", f"make -n --no-print-directory -C {ROOT}"), tmp_path)
+    started = re.search(r"^exec \S+/(topspin serve .*)$", said, flags=re.MULTILINE)
+    assert started is not None
+    with Documented(filled(started[1], **{"smollm2-moe": model}), tmp_path) as server:
+        answers(server.url)
+        served = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        assert served["max_model_len"] == 32768
 
 
 @pytest.mark.slow

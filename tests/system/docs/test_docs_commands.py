@@ -52,6 +52,9 @@ RUN_BY: dict[str, dict[str, str]] = {
         FLAGS_OF_MAKE: "test_flags_reach_serve_through_make",
         "topspin serve DIR": "tests.system.docs.test_docs.test_other_models_and_layouts",
     },
+    "agents.md": {
+        "topspin serve MODEL": "tests.system.docs.test_docs.test_other_models_and_layouts"
+    },
     "architecture.md": {PICTURE: "test_load_and_traces_of_a_server"},
     "gpus.md": {
         PRINT: "test_the_code_path_of_gpus_without_one",
