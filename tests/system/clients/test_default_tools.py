@@ -21,7 +21,8 @@ from models.sources.smollm2_moe import pull
 from tests.system.rig.server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-MAX_TOKENS = 300
+# Of an answer that must be a call, and of one that need not.
+MAX_TOKENS, FEW_TOKENS = 200, 40
 ASKED = "List the files in the folder src with the shell."
 TEXT = {"type": "string"}
 TODO = {
@@ -84,6 +85,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
+def most_tokens(choice: str) -> int:
+    return FEW_TOKENS if choice == "auto" else MAX_TOKENS
+
+
 def described(name: str) -> dict[str, Any]:
     return {"name": name, "description": f"Does what {name} says."}
 
@@ -99,7 +104,7 @@ def chat_calls(url: str, choice: str, *, stream: bool) -> list[Call]:
         "messages": [{"role": "user", "content": ASKED}],
         "tools": tools,
         "tool_choice": named if choice in SCHEMAS else choice,
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": most_tokens(choice),
     }
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         if stream:
@@ -128,7 +133,7 @@ def messages_calls(url: str, choice: str, *, stream: bool) -> list[Call]:
         "messages": [{"role": "user", "content": [{"type": "text", "text": ASKED}]}],
         "tools": tools,
         "tool_choice": kinds.get(choice, {"type": "tool", "name": choice}),
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": most_tokens(choice),
     }
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         if stream:
@@ -175,7 +180,7 @@ def responses_calls(url: str, choice: str, *, stream: bool) -> list[Call]:
         "instructions": "Be brief.",
         "tools": tools,
         "tool_choice": named if choice in SCHEMAS else choice,
-        "max_output_tokens": MAX_TOKENS,
+        "max_output_tokens": most_tokens(choice),
         "store": False,
         "include": ["reasoning.encrypted_content"],
     }
