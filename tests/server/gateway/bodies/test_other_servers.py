@@ -415,7 +415,7 @@ def test_a_budget_is_ignored_or_refused_by_name() -> None:
     # Anthropic's clients send one to any model.
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 3}}
     for template in (None, THINKS):
-        given = {} if template is None else {"template": template}
+        given: dict[str, Any] = {} if template is None else {"template": template}
         response = answer_to(MESSAGES, {**BODIES[MESSAGES], **thinking}, **given)
         assert "thinking.budget_tokens" in response.headers["x-topspin-ignored"].split(", ")
 
@@ -467,7 +467,7 @@ def test_tags_that_cannot_be_are_refused(tags: dict[str, Any], said: str) -> Non
     assert error_of(CHAT, {"response_format": {"type": "text", **tags}})["param"]
 
 
-@pytest.mark.parametrize("name", ["repetition_detection", "use_beam_search", "kv_transfer_params"])
+@pytest.mark.parametrize("name", ["use_beam_search", "kv_transfer_params"])
 def test_what_is_refused_says_why(name: str) -> None:
     message = error_of(CHAT, {name: [1]})["message"]
     assert message.startswith(f"`{name}` is not supported by this server: ")
