@@ -21,6 +21,7 @@ from tests.system.rig.server import Server
 from tests.test_docs import ROOT, blocks
 
 PAGE = ROOT / "docs/agents.md"
+CLAUDE = 'claude --tools "Bash,Edit,Read,Write"'
 FIRST, SECOND = "What is the capital of France?", "And that of Italy?"
 # A first prompt is read at some 70 tokens/s on two cores without AVX512.
 LIMIT_S = 900
@@ -41,7 +42,7 @@ class Agent(NamedTuple):
 
 
 AGENTS = [
-    Agent("claude-code", "", f'claude -p "{FIRST}"', f'claude -p --continue "{SECOND}"'),
+    Agent("claude-code", "", f'{CLAUDE} -p "{FIRST}"', f'{CLAUDE} -p --continue "{SECOND}"'),
     Agent(
         "codex",
         ".codex/config.toml",
@@ -105,5 +106,5 @@ def test_an_agent_answers_twice(agent: Agent, url: str, run: Client, tmp_path: P
     asked, found = prompt_tokens(url)
     say(agent.second)
     asked_now, found_now = prompt_tokens(url)
-    assert asked_now - asked > 5_000
+    assert asked_now - asked > 2_000
     assert (found_now - found) / (asked_now - asked) >= MIN_CACHED

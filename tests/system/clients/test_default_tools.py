@@ -16,6 +16,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from models.sources.smollm2_moe import pull
 from tests.system.rig.server import Server
@@ -80,7 +81,8 @@ class Call(NamedTuple):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    flags = ("--kv-cache-memory", "256MiB", "--dtype", "float32", "--deterministic")
+    # A busy machine refuses nobody for the wait.
+    flags = ("--kv-cache-memory", "256MiB", "--max-ttft", "0")
     with Server(pull(progress=False), tmp_path_factory.mktemp("tools"), *flags) as server:
         yield server.url
 
@@ -104,12 +106,15 @@ def chat_calls(url: str, choice: str, *, stream: bool) -> list[Call]:
         "messages": [{"role": "user", "content": ASKED}],
         "tools": tools,
         "tool_choice": named if choice in SCHEMAS else choice,
+        "parallel_tool_calls": False,
         "max_tokens": most_tokens(choice),
     }
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         if stream:
-            with client.chat.completions.stream(**asked) as events:
-                message: Any = events.get_final_completion().choices[0].message
+            state = ChatCompletionStreamState()
+            for chunk in client.chat.completions.create(**asked, stream=True):
+                state.handle_chunk(chunk)
+            message: Any = state.current_completion_snapshot.choices[0].message
         else:
             message = client.chat.completions.create(**asked).choices[0].message
         calls = [
@@ -126,13 +131,14 @@ def chat_calls(url: str, choice: str, *, stream: bool) -> list[Call]:
 
 def messages_calls(url: str, choice: str, *, stream: bool) -> list[Call]:
     tools: Any = [{**described(each), "input_schema": SCHEMAS[each]} for each in SCHEMAS]
-    kinds: dict[str, Any] = {"auto": {"type": "auto"}, "required": {"type": "any"}}
+    kind = {"auto": "auto", "required": "any"}.get(choice, "tool")
+    named = {"name": choice} if kind == "tool" else {}
     asked: dict[str, Any] = {
         "model": "tiny",
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [{"role": "user", "content": [{"type": "text", "text": ASKED}]}],
         "tools": tools,
-        "tool_choice": kinds.get(choice, {"type": "tool", "name": choice}),
+        "tool_choice": {"type": kind, **named, "disable_parallel_tool_use": True},
         "max_tokens": most_tokens(choice),
     }
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
@@ -180,6 +186,7 @@ def responses_calls(url: str, choice: str, *, stream: bool) -> list[Call]:
         "instructions": "Be brief.",
         "tools": tools,
         "tool_choice": named if choice in SCHEMAS else choice,
+        "parallel_tool_calls": False,
         "max_output_tokens": most_tokens(choice),
         "store": False,
         "include": ["reasoning.encrypted_content"],
