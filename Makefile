@@ -61,8 +61,9 @@ serve: $(VENV)/.installed
 	$(VENV)/bin/topspin pull $(MODEL)
 	exec $(VENV)/bin/topspin serve $(MODEL) $(CONTEXT) $(ARGS)
 
-# The default model was made for 8,192 positions: YaRN stretches them.
-serve-agents: CONTEXT = --kv-cache-memory 1GiB --hf-overrides '{"max_position_embeddings": 32768, \
+# The default model was made for 8,192 positions: YaRN stretches them. A turn that waits behind another
+# agent's long prompt is not refused for that.
+serve-agents: CONTEXT = --kv-cache-memory 1GiB --max-ttft 0 --hf-overrides '{"max_position_embeddings": 32768, \
   "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}'
 serve-agents: serve
 
