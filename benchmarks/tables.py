@@ -112,6 +112,7 @@ MODULES: Final = {
     "peers-smollm2-moe": "load.compare",
     "pingpong": "transport.pingpong",
     "placement": "engine.placement",
+    "published": "engine.published",
     "quantization": "quality.quantization",
     "retrieval": "retrieval.command",
     "scheduler_overhead": "scheduler_overhead",

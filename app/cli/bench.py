@@ -20,6 +20,7 @@ BENCHMARKS = {
     "payload": "quality.payload",
     "pingpong": "transport.pingpong",
     "placement": "engine.placement",
+    "published": "engine.published",
     "quantization": "quality.quantization",
     "retrieval": "retrieval.command",
     "sensitivity": "quality.sensitivity",

@@ -26,11 +26,11 @@ import torch
 from benchmarks.experiment import Experiment, Result, TextTable, table
 from benchmarks.servers.topspin import TopspinServer, children_of
 from deploy.placement.cost import (
+    AttentionLayer,
     BatchRows,
-    attention_layer_s,
-    experts_layer_s,
+    ExpertLayer,
+    StepEnds,
     link_s,
-    step_fixed_s,
     step_s,
 )
 from deploy.placement.devices import DeviceProfile, Rates
@@ -132,14 +132,14 @@ def compare_sides(
             continue
         if kind == "attention":
             asked = BatchRows(decode=first, context=max(1, second // first))
-            predicted = attention_layer_s(device, shape, layer, plain, asked, threads=threads)
+            half = AttentionLayer(device, shape, layer, plain, threads=threads)
+            predicted = half.seconds(asked)
         elif kind == "experts":
             counts = {"rows": first, "pairs": first * second, "touched": first}
-            predicted = experts_layer_s(
-                device, shape, layer, UNQUANTISED, threads=threads, **counts
-            )
+            experts = ExpertLayer(device, shape, layer, UNQUANTISED, threads=threads)
+            predicted = experts.seconds(**counts)
         else:
-            predicted = step_fixed_s(device, shape, UNQUANTISED, first, threads=threads)
+            predicted = StepEnds(device, shape, UNQUANTISED, threads=threads).seconds(first)
         point = {"threads": threads, "point": [first, second]}
         kind = {"attention": "T_a", "experts": "T_e"}.get(kind, kind)
         rows.append({"kind": kind, **point, "predicted": predicted, "measured": measured})
@@ -178,19 +178,17 @@ def predicted_step_s(
     rows, layer = sample.load.rows / m, shape.moe_layers[0]
     factors = rally_factors(device, shares_cores=shares_cores, micro_batches=m, rows=rows)
     asked = BatchRows(decode=rows, context=sample.load.context)
-    t_a = attention_layer_s(device, shape, layer, precision_by(()), asked, threads=threads)
-    t_e = experts_layer_s(
-        *(device, shape, layer, UNQUANTISED),
+    t_a = AttentionLayer(device, shape, layer, precision_by(()), threads=threads).seconds(asked)
+    t_e = ExpertLayer(device, shape, layer, UNQUANTISED, threads=threads).seconds(
         rows=rows,
         pairs=rows * shape.top_k,
         touched=touched(choice_probabilities(shape.num_experts, shape.top_k), rows),
-        threads=threads,
     )
     t_c = link_s(device.links[0], message_bytes(sample, shape))
     hop = HopTimes(factors.attention * t_a, factors.experts * t_e, t_c)
     return step_s(
         [hop] * sample.num_layers,
-        fixed_s=step_fixed_s(device, shape, UNQUANTISED, sample.load.rows, threads=threads),
+        fixed_s=StepEnds(device, shape, UNQUANTISED, threads=threads).seconds(sample.load.rows),
         micro_batches=m,
         shares_cores=shares_cores,
         factor=factors.step,

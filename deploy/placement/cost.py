@@ -19,13 +19,13 @@ from topspin.pipeline import HopTimes, layers_s
 from topspin.plan.precision import UNQUANTISED, Format, Part
 
 __all__ = [
+    "AttentionLayer",
     "BatchRows",
-    "attention_layer_s",
+    "ExpertLayer",
+    "StepEnds",
     "barrier_s",
     "chain_s",
-    "experts_layer_s",
     "link_s",
-    "step_fixed_s",
     "step_s",
     "unmeasured",
 ]
@@ -55,6 +55,19 @@ class BatchRows(NamedTuple):
         return self.decode + self.prefill
 
 
+class _Roofline(NamedTuple):
+    """A device's rates for weights in one format."""
+
+    launch_s: float
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, moved: float, flops: float, *, launches: int = 0) -> float:
+        """Return the seconds to move so many bytes or to compute so much, whichever is longer."""
+        moved_s, computed_s = moved / self.bytes_per_s, flops / self.flops_per_s
+        return launches * self.launch_s + (moved_s if moved_s > computed_s else computed_s)
+
+
 class _Work(NamedTuple):
     """A kind of work on so many threads of a device, with weights in one format."""
 
@@ -72,131 +85,149 @@ class _Work(NamedTuple):
         kernels: Kernels = "cpu" if self.device.kind == "cpu" else "triton"
         return self.model.weight_bytes(part, layer, self.weight_format, kernels=kernels)
 
-    def roofline_s(self, *, moved: float, flops: float, launches: int = 0) -> float:
-        """Return the seconds to move so many bytes or to compute so much, whichever is longer."""
+    def roofline(self) -> _Roofline:
+        """Return the device's rates for this work."""
         rates = self.device.rates_of(self.threads)
         per_s = rates.flops.get(self.weight_format, rates.flops[UNQUANTISED])
-        return launches * rates.launch_s + max(moved / rates.read_bytes_per_s, flops / per_s)
+        return _Roofline(rates.launch_s, rates.read_bytes_per_s, per_s)
 
 
-def attention_layer_s(
-    device: DeviceProfile,
-    model: ModelShape,
-    layer: int,
-    precision_of: PrecisionOf,
-    rows: BatchRows,
-    *,
-    threads: int,
-) -> float:
-    """Return the seconds of a layer on an attention node: all but the routed experts.
+class AttentionLayer:
+    """The seconds of a layer on an attention node: all but the routed experts.
 
-    That is the attention half with its norms and router, and the dense MLP or shared expert.
+    That is the attention half with its norms and router, and the dense MLP or shared expert. What
+    no rows change is looked up once.
     """
-    if not rows.total:
-        return 0.0
-    half = _Work(device, model, precision_of("attention", layer), threads)
-    mlp = _Work(device, model, precision_of("mlp", layer), threads)
-    return _half_s(half, layer, rows) + _mlp_s(mlp, layer, rows.total)
+
+    def __init__(
+        self,
+        device: DeviceProfile,
+        model: ModelShape,
+        layer: int,
+        precision_of: PrecisionOf,
+        *,
+        threads: int,
+    ) -> None:
+        self._model, self._layer = model, layer
+        half = _Work(device, model, precision_of("attention", layer), threads)
+        key = model.attention_key()
+        self._decode, self._prefill = half.table("attention", key), half.table("prefill", key)
+        self._products, self._keys = (
+            each.roofline() for each in (half, half._replace(weight_format=UNQUANTISED))
+        )
+        self._weights = half.weight_bytes("attention", layer) + model.other_bytes(layer)
+        self._numbers = model.numbers("attention", layer)
+        self._numbers += model.num_experts * model.hidden_size if model.layers[layer].is_moe else 0
+        self._key_bytes, self._score_flops = model.kv_layer_bytes(), 4 * model.q_size
+        mlp = _Work(device, model, precision_of("mlp", layer), threads)
+        self._has_mlp = bool(model.mlp_width(layer))
+        self._mlp = mlp.table("mlp", model.mlp_key(layer))
+        self._mlp_roofline, self._mlp_bytes = mlp.roofline(), mlp.weight_bytes("mlp", layer)
+        self._mlp_numbers = model.numbers("mlp", layer)
+
+    def seconds(self, rows: BatchRows) -> float:
+        """Return the time with such rows."""
+        total = rows.decode + rows.prefill
+        if not total:
+            return 0.0
+        decode, prefill = self._decode, self._prefill
+        if (rows.decode and decode is None) or (rows.prefill and prefill is None):
+            half_s = self._roofline_s(rows, total)
+        else:
+            half_s = self._table_s(rows)
+        if not self._has_mlp:
+            return half_s
+        if self._mlp is not None:
+            return half_s + seconds_at(self._mlp, (total,))
+        flops = 2 * total * self._mlp_numbers
+        return half_s + self._mlp_roofline.seconds(self._mlp_bytes, flops, launches=_MLP_LAUNCHES)
+
+    def _table_s(self, rows: BatchRows) -> float:
+        decode, prefill, total_s = self._decode, self._prefill, 0.0
+        if rows.decode:
+            assert decode is not None
+            seen = self._seen(rows.context)
+            total_s += seconds_at(decode, (rows.decode, rows.decode * seen))
+        if rows.prefill:
+            assert prefill is not None
+            total_s += seconds_at(prefill, (rows.prefill, self._seen(rows.start)))
+        if rows.decode and rows.prefill:
+            # One pass over the weights serves both.
+            assert decode is not None
+            total_s -= min(decode.seconds[0], 0.5 * total_s)
+        return total_s
+
+    def _roofline_s(self, rows: BatchRows, total: float) -> float:
+        flops = 2 * total * self._numbers
+        products_s = self._products.seconds(self._weights, flops, launches=_ATTENTION_LAUNCHES)
+        read = scored = rows.decode * self._seen(rows.context)
+        if rows.prefill:
+            # A chunk reads its own keys too, whatever the window.
+            read += self._seen(rows.start) + rows.prefill
+            scored += rows.prefill * self._seen(rows.start + rows.prefill / 2)
+        return products_s + self._keys.seconds(read * self._key_bytes, self._score_flops * scored)
+
+    def _seen(self, context: float) -> float:
+        return self._model.seen_keys(self._layer, context)
 
 
-def _half_s(work: _Work, layer: int, rows: BatchRows) -> float:
-    model, key = work.model, work.model.attention_key()
-    decode, prefill = work.table("attention", key), work.table("prefill", key)
-    if (rows.decode and decode is None) or (rows.prefill and prefill is None):
-        return _roofline_half_s(work, layer, rows)
-    total_s = 0.0
-    if rows.decode:
-        assert decode is not None
-        seen = model.seen_keys(layer, rows.context)
-        total_s += seconds_at(decode, (rows.decode, rows.decode * seen))
-    if rows.prefill:
-        assert prefill is not None
-        total_s += seconds_at(prefill, (rows.prefill, model.seen_keys(layer, rows.start)))
-    if rows.decode and rows.prefill:
-        # One pass over the weights serves both.
-        assert decode is not None
-        total_s -= min(decode.seconds[0], 0.5 * total_s)
-    return total_s
+class ExpertLayer:
+    """The seconds of a layer's routed experts on a node; what no rows change is looked up once."""
+
+    def __init__(
+        self,
+        device: DeviceProfile,
+        model: ModelShape,
+        layer: int,
+        weight_format: Format,
+        *,
+        threads: int,
+    ) -> None:
+        work = _Work(device, model, weight_format, threads)
+        self._table = work.table("experts", model.experts_key())
+        self._roofline = work.roofline()
+        self._expert_bytes = work.weight_bytes("experts", layer)
+        self._row_bytes = 2 * model.hidden_size * model.itemsize
+        self._numbers = model.numbers("experts", layer)
+
+    def seconds(self, *, rows: float, pairs: float, touched: float) -> float:
+        """Return the time in which `rows` reach the node.
+
+        With `pairs` (row, expert) pairs over `touched` different experts.
+        """
+        if pairs <= 0.0 or touched <= 0.0:
+            return 0.0
+        if self._table is not None:
+            return seconds_at(self._table, (touched, pairs / touched))
+        return self._roofline.seconds(
+            touched * self._expert_bytes + rows * self._row_bytes,
+            2 * pairs * self._numbers,
+            launches=_EXPERT_LAUNCHES,
+        )
 
 
-def _roofline_half_s(work: _Work, layer: int, rows: BatchRows) -> float:
-    model = work.model
-    numbers = model.numbers("attention", layer)
-    numbers += model.num_experts * model.hidden_size if model.layers[layer].is_moe else 0
-    products_s = work.roofline_s(
-        moved=work.weight_bytes("attention", layer) + model.other_bytes(layer),
-        flops=2 * rows.total * numbers,
-        launches=_ATTENTION_LAUNCHES,
-    )
-    seen = rows.decode * model.seen_keys(layer, rows.context)
-    # A chunk reads its own keys too, whatever the window.
-    read = seen + (model.seen_keys(layer, rows.start) + rows.prefill if rows.prefill else 0.0)
-    scored = seen + rows.prefill * model.seen_keys(layer, rows.start + rows.prefill / 2)
-    keys = work._replace(weight_format=UNQUANTISED)
-    return products_s + keys.roofline_s(
-        moved=read * model.kv_layer_bytes(), flops=4 * scored * model.q_size
-    )
-
-
-def _mlp_s(work: _Work, layer: int, rows: float) -> float:
-    model = work.model
-    if not model.mlp_width(layer):
-        return 0.0
-    table = work.table("mlp", model.mlp_key(layer))
-    if table is not None:
-        return seconds_at(table, (rows,))
-    flops = 2 * rows * model.numbers("mlp", layer)
-    return work.roofline_s(
-        moved=work.weight_bytes("mlp", layer), flops=flops, launches=_MLP_LAUNCHES
-    )
-
-
-def experts_layer_s(
-    device: DeviceProfile,
-    model: ModelShape,
-    layer: int,
-    weight_format: Format,
-    *,
-    rows: float,
-    pairs: float,
-    touched: float,
-    threads: int,
-) -> float:
-    """Return the seconds of a layer's routed experts on one node.
-
-    `rows` reach the node, with `pairs` (row, expert) pairs over `touched` different experts.
-    """
-    if pairs <= 0.0 or touched <= 0.0:
-        return 0.0
-    work = _Work(device, model, weight_format, threads)
-    table = work.table("experts", model.experts_key())
-    if table is not None:
-        return seconds_at(table, (touched, pairs / touched))
-    weights = touched * work.weight_bytes("experts", layer)
-    return work.roofline_s(
-        moved=weights + 2 * rows * model.hidden_size * model.itemsize,
-        flops=2 * pairs * model.numbers("experts", layer),
-        launches=_EXPERT_LAUNCHES,
-    )
-
-
-def step_fixed_s(
-    device: DeviceProfile, model: ModelShape, head_format: Format, rows: float, *, threads: int
-) -> float:
-    """Return the seconds of a step outside its layers, where `rows` tokens are sampled.
+class StepEnds:
+    """The seconds of a step outside its layers.
 
     These are its plan's indices, embeddings, final norm, LM head and sampling.
     """
-    work = _Work(device, model, head_format, threads)
-    table = work.table("head", model.head_key())
-    if table is not None:
-        return seconds_at(table, (rows,))
-    return work.roofline_s(
+
+    def __init__(
+        self, device: DeviceProfile, model: ModelShape, head_format: Format, *, threads: int
+    ) -> None:
+        work = _Work(device, model, head_format, threads)
+        self._table = work.table("head", model.head_key())
+        self._roofline, self._weights = work.roofline(), work.weight_bytes("lm_head", None)
         # Logits are fp32: written, and read to sample.
-        moved=work.weight_bytes("lm_head", None) + 2 * rows * model.vocab_size * 4,
-        flops=2 * rows * model.numbers("lm_head"),
-        launches=_HEAD_LAUNCHES,
-    )
+        self._row_bytes = 2 * model.vocab_size * 4
+        self._numbers = model.numbers("lm_head")
+
+    def seconds(self, rows: float) -> float:
+        """Return the time in which `rows` tokens are sampled."""
+        if self._table is not None:
+            return seconds_at(self._table, (rows,))
+        moved, flops = self._weights + rows * self._row_bytes, 2 * rows * self._numbers
+        return self._roofline.seconds(moved, flops, launches=_HEAD_LAUNCHES)
 
 
 def link_s(link: LinkProfile, num_bytes: float) -> float:
@@ -264,10 +295,11 @@ def chain_s(
             ready = [each + (pass_s if idx == 1 else 2 * pass_s) for each in ready]
         for t_a, t_e, t_c, _ in layers[begin:end]:
             for micro_batch, ready_s in enumerate(ready):
-                attention_s = max(attention_s, ready_s) + t_a
+                attention_s = (attention_s if attention_s > ready_s else ready_s) + t_a
                 ready[micro_batch] = attention_s
                 if t_e or t_c:
-                    experts_s = max(experts_s, attention_s + t_c) + t_e
+                    there_s = attention_s + t_c
+                    experts_s = (experts_s if experts_s > there_s else there_s) + t_e
                     ready[micro_batch] = experts_s + t_c
         ready = [max(each, attention_s) for each in ready]
         begin = end

@@ -18,6 +18,8 @@ def touched(probabilities: Sequence[float], rows: float) -> float:
     """
     # Experts chosen alike, as most are, are computed once.
     found = {p: 1.0 if p >= 1.0 else -math.expm1(rows * math.log1p(-p)) for p in set(probabilities)}
+    if len(found) == 1:
+        return len(probabilities) * found[probabilities[0]]
     return math.fsum(map(found.__getitem__, probabilities))
 
 

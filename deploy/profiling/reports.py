@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from deploy.placement.cost import BatchRows, attention_layer_s, experts_layer_s, step_s
+from deploy.placement.cost import AttentionLayer, BatchRows, ExpertLayer, step_s
 from deploy.placement.devices import DeviceProfile, LinkProfile, Rally, Rates, Table
 from deploy.placement.shapes import Kernels, ModelShape
 from deploy.profiling.hops import lower_quartile
@@ -154,23 +154,10 @@ def _factors(
     rows = sample.load.rows / m
     threads = threads_of(device, shares_cores)
     layer = shape.moe_layers[0]
-    attention_s = attention_layer_s(
-        device,
-        shape,
-        layer,
-        lambda part, idx: UNQUANTISED,
-        BatchRows(decode=rows, context=sample.load.context),
-        threads=threads,
-    )
-    experts_s = experts_layer_s(
-        device,
-        shape,
-        layer,
-        UNQUANTISED,
-        rows=rows,
-        pairs=rows * shape.top_k,
-        touched=sample.touched,
-        threads=threads,
+    attention = AttentionLayer(device, shape, layer, lambda *_: UNQUANTISED, threads=threads)
+    attention_s = attention.seconds(BatchRows(decode=rows, context=sample.load.context))
+    experts_s = ExpertLayer(device, shape, layer, UNQUANTISED, threads=threads).seconds(
+        rows=rows, pairs=rows * shape.top_k, touched=sample.touched
     )
     t_c = link.alpha_s + message_bytes(sample, shape) / link.bytes_per_s
     hops = [HopTimes(sample.attention_s, sample.experts_s, t_c)] * sample.num_layers

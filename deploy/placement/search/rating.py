@@ -104,13 +104,28 @@ class Rater:
         for rating in tried[1:]:
             if rating.point is None or self._is_for_latency:
                 break
-            least = self._needed(rating, best.load(self.workload))
+            load = best.load(self.workload)
+            if self._is_below(rating.settled[0], rating.beyond, load):
+                continue
+            least = self._needed(rating, load)
             if least < rating.beyond:
                 best = max(best, self.sharpened(rating, least=least), key=self.rank)
         if best.engine is None:
             return best
         trial = LoadTrial(self, best.engine, best.room)
         return dataclasses.replace(best, binding=trial.binding(best.beyond))
+
+    def _is_below(self, engine: EngineSetup, running: float, load: float) -> bool:
+        """Say whether fewer sequences than so many cannot carry `load`, as decoding alone shows.
+
+        Steps are taken to grow no faster than their rows, as in deploy.placement.search.bounds:
+        where factors of a rally were measured, and of users, of whom some wait, it is not known.
+        """
+        steps = self.steps_of(engine)
+        if self.workload.arrival_rate is None or self._is_for_latency or steps.is_rallied:
+            return False
+        decoded_s = (self.workload.output.average - 1) * steps.step_s(running, None)
+        return running < load * decoded_s * (1 - 1e-9)
 
     def _needed(self, rating: Rating, load: float) -> float:
         """Return a number of sequences below which a rating of the grid cannot carry `load`."""
@@ -159,7 +174,7 @@ class Rater:
             text = f"{parts} devices for {num_layers} layers"
             yield Rating(layout, formats, Binding("memory", text, parts, num_layers))
             return
-        start = 0
+        start, most_load = 0, 0.0
         for itemsize in (None, 1) if self.may_have_fp8(layout) else (None,):
             for tokens in budgets:
                 engines = [
@@ -176,10 +191,22 @@ class Rater:
                     for engine, left in self._with_local(plain, room):
                         for m in _micro_batches(layout):
                             tried = dataclasses.replace(engine, micro_batches=m)
+                            if most_load and self._is_beaten(tried, left, start, most_load):
+                                continue
                             rating = self.at_most(tried, left, start=start)
                             if rating.point is not None:
                                 start = bisect_left(running_grid(), rating.point.running)
+                                most_load = max(most_load, rating.load(self.workload))
                             yield rating
+
+    def _is_beaten(
+        self, engine: EngineSetup, room: tuple[int, ...], start: int, load: float
+    ) -> bool:
+        """Say whether settings fail at an index of the grid below which they carry less."""
+        running = float(running_grid()[start])
+        if not self._is_below(engine, running, load):
+            return False
+        return LoadTrial(self, engine, room).point(running) is None
 
     def _with_local(
         self, plain: EngineSetup, room: tuple[int, ...] | Binding
@@ -322,6 +349,9 @@ class LoadTrial:
     def point(self, running: float) -> Point | None:
         """Return the engine's state with `running` sequences if all limits and targets hold."""
         targets = self._workload.targets
+        # Of requests that come whatever happens so many run at the p95.
+        if self._workload.users is None and self._limit(_high(running)):
+            return None
         # A token takes at least a step that only decodes.
         if targets.tpot_s is not None and self._steps.step_s(running, None) > targets.tpot_s:
             return None

@@ -1,8 +1,8 @@
 """The seconds of a step of a planned engine, fast enough to be asked for a hundred thousand times.
 
 Owns the assembly of a step from the cost model's parts (deploy.placement.cost): the rows of each
-node, the slowest of them, the link, the pipeline. Keeps every part that was asked for once. Called
-by deploy.placement.search.rating.
+node, the slowest of them, the link, the pipeline. Keeps every part that was asked for once, and
+what does not change with the rows. Called by deploy.placement.search.rating.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 from deploy.placement.cost import (
+    AttentionLayer,
     BatchRows,
-    attention_layer_s,
+    ExpertLayer,
+    StepEnds,
     barrier_s,
     chain_s,
-    experts_layer_s,
     link_s,
-    step_fixed_s,
 )
 from deploy.placement.devices import LinkProfile
 from deploy.placement.formats import Formats, LayerClass
 from deploy.placement.routing import rows_reached, shares_of_nodes, touched
-from deploy.placement.search.layouts import DeviceSlot, DeviceSlots, EngineLayout
+from deploy.placement.search.layouts import DeviceSlot, EngineLayout
 from deploy.placement.search.ranges import Ends
 from deploy.placement.search.steady import Chunks
 from deploy.placement.shapes import ModelShape
@@ -38,7 +38,6 @@ from topspin.pipeline import HopTimes, layers_s, pipeline_s
 from topspin.plan.precision import Format
 
 NO_LINK = LinkProfile(name="local", alpha_s=0.0, bytes_per_s=1e18)
-NO_FACTORS = RallyFactors()
 PAIR_BYTES = 8
 
 
@@ -98,68 +97,86 @@ class Clock:
         variance = prompt.average**2 * (prompt.squared - 1)
         variance += output.average**2 * output.squared / 3
         self.variation = math.sqrt(max(0.0, variance)) / self.context
-        self._known: dict[tuple[object, ...], float] = {}
+        self._known: dict[tuple[object, ...], Callable[[Any], float]] = {}
 
-    def _once(self, key: tuple[object, ...], compute: Callable[[], float]) -> float:
-        """Return what belongs to the key, computed the first time."""
+    def _once(
+        self, key: tuple[object, ...], make: Callable[[], Callable[[Any], float]]
+    ) -> Callable[[Any], float]:
+        """Return what computes the times of a key, each once; made the first time."""
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = compute()
+            found = self._known[key] = cache(make())
         return found
+
+    def attention(self, slot: DeviceSlot, cls: LayerClass) -> Callable[[BatchRows], float]:
+        """Return what gives the time of a layer on an attention node, without routed experts."""
+        formats = cls.formats
+
+        def make() -> Callable[[BatchRows], float]:
+            layer = AttentionLayer(
+                slot.device.profile,
+                self.model,
+                cls.layer,
+                lambda part, _: formats.attention if part == "attention" else formats.mlp,
+                threads=max(1, slot.threads),
+            )
+            return lambda rows: slot.device.slow * layer.seconds(rows)
+
+        key = (slot, self.model.layers[cls.layer], formats.attention, formats.mlp)
+        return self._once(("attention", *key), make)
 
     def attention_s(self, slot: DeviceSlot, cls: LayerClass, rows: BatchRows) -> float:
         """Return the time of a layer on an attention node, without routed experts."""
-        device, formats = slot.device, cls.formats
-        return self._once(
-            ("attention", slot, self.model.layers[cls.layer], formats[:2], rows),
-            lambda: (
-                device.slow
-                * attention_layer_s(
-                    device.profile,
-                    self.model,
-                    cls.layer,
-                    lambda part, _: formats.attention if part == "attention" else formats.mlp,
-                    rows,
-                    threads=max(1, slot.threads),
+        return self.attention(slot, cls)(rows)
+
+    def experts(
+        self, slot: DeviceSlot, cls: LayerClass, chosen: tuple[float, ...]
+    ) -> Callable[[float], float]:
+        """Return what gives experts_s() by the number of rows."""
+
+        def make() -> Callable[[float], float]:
+            layer = ExpertLayer(
+                slot.device.profile,
+                self.model,
+                cls.layer,
+                cls.formats.experts,
+                threads=max(1, slot.threads),
+            )
+            reached, per_row = self.reached_of(chosen), math.fsum(chosen)
+            return lambda rows: (
+                slot.device.slow
+                * layer.seconds(
+                    rows=reached(rows), pairs=rows * per_row, touched=touched(chosen, rows)
                 )
-            ),
-        )
+            )
+
+        return self._once(("experts", slot, cls.formats.experts, chosen), make)
 
     def experts_s(
         self, slot: DeviceSlot, cls: LayerClass, chosen: tuple[float, ...], rows: float
     ) -> float:
         """Return the time of a layer on an expert node whose experts are `chosen` so often."""
-        return self._once(
-            ("experts", slot, cls.formats.experts, chosen, rows),
-            lambda: (
-                slot.device.slow
-                * experts_layer_s(
-                    slot.device.profile,
-                    self.model,
-                    cls.layer,
-                    cls.formats.experts,
-                    rows=self.reached(chosen, rows),
-                    pairs=rows * math.fsum(chosen),
-                    touched=touched(chosen, rows),
-                    threads=max(1, slot.threads),
-                )
-            ),
-        )
+        return self.experts(slot, cls, chosen)(rows)
+
+    def reached_of(self, chosen: tuple[float, ...]) -> Callable[[float], float]:
+        """Return what gives reached() by the number of rows."""
+        # It is in proportion to them.
+        share = rows_reached(chosen, 1.0)
+        return lambda rows: rows * share
 
     def reached(self, chosen: tuple[float, ...], rows: float) -> float:
         """Return how many of `rows` choose one of these experts."""
-        return self._once(("reached", chosen, rows), lambda: rows_reached(chosen, rows))
+        return self._once(("reached", chosen), lambda: self.reached_of(chosen))(rows)
 
     def fixed_s(self, slot: DeviceSlot, head: Format, rows: float) -> float:
         """Return the time outside the layers on an attention node that samples `rows` tokens."""
-        device = slot.device
-        return self._once(
-            ("fixed", slot, head, rows),
-            lambda: (
-                device.slow
-                * step_fixed_s(device.profile, self.model, head, rows, threads=max(1, slot.threads))
-            ),
-        )
+
+        def make() -> Callable[[float], float]:
+            threads = max(1, slot.threads)
+            ends = StepEnds(slot.device.profile, self.model, head, threads=threads)
+            return lambda rows: slot.device.slow * ends.seconds(rows)
+
+        return self._once(("fixed", slot, head), make)(rows)
 
     def row_bytes(self) -> float:
         """Return the bytes of a row on the wire, the mean of both ways."""
@@ -183,6 +200,19 @@ def highest_of(count: int) -> float:
     return barrier_s([(0.0, 1.0)] * count)
 
 
+class _LayerKind(NamedTuple):
+    """What gives the times of layers of one kind, by rows.
+
+    `halves`: of each attention group its slot, its nodes, and their time. `experts`: of unlike
+    expert nodes; empty if the layers have no routed experts, or have them on the attention nodes,
+    of whose groups `local` then has the times.
+    """
+
+    halves: tuple[tuple[DeviceSlot, int, Callable[[BatchRows], float]], ...]
+    experts: tuple[tuple[DeviceSlot, Callable[[float], float]], ...] = ()
+    local: tuple[Callable[[float], float], ...] = ()
+
+
 class EngineSteps:
     """The steps of one engine (deploy.placement.search.steady.StepModel)."""
 
@@ -198,7 +228,6 @@ class EngineSteps:
         slots = [slot for slot, count in layout.experts for _ in range(count)]
         # Nodes with equal shares on like slots take equal times.
         self._experts = tuple(dict.fromkeys(zip(slots, shares, strict=True)))
-        self._shares = Counter(shares)
         self._known: dict[tuple[int, float, Chunks | None], float] = {}
         local = frozenset(engine.local_layers)
         # Without ranges every layer is on all attention nodes.
@@ -209,13 +238,29 @@ class EngineSteps:
             (engine.formats.classes[idx], layer in local, bisect_right(engine.ends[:-1], layer))
             for layer, idx in enumerate(engine.formats.class_of)
         ]
-        self._kinds = Counter(kinds)
-        places = {kind: idx for idx, kind in enumerate(self._kinds)}
+        self._counts = tuple(Counter(kinds).values())
+        places = {kind: idx for idx, kind in enumerate(dict.fromkeys(kinds))}
+        self._kinds = [self._kind(*each) for each in places]
         self._kind_of = tuple(places[kind] for kind in kinds)
         self._num_attention = layout.num_attention
+        # The rows that a node of an attention group sends, of its own; that an expert node takes.
+        self._sent = sum(n * clock.reached(each, 1.0) for each, n in Counter(shares).items())
+        self._taken = max((clock.reached(each, 1.0) for each in shares), default=0.0)
         slots = [slot for slot, _ in (*layout.holders, *layout.experts)]
-        self._is_rallied = not layout.is_colocated and any(s.device.profile.rallies for s in slots)
+        self.is_rallied = not layout.is_colocated and any(s.device.profile.rallies for s in slots)
         self._link = NO_LINK if layout.link is None else layout.link.link
+
+    def _kind(self, cls: LayerClass, is_local: bool, part: int) -> _LayerKind:
+        clock, model, layout = self.clock, self.clock.model, self.engine.layout
+        halves = tuple((slot, n, clock.attention(slot, cls)) for slot, n in self._holders[part])
+        if not model.layers[cls.layer].is_moe or not layout.experts:
+            return _LayerKind(halves)
+        if not is_local:
+            each = ((slot, clock.experts(slot, cls, chosen)) for slot, chosen in self._experts)
+            return _LayerKind(halves, tuple(each))
+        (every,) = node_shares(model.num_experts, model.top_k, (model.num_experts,), clock.skew)
+        own = tuple(clock.experts(slot, cls, every) for slot, _ in layout.attention)
+        return _LayerKind(halves, local=own)
 
     def with_settings(self, engine: EngineSetup) -> EngineSteps:
         """Return the steps of an engine that differs in its settings only; they share what is kept.
@@ -228,48 +273,22 @@ class EngineSteps:
 
     def step_s(self, running: float, chunks: Chunks | None) -> float:
         """Return the time of a step."""
-        key = (self._micro_batches(running, chunks), running, chunks)
-        if key not in self._known:
-            self._known[key] = self.step(running, chunks).step_s
-        return self._known[key]
+        m = self._micro_batches(running, chunks)
+        key = (m, running, chunks)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._whole(running, chunks, m)[0]
+        return found
 
     def step(self, running: float, chunks: Chunks | None) -> StepEstimate:
         """Return a step's times."""
-        engine, clock = self.engine, self.clock
         m = self._micro_batches(running, chunks)
-        per_node: list[BatchRows] = []
-        fixed_s = 0.0
-        for (slot, _), weight in zip(engine.layout.attention, engine.weights, strict=True):
-            tokens = 0.0 if chunks is None else chunks.tokens
-            per_node.append(
-                BatchRows(
-                    running * weight / m,
-                    clock.context,
-                    tokens / m,
-                    0.0 if chunks is None else chunks.start,
-                )
-            )
-            sampled = running * weight + (0.0 if chunks is None else chunks.slices)
-            fixed_s = max(fixed_s, clock.fixed_s(slot, engine.formats.head, sampled))
-        rows = running if chunks is None else running + chunks.replicas * chunks.tokens
-        widest = max(each.total for each in per_node)
-        hops = [
-            self._hop(cls, self._holders[part], per_node, rows / m, widest, m, is_local=is_local)
-            for cls, is_local, part in self._kinds
-        ]
+        whole_s, fixed_s, hops = self._whole(running, chunks, m)
         shares = [
-            sum(count * hop[side] for count, hop in zip(self._kinds.values(), hops, strict=True))
+            sum(count * hop[side] for count, hop in zip(self._counts, hops, strict=True))
             for side in range(4)
         ]
-        rallied = 1.0
-        if self._is_rallied:
-            rallied = max(
-                self._factor(slot, m, own.total).step
-                for holders in self._holders
-                for (slot, _), own in zip(holders, per_node, strict=True)
-            )
-        pass_s = link_s(self._link, widest * clock.model.hidden_size * clock.model.itemsize)
-        whole_s = rallied * (fixed_s + self._layers_s(hops, m, pass_s))
+        rows = running if chunks is None else running + chunks.replicas * chunks.tokens
         slowest = max(hops, key=lambda hop: hop.t_a + hop.t_e + 2 * hop.t_c)
         return StepEstimate(
             m,
@@ -282,6 +301,33 @@ class EngineSteps:
             fixed_s,
             m * shares[3],
         )
+
+    def _whole(
+        self, running: float, chunks: Chunks | None, m: int
+    ) -> tuple[float, float, list[HopTimes]]:
+        """Return the seconds of a step and of all outside its layers, and of each kind of layer."""
+        engine, clock = self.engine, self.clock
+        rows, own, slices, start = running, 0.0, 0.0, 0.0
+        if chunks is not None:
+            rows += chunks.replicas * chunks.tokens
+            own, slices, start = chunks.tokens / m, chunks.slices, chunks.start
+        per_node: list[BatchRows] = []
+        fixed_s = widest = 0.0
+        for (slot, _), weight in zip(engine.layout.attention, engine.weights, strict=True):
+            decoded = running * weight
+            per_node.append(BatchRows(decoded / m, clock.context, own, start))
+            fixed_s = max(fixed_s, clock.fixed_s(slot, engine.formats.head, decoded + slices))
+            widest = max(widest, decoded / m + own)
+        hops = [self._hop(kind, per_node, rows / m, widest, m) for kind in self._kinds]
+        rallied = 1.0
+        if self.is_rallied:
+            rallied = max(
+                self._factor(slot, m, each.total).step
+                for holders in self._holders
+                for (slot, _), each in zip(holders, per_node, strict=True)
+            )
+        pass_s = link_s(self._link, widest * clock.model.hidden_size * clock.model.itemsize)
+        return rallied * (fixed_s + self._layers_s(hops, m, pass_s)), fixed_s, hops
 
     def _micro_batches(self, running: float, chunks: Chunks | None) -> int:
         """Return into how many micro-batches a step's rows can be split, of those of the engine."""
@@ -304,44 +350,37 @@ class EngineSteps:
         return layers_s(layers, num_micro_batches=m, shares_cores=turns)
 
     def _hop(
-        self,
-        cls: LayerClass,
-        holders: DeviceSlots,
-        per_node: Sequence[BatchRows],
-        rows: float,
-        widest: float,
-        m: int,
-        *,
-        is_local: bool,
+        self, kind: _LayerKind, per_node: Sequence[BatchRows], rows: float, widest: float, m: int
     ) -> HopTimes:
         """Return a layer's times, of the slowest node of each role."""
         layout, clock = self.engine.layout, self.clock
         t_a = 0.0
-        for (slot, count), own in zip(holders, per_node, strict=True):
-            mean_s = clock.attention_s(slot, cls, own)
+        for (slot, count, half_s), own in zip(kind.halves, per_node, strict=True):
+            mean_s = half_s(own)
             if count > 1 and own.decode and clock.variation:
                 spread = clock.variation / math.sqrt(max(1.0, own.decode))
                 wider = own._replace(context=own.context * (1 + spread))
-                mean_s += highest_of(count) * max(0.0, clock.attention_s(slot, cls, wider) - mean_s)
-            t_a = max(t_a, self._factor(slot, m, own.total).attention * mean_s)
-        if not clock.model.layers[cls.layer].is_moe or not layout.experts:
+                mean_s += highest_of(count) * max(0.0, half_s(wider) - mean_s)
+            if self.is_rallied:
+                mean_s *= self._factor(slot, m, own.total).attention
+            t_a = max(t_a, mean_s)
+        if kind.local:
+            local_s = (each(own.total) for each, own in zip(kind.local, per_node, strict=True))
+            return HopTimes(t_a + max(local_s), 0.0, 0.0)
+        if not kind.experts:
             return HopTimes(t_a, 0.0, 0.0)
-        if is_local:
-            return HopTimes(t_a + self._local_s(cls, per_node), 0.0, 0.0)
         t_e = 0.0
-        for slot, chosen in self._experts:
-            t_e = max(
-                t_e, self._factor(slot, m, rows).experts * clock.experts_s(slot, cls, chosen, rows)
-            )
+        for slot, experts_s in kind.experts:
+            each_s = experts_s(rows)
+            if self.is_rallied:
+                each_s *= self._factor(slot, m, rows).experts
+            t_e = max(t_e, each_s)
         if layout.is_colocated:
             return HopTimes(t_a + t_e, 0.0, 0.0)
         if layout.kind == "one_process":
             return HopTimes(t_a, t_e, 0.0)
         row_bytes = clock.row_bytes()
-        sent = row_bytes * sum(
-            count * clock.reached(chosen, widest) for chosen, count in self._shares.items()
-        )
-        taken = max(clock.reached(chosen, rows) for _, chosen in self._experts) * row_bytes
+        sent, taken = widest * self._sent * row_bytes, rows * self._taken * row_bytes
         if not layout.spans:
             return HopTimes(t_a, t_e, link_s(self._link, max(sent, taken)))
         # The nodes of a host share its card.
@@ -350,21 +389,9 @@ class EngineSteps:
         return HopTimes(t_a, t_e, self._link.alpha_s + card_s, card_s)
 
     def _factor(self, slot: DeviceSlot, m: int, rows: float) -> RallyFactors:
-        if not self._is_rallied:
-            return NO_FACTORS
         return rally_factors(
             slot.device.profile,
             shares_cores=self.engine.layout.takes_turns,
             micro_batches=m,
             rows=rows,
-        )
-
-    def _local_s(self, cls: LayerClass, per_node: Sequence[BatchRows]) -> float:
-        """Return the time of routed experts that an attention node computes by itself."""
-        model = self.clock.model
-        held = (model.num_experts,)
-        everyone = node_shares(model.num_experts, model.top_k, held, self.clock.skew)
-        return max(
-            self.clock.experts_s(slot, cls, everyone[0], own.total)
-            for (slot, _), own in zip(self.engine.layout.attention, per_node, strict=True)
         )

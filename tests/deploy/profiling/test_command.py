@@ -9,10 +9,10 @@ import pytest
 
 from app.cli.main import main as topspin
 from deploy.placement.cost import (
+    AttentionLayer,
     BatchRows,
-    attention_layer_s,
-    experts_layer_s,
-    step_fixed_s,
+    ExpertLayer,
+    StepEnds,
     unmeasured,
 )
 from deploy.placement.devices import load_profile
@@ -57,9 +57,10 @@ def test_a_profile_answers_for_the_model_that_was_measured(
     coded = precision_by((PrecisionRule(format="int8", part="experts"),))
     assert unmeasured(device, shape, coded, role="expert", threads=1) == ["experts in int8"]
     rows = BatchRows(decode=2, context=8)
-    assert 0 < attention_layer_s(device, shape, 0, plain, rows, threads=1) < 1
-    assert 0 < experts_layer_s(device, shape, 0, "none", rows=2, pairs=4, touched=3, threads=1) < 1
-    assert 0 < step_fixed_s(device, shape, "none", 2, threads=1) < 1
+    assert 0 < AttentionLayer(device, shape, 0, plain, threads=1).seconds(rows) < 1
+    experts = ExpertLayer(device, shape, 0, "none", threads=1)
+    assert 0 < experts.seconds(rows=2, pairs=4, touched=3) < 1
+    assert 0 < StepEnds(device, shape, "none", threads=1).seconds(2) < 1
     assert {(each.name, each.shares_cores) for each in device.links} >= {("shm", True)}
     assert {each.micro_batches for each in device.rallies} == {1, 2, 3, 4}
     # An attention node has more: the vocabulary of grammars.

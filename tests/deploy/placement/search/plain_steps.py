@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from deploy.placement.cost import BatchRows, attention_layer_s, experts_layer_s, link_s
+from deploy.placement.cost import AttentionLayer, BatchRows, ExpertLayer, link_s
 from deploy.placement.devices import DeviceProfile, LinkProfile
 from deploy.placement.routing import rows_reached, shares_of_nodes, touched
 from deploy.placement.shapes import ModelShape, PrecisionOf
@@ -60,7 +60,8 @@ class PlainStep:
 
     def _hop(self, layer: int) -> HopTimes:
         model, (device, rows, threads) = self.model, self.replica
-        t_a = attention_layer_s(device, model, layer, self.precision_of, rows, threads=threads)
+        own = AttentionLayer(device, model, layer, self.precision_of, threads=threads)
+        t_a = own.seconds(rows)
         if not model.layers[layer].is_moe:
             return HopTimes(t_a, 0.0, 0.0)
         if layer in self.local_layers:
@@ -86,13 +87,8 @@ class PlainStep:
         self, host: PlainHost, layer: int, chosen: Sequence[float], reached: float
     ) -> float:
         rows = self.replica.rows.total
-        return experts_layer_s(
-            host.device,
-            self.model,
-            layer,
-            self.precision_of("experts", layer),
-            rows=reached,
-            pairs=rows * math.fsum(chosen),
-            touched=touched(chosen, rows),
-            threads=host.threads,
+        precision, threads = self.precision_of("experts", layer), host.threads
+        experts = ExpertLayer(host.device, self.model, layer, precision, threads=threads)
+        return experts.seconds(
+            rows=reached, pairs=rows * math.fsum(chosen), touched=touched(chosen, rows)
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploy.placement.cost import BatchRows, attention_layer_s, experts_layer_s, step_fixed_s
+from deploy.placement.cost import AttentionLayer, BatchRows, ExpertLayer, StepEnds
 from deploy.placement.formats import stored
 from deploy.placement.routing import touched
 from deploy.placement.search.drafts import MIN_SAMPLED_ROWS, Decision, decide
@@ -70,27 +70,16 @@ def pass_s(inputs: Inputs, slot: DeviceSlot, rows: float) -> float:
     """Return the time of the draft model's pass, layer by layer from the cost model."""
     model, profile, threads = inputs.draft, slot.device.profile, max(1, slot.threads)
     assert model is not None
-    total_s = step_fixed_s(profile, model, UNQUANTISED, rows, threads=threads)
+    total_s = StepEnds(profile, model, UNQUANTISED, threads=threads).seconds(rows)
     context = inputs.rater().clock.context
     for layer in range(model.num_layers):
-        total_s += attention_layer_s(
-            profile,
-            model,
-            layer,
-            lambda *_: UNQUANTISED,
-            BatchRows(rows, context),
-            threads=threads,
-        )
+        attention = AttentionLayer(profile, model, layer, lambda *_: UNQUANTISED, threads=threads)
+        total_s += attention.seconds(BatchRows(rows, context))
         if model.num_experts:
-            total_s += experts_layer_s(
-                profile,
-                model,
-                layer,
-                UNQUANTISED,
+            total_s += ExpertLayer(profile, model, layer, UNQUANTISED, threads=threads).seconds(
                 rows=rows,
                 pairs=rows * model.top_k,
                 touched=touched((model.top_k / model.num_experts,) * model.num_experts, rows),
-                threads=threads,
             )
     return total_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.placement.cost import BatchRows, chain_s, link_s, step_fixed_s, step_s
+from deploy.placement.cost import BatchRows, StepEnds, chain_s, link_s, step_s
 from deploy.placement.formats import Formats, LayerFormats
 from deploy.placement.search.steady import Chunks
 from deploy.placement.search.steps import NO_LINK, Clock, EngineSetup, EngineSteps
@@ -64,9 +64,8 @@ def test_a_step_is_that_of_the_cost_model(
         replica = PlainReplica(slot.device.profile, rows, max(1, slot.threads))
         hops = PlainStep(SHAPE, MIXED.of, replica, hosts, link, skew).hops()
         sampled = running + (0.0 if chunks is None else chunks.slices)
-        fixed_s = step_fixed_s(
-            slot.device.profile, SHAPE, MIXED.head, sampled, threads=max(1, slot.threads)
-        )
+        ends = StepEnds(slot.device.profile, SHAPE, MIXED.head, threads=max(1, slot.threads))
+        fixed_s = ends.seconds(sampled)
         expected = step_s(hops, fixed_s=fixed_s, micro_batches=m, shares_cores=layout.takes_turns)
         found = EngineSteps(engine, clock).step_s(running, chunks)
         assert found == pytest.approx(expected, rel=1e-6)
@@ -92,7 +91,7 @@ def test_layer_ranges_have_the_cost_models_times(m: int) -> None:
     hops = [*by_device[0][:3], by_device[1][3]]
     assert by_device[1][0].t_a > 1.5 * by_device[0][0].t_a
     pass_s = link_s(link, 12.0 / m * SHAPE.hidden_size * SHAPE.itemsize)
-    expected = step_fixed_s(fast, SHAPE, MIXED.head, 12.0, threads=8)
+    expected = StepEnds(fast, SHAPE, MIXED.head, threads=8).seconds(12.0)
     expected += chain_s(hops, (3, 4), num_micro_batches=m, pass_s=pass_s)
     found = EngineSteps(engine, clock).step_s(12.0, None)
     assert found == pytest.approx(expected, rel=1e-6)
@@ -123,7 +122,7 @@ def test_local_layers_have_the_cost_models_times(m: int) -> None:
     local = frozenset((0, 1, 2))
     plain = PlainStep(SHAPE, MIXED.of, replica, hosts, layout.link.link, local_layers=local)
     hops = plain.hops()
-    fixed_s = step_fixed_s(slot.device.profile, SHAPE, MIXED.head, 12.0, threads=1)
+    fixed_s = StepEnds(slot.device.profile, SHAPE, MIXED.head, threads=1).seconds(12.0)
     expected = step_s(hops, fixed_s=fixed_s, micro_batches=m, shares_cores=False)
     # Every row reaches a node that has all experts; routing.rows_reached says 99.9 % of them.
     assert EngineSteps(engine, clock).step_s(12.0, None) == pytest.approx(expected, rel=1e-3)
