@@ -117,6 +117,7 @@ MODULES: Final = {
     "retrieval": "retrieval.command",
     "scheduler_overhead": "scheduler_overhead",
     "sensitivity": "quality.sensitivity",
+    "served": "engine.served",
     "spec": "speculation.command",
     "startup": "engine.startup",
     "structured_output": "structured_output",

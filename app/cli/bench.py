@@ -25,6 +25,7 @@ BENCHMARKS = {
     "retrieval": "retrieval.command",
     "sensitivity": "quality.sensitivity",
     "serve": "load.serve",
+    "served": "engine.served",
     "spec": "speculation.command",
     "startup": "engine.startup",
     "step": "kernels.step",

@@ -8,10 +8,11 @@ which only the link's latency is added. Run as `topspin bench local-layers --dev
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -26,7 +27,7 @@ from benchmarks.servers.topspin import Streams, running
 from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
 from deploy.placement.devices import DeviceProfile, load_profile
 from deploy.placement.formats import stored
-from deploy.placement.search.layouts import Device, Host, layouts_of
+from deploy.placement.search.layouts import Device, DeviceSlot, Host, layouts_of
 from deploy.placement.search.steps import Clock, EngineSetup, EngineSteps
 from deploy.placement.shapes import ModelShape
 from deploy.placement.workload import Lengths, Workload
@@ -39,28 +40,41 @@ PROMPT_LEN: Final = 16
 
 
 def predicted_s(
-    profile: DeviceProfile, path: Path, *, latency_us: float, num_local: int, load: Streams
+    profile: DeviceProfile,
+    path: Path,
+    *,
+    latency_us: float,
+    num_local: int,
+    load: Streams,
+    transport: Literal["shm", "tcp"] = "shm",
+    num_nodes: tuple[int, int] = (1, 1),
 ) -> float:
     """Return the seconds of a decode step, as `topspin plan` counts them.
 
-    The device serves both roles in turns over its own shm link, `latency_us` longer; the first
-    `num_local` MoE layers have no hop.
+    The device serves both roles in turns over its own link, `latency_us` longer; the first
+    `num_local` MoE layers have no hop. Of several nodes of a role each takes as many times as long,
+    since all compute on the same cores.
     """
     model = ModelShape.from_config(load_model_config(path))
-    own = next(each for each in profile.links if each.name == "shm" and each.shares_cores)
+    own = next(each for each in profile.links if each.name == transport and each.shares_cores)
     link = HostLink(
-        transport="shm",
+        transport=transport,
         alpha_us=own.alpha_s * 1e6 + latency_us,
         gbps=min(1e6, own.bytes_per_s * 8e-9),
     )
     spec = HostGroup(name="here", devices=(DeviceGroup(device=profile.name),), links=(link,))
     cpu = Device(0, profile, 1, int(profile.memory_bytes), 0.0, profile.cores, 1.0)
     layouts = layouts_of(Host(spec, (cpu,)), num_experts=model.num_experts).layouts
+    layout = next(each for each in layouts if each.kind == "turns")
+    attention, experts = (
+        ((DeviceSlot(dataclasses.replace(cpu, slow=float(count)), cpu.cores), count),)
+        for count in num_nodes
+    )
     engine = EngineSetup(
-        next(each for each in layouts if each.kind == "turns"),
+        dataclasses.replace(layout, attention=attention, experts=experts),
         stored(model),
-        held=(model.num_experts,),
-        weights=(1.0,),
+        held=(-(-model.num_experts // num_nodes[1]),),
+        weights=(1.0 / num_nodes[0],),
         micro_batches=1,
         batched_tokens=512,
         num_local=num_local,

@@ -25,6 +25,7 @@ EXAMPLES = {
     "gpu_cpu_hosts": ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
     "megascale_infer": ("mixtral-8x22b", "mistralai/Mixtral-8x22B-Instruct-v0.1"),
     "gpt_oss_h100": ("gpt-oss-120b", "openai/gpt-oss-120b"),
+    "deepseek_h200": ("deepseek-v3", "deepseek-ai/DeepSeek-V3"),
 }
 """By cluster: the directory with the model's config.json, and its name in the plan."""
 

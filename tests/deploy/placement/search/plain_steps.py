@@ -60,8 +60,8 @@ class PlainStep:
 
     def _hop(self, layer: int) -> HopTimes:
         model, (device, rows, threads) = self.model, self.replica
-        own = AttentionLayer(device, model, layer, self.precision_of, threads=threads)
-        t_a = own.seconds(rows)
+        half = AttentionLayer(device, model, layer, self.precision_of, threads=threads)
+        t_a = half.seconds(rows)
         if not model.layers[layer].is_moe:
             return HopTimes(t_a, 0.0, 0.0)
         if layer in self.local_layers:
