@@ -48,7 +48,8 @@ def layers_s(layers: Sequence[HopTimes], *, num_micro_batches: int, shares_cores
     """
     if not layers:
         return 0.0
-    if all(each == layers[0] for each in layers):
+    runs = [(times, len(list(run))) for times, run in itertools.groupby(layers)]
+    if len(runs) == 1:
         return pipeline_s(
             layers[0],
             num_micro_batches=num_micro_batches,
@@ -61,8 +62,7 @@ def layers_s(layers: Sequence[HopTimes], *, num_micro_batches: int, shares_cores
         return _trip_s(layers[0]) + sum(paces) + (m - 1) * _busy_s(layers[-1], True)
     # When the way there, the experts, the way back and attention are free; the answers.
     state = [0.0] * (4 + m)
-    for times, run in itertools.groupby(layers):
-        left = sum(1 for _ in run)
+    for times, left in runs:
         moving = 0 if times.t_e or times.t_c else 3
         while left:
             before = state

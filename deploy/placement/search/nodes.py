@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from typing import Literal, NamedTuple
 
@@ -104,6 +104,7 @@ class NodeContents:
         self.most_rows = most_rows
         self._cuts = cache(self._some_cuts)
         self._held_s = cache(self._seconds_of_held)
+        self._kept = cache(self.model.kept_bytes_per_token)
 
     def room(self, engine: EngineSetup) -> tuple[int, ...] | Binding:
         """Return the tokens that a node of each attention group has room for beside the rest.
@@ -166,7 +167,7 @@ class NodeContents:
         A prompt may be fed in whole steps.
         """
         usual = self.kept_per_token(engine.kv_itemsize, layers)
-        longest = self.model.kept_bytes_per_token(
+        longest = self._kept(
             self.max_model_len,
             engine.kv_itemsize,
             layers=layers,
@@ -174,11 +175,9 @@ class NodeContents:
         )
         return usual, longest * self.max_model_len
 
-    def kept_per_token(
-        self, itemsize: int | None = None, layers: Iterable[int] | None = None
-    ) -> float:
+    def kept_per_token(self, itemsize: int | None = None, layers: range | None = None) -> float:
         """Return the bytes of keys per token of a sequence of the usual length."""
-        return self.model.kept_bytes_per_token(self.clock.context, itemsize, layers=layers)
+        return self._kept(self.clock.context, itemsize, layers=layers)
 
     def cuts(self, layout: EngineLayout, formats: Formats, tokens: int) -> tuple[Ends, ...]:
         """Return the ends of layer ranges to try; ((),): the layout's layers are not cut.

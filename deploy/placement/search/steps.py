@@ -168,15 +168,19 @@ class Clock:
         """Return how many of `rows` choose one of these experts."""
         return self._once(("reached", chosen), lambda: self.reached_of(chosen))(rows)
 
-    def fixed_s(self, slot: DeviceSlot, head: Format, rows: float) -> float:
-        """Return the time outside the layers on an attention node that samples `rows` tokens."""
+    def ends(self, slot: DeviceSlot, head: Format) -> Callable[[float], float]:
+        """Return what gives fixed_s() by the number of rows."""
 
         def make() -> Callable[[float], float]:
             threads = max(1, slot.threads)
             ends = StepEnds(slot.device.profile, self.model, head, threads=threads)
             return lambda rows: slot.device.slow * ends.seconds(rows)
 
-        return self._once(("fixed", slot, head), make)(rows)
+        return self._once(("ends", slot, head), make)
+
+    def fixed_s(self, slot: DeviceSlot, head: Format, rows: float) -> float:
+        """Return the time outside the layers on an attention node that samples `rows` tokens."""
+        return self.ends(slot, head)(rows)
 
     def row_bytes(self) -> float:
         """Return the bytes of a row on the wire, the mean of both ways."""
@@ -243,9 +247,13 @@ class EngineSteps:
         self._kinds = [self._kind(*each) for each in places]
         self._kind_of = tuple(places[kind] for kind in kinds)
         self._num_attention = layout.num_attention
-        # The rows that a node of an attention group sends, of its own; that an expert node takes.
-        self._sent = sum(n * clock.reached(each, 1.0) for each, n in Counter(shares).items())
-        self._taken = max((clock.reached(each, 1.0) for each in shares), default=0.0)
+        self._ends = [clock.ends(slot, engine.formats.head) for slot, _ in layout.attention]
+        # The bytes that an attention node sends for each of its rows, that an expert node takes for
+        # each of all.
+        row_bytes = clock.row_bytes()
+        reached = {each: row_bytes * clock.reached(each, 1.0) for each in dict.fromkeys(shares)}
+        self._sent = sum(map(reached.__getitem__, shares))
+        self._taken = max(reached.values(), default=0.0)
         slots = [slot for slot, _ in (*layout.holders, *layout.experts)]
         self.is_rallied = not layout.is_colocated and any(s.device.profile.rallies for s in slots)
         self._link = NO_LINK if layout.link is None else layout.link.link
@@ -313,10 +321,10 @@ class EngineSteps:
             own, slices, start = chunks.tokens / m, chunks.slices, chunks.start
         per_node: list[BatchRows] = []
         fixed_s = widest = 0.0
-        for (slot, _), weight in zip(engine.layout.attention, engine.weights, strict=True):
+        for ends_s, weight in zip(self._ends, engine.weights, strict=True):
             decoded = running * weight
             per_node.append(BatchRows(decoded / m, clock.context, own, start))
-            fixed_s = max(fixed_s, clock.fixed_s(slot, engine.formats.head, decoded + slices))
+            fixed_s = max(fixed_s, ends_s(decoded + slices))
             widest = max(widest, decoded / m + own)
         hops = [self._hop(kind, per_node, rows / m, widest, m) for kind in self._kinds]
         rallied = 1.0
@@ -359,7 +367,8 @@ class EngineSteps:
             mean_s = half_s(own)
             if count > 1 and own.decode and clock.variation:
                 spread = clock.variation / math.sqrt(max(1.0, own.decode))
-                wider = own._replace(context=own.context * (1 + spread))
+                longer = own.context * (1 + spread)
+                wider = BatchRows(own.decode, longer, own.prefill, own.start)
                 mean_s += highest_of(count) * max(0.0, half_s(wider) - mean_s)
             if self.is_rallied:
                 mean_s *= self._factor(slot, m, own.total).attention
@@ -379,8 +388,7 @@ class EngineSteps:
             return HopTimes(t_a + t_e, 0.0, 0.0)
         if layout.kind == "one_process":
             return HopTimes(t_a, t_e, 0.0)
-        row_bytes = clock.row_bytes()
-        sent, taken = widest * self._sent * row_bytes, rows * self._taken * row_bytes
+        sent, taken = widest * self._sent, rows * self._taken
         if not layout.spans:
             return HopTimes(t_a, t_e, link_s(self._link, max(sent, taken)))
         # The nodes of a host share its card.
