@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from benchmarks.experiment import Experiment, Result, TextTable, table
@@ -174,7 +175,7 @@ class Decoder:
         found = []
         for m in range(1, MAX_MICRO_BATCHES + 1):
             steps, limit = self.apart(split, m)
-            found.append(most(limit, lambda n, of=steps: of.step_s(n, None), tpot_s))
+            found.append(most(limit, partial(steps.step_s, chunks=None), tpot_s))
         return max(found, key=lambda each: each.rate)
 
     def together(self, of: Together, tpot_s: float) -> Decoding:

@@ -71,10 +71,15 @@ class Engine(NamedTuple):
         )
 
 
+LINKS: Final[tuple[tuple[Literal["shm", "tcp"], float], ...]] = (
+    ("shm", 0.0),
+    ("tcp", 0.0),
+    ("shm", 500.0),
+)
 ENGINES: Final = tuple(
     Engine(*nodes, transport, latency_us)
     for nodes in ((1, 1), (1, 2), (2, 2))
-    for transport, latency_us in (("shm", 0.0), ("tcp", 0.0), ("shm", 500.0))
+    for transport, latency_us in LINKS
 )
 
 

@@ -1,0 +1,50 @@
+"""Engines that serve against the planner's cost model: the plans, and the errors that are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine.local_layers import predicted_s
+from benchmarks.engine.served import ENGINES, errors
+from benchmarks.servers.topspin import Streams
+from tests.benchmarks.engine.test_local_layers import LAPTOP
+from tests.checkpoints import make_checkpoint
+
+
+def test_every_engine_has_its_nodes_and_its_link(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "mixtral")
+    for engine in ENGINES:
+        plan = engine.plan(path)
+        assert (len(plan.attention), len(plan.experts)) == engine[:2]
+        assert (plan.link.transport, plan.link.latency_us) == engine[2:]
+        assert plan.link.micro_batches == 1
+    names = [str(engine) for engine in ENGINES]
+    assert len({*names}) == len(names) == 9
+
+
+def test_several_nodes_on_the_same_cores_take_no_less_time(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "mixtral")
+
+    def step_s(num_nodes: tuple[int, int]) -> float:
+        load = Streams(8, 16, 8, 100)
+        return predicted_s(LAPTOP, path, latency_us=0, num_local=0, load=load, num_nodes=num_nodes)
+
+    assert step_s((1, 1)) < step_s((1, 2)) < step_s((2, 2)) < 3 * step_s((1, 1))
+
+
+def test_errors_are_told_by_model_with_their_bound() -> None:
+    rows = [
+        {"model": "m", "throughput_error": error, "tpot_error": -2 * error}
+        for error in (0.01, -0.05, 0.1)
+    ]
+    throughput, tpot = errors(rows)
+    assert (throughput["what"], throughput["points"], throughput["within"]) == (
+        "m: throughput",
+        3,
+        2,
+    )
+    assert throughput["median"] == pytest.approx(5)
+    assert throughput["worst"] == pytest.approx(10)
+    assert (tpot["within"], tpot["worst"]) == (2, pytest.approx(20))
