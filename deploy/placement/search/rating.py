@@ -106,10 +106,8 @@ class Rater:
             if rating.point is None or self._is_for_latency:
                 break
             load = best.load(self.workload)
-            if self._is_below(rating.settled[0], rating.beyond, load):
-                continue
             least = self._needed(rating, load)
-            if least < rating.beyond:
+            if least < rating.beyond and not self._is_below(rating.settled[0], rating.beyond, load):
                 best = max(best, self.sharpened(rating, least=least), key=self.rank)
         if best.engine is None:
             return best
@@ -119,8 +117,8 @@ class Rater:
     def _is_below(self, engine: EngineSetup, running: float, load: float) -> bool:
         """Say whether fewer sequences than so many cannot carry `load`, as decoding alone shows.
 
-        Steps are taken to grow no faster than their rows, as in deploy.placement.search.bounds:
-        where factors of a rally were measured, and of users, of whom some wait, it is not known.
+        As in .bounds steps are taken to grow no faster than their rows: where factors of a rally
+        were measured, and of users, of whom some wait, it is not known.
         """
         steps = self.steps_of(engine)
         if self.workload.arrival_rate is None or self._is_for_latency or steps.is_rallied:
