@@ -59,7 +59,7 @@ class Engine(NamedTuple):
         """Return the plan of an engine all of whose nodes use all cores, in turns."""
         return plan_of(
             path,
-            max_model_len=1024,
+            max_model_len=min(1024, load_model_config(path).context_length),
             transport=self.transport,
             latency_us=self.latency_us,
             attention_nodes=self.num_attention,
