@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from server.gateway.errors import truncated
 from server.gateway.openapi.endpoint import Endpoint
@@ -86,8 +86,14 @@ def page_paths() -> frozenset[str]:
 
 
 async def send_file(request: Request) -> Response:
-    """Answer with a file, or with 304 if the client has it."""
+    """Answer with a file, or with 304 if the client has it.
+
+    A proxy's prefix without a slash behind it is another directory to a browser: it is sent on.
+    """
     name = request.path_params.get("name", INDEX)
+    path = request.scope["raw_path"].decode("latin-1")
+    if "name" not in request.path_params and not path.endswith("/"):
+        return RedirectResponse(f"{path.rpartition('/')[2]}/", headers=HEADERS)
     file = page_files().get(name)
     if file is None:
         raise HTTPException(404, f"the page has no file `{truncated(name, 64)}`")

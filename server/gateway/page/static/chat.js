@@ -107,7 +107,7 @@ export class Chat {
 
   keep() {
     const { messages } = this.shown;
-    this.shown.title ||= (messages[0]?.content ?? "").slice(0, MAX_TITLE_CHARS).replace(/\s+/g, " ");
+    this.shown.title ||= titleOf(messages[0]?.content ?? "");
     if (!store.keep(this.shown)) this.tell("This browser has no room for more: export and delete conversations.");
     this.listTitles();
   }
@@ -260,4 +260,9 @@ export class Chat {
     const left = log.scrollHeight - log.scrollTop - log.clientHeight;
     if (always || left < 120) log.scrollTop = log.scrollHeight;
   }
+}
+
+function titleOf(text) {
+  const title = text.replace(/\s+/g, " ");
+  return title.length > MAX_TITLE_CHARS ? `${title.slice(0, MAX_TITLE_CHARS - 1)}…` : title;
 }

@@ -58,6 +58,7 @@ export function number(value, digits = 0) {
 /* A duration in the unit in which it has a few digits. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";
+  if (seconds === 0) return "0 s";
   if (seconds < 1e-3) return `${number(seconds * 1e6)} µs`;
   if (seconds < 1) return `${number(seconds * 1e3, seconds < 0.1 ? 2 : 0)} ms`;
   return `${number(seconds, 2)} s`;

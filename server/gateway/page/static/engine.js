@@ -1,31 +1,37 @@
 /* The engine: its nodes on the plan's two sides, its gauges, the last minutes, experts, news. */
 
-import { bytes, draw, duration, make, number } from "./dom.js";
+import { announce, bytes, draw, duration, make, number } from "./dom.js";
 import { fillFacts, panel } from "./rally.js";
 
 const STATES = { serving: "serves", loading: "loads", lost: "not there" };
 const SIDES = [["attention", "Attention"], ["stage", "Stages"], ["expert", "Experts"], ["draft", "Drafts"]];
-const CELL = 9;
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 export class EngineView {
   constructor(section) {
     this.plan = make("div.plan");
     this.cards = new Map();
     this.connections = new Map();
-    this.gauges = make("div.gauges");
-    this.meters = new Map();
+    this.gauges = new Gauges();
+    this.speculation = new Gauges();
+    this.drafts = make("dl.facts");
+    this.kv = make("dl.facts");
     this.charts = CHARTS.map((chart) => new Chart(chart));
     this.canvas = make("canvas", { role: "img", "aria-label": "How often each expert is chosen, by layer", mousemove: (event) => this.point(event) });
     this.pointed = make("p.minor", {}, "");
-    this.heat = panel("Experts by layer", "A row is an MoE layer, a column an expert; the brighter, the more often it was chosen lately.",
-      make("div.scroll", { tabIndex: 0, role: "group", "aria-label": "Experts" }, this.canvas), this.pointed);
+    this.cell = null;
+    this.heat = panel("Experts by layer", "The brighter, the more often an expert of that layer was chosen lately. Point at one, or use the arrow keys.",
+      make("div.scroll", { tabIndex: 0, role: "group", "aria-label": "Experts", keydown: (event) => this.step(event) }, this.canvas),
+      this.pointed);
+    this.speculating = panel("Speculation", "Of all drafts, those of which so many tokens were kept.", this.speculation.element, this.drafts);
+    this.retrieving = panel("Long contexts", "Attention to a selection of the keys, and blocks that are in a file.", this.kv);
     this.counts = make("dl.facts");
     this.list = make("ul.news");
     this.body = make("div.panels", { hidden: true },
       panel("The plan, and its nodes now", "Rows go over the net from every attention node to every expert node, and come back.", this.plan),
-      panel("Now", "", this.gauges, this.counts),
+      panel("Now", "", this.gauges.element, this.counts),
       panel("The last minutes", "Since you began to look.", make("div.charts", {}, this.charts.map(({ element }) => element))),
-      this.heat,
+      this.speculating, this.retrieving, this.heat,
       panel("News", "Changes of state, and warnings of the scheduler's log.", this.list));
     section.append(this.body);
   }
@@ -34,6 +40,8 @@ export class EngineView {
     this.body.hidden = false;
     this.showNodes(told.nodes);
     this.showGauges(told);
+    this.showSpeculation(told.stats);
+    this.showRetrieval(told.stats);
     for (const chart of this.charts) chart.update(told.history);
     if (told.heat.length) this.showHeat(told.heat);
     this.heat.hidden = !this.rows;
@@ -82,18 +90,11 @@ export class EngineView {
   /* Gauges. */
 
   showGauges({ stats, state, detail, table_version: version, history }) {
-    const share = (part, whole) => (whole ? part / whole : 0);
-    const gauge = (name, value, text) => this.gauge(name, value, text);
-    const percent = (value) => `${number(100 * value, value < 0.1 ? 1 : 0)} %`;
+    const gauge = (name, value, text) => this.gauges.show(name, value, text);
     gauge("KV cache", stats.kv_cache_usage, `${percent(stats.kv_cache_usage)} of ${number(stats.num_blocks)} blocks`);
     gauge("Waiting", share(stats.num_waiting, stats.max_queued_requests), `${number(stats.num_waiting)} of ${number(stats.max_queued_requests)}`);
     const hits = share(stats.prefix_cache_hits, stats.prefix_cache_queries);
     gauge("Prefix cache", hits, `${percent(hits)} of prompt tokens found`);
-    if (stats.num_draft_tokens) {
-      const accepted = stats.num_accepted_tokens.reduce((sum, each) => sum + each, 0);
-      const kept = share(accepted, stats.num_draft_tokens);
-      gauge("Speculation", kept, `${percent(kept)} of drafted tokens kept, ${number(1 + accepted / stats.num_drafts, 2)} tokens a step`);
-    }
     gauge("Balance of experts", share(1, stats.expert_balance), `busiest node ${number(stats.expert_balance, 2)} times the mean`);
     const { at, rates } = lately(history);
     fillFacts(this.counts, [
@@ -108,46 +109,93 @@ export class EngineView {
       ["Replayed requests", number(stats.num_replays), "replays"],
       ["Preemptions", number(stats.num_preemptions)],
       ["Experts moved", `${number(stats.expert_migrations)}, table ${version}`],
-      ...retrieval(stats.kv),
     ]);
   }
 
-  gauge(name, value, text) {
-    if (!this.meters.has(name)) {
-      const meter = make("meter", { min: 0, max: 1, "aria-label": name });
-      const out = make("span.minor");
-      this.gauges.append(make("div", {}, make("b", {}, name), meter, out));
-      this.meters.set(name, { meter, out });
-    }
-    const { meter, out } = this.meters.get(name);
-    meter.value = value;
-    out.textContent = text;
+  showSpeculation(stats) {
+    const { num_drafts: drafts, num_draft_tokens: drafted, num_accepted_tokens: accepted } = stats;
+    this.speculating.hidden = !drafts;
+    if (!drafts) return;
+    accepted.slice(0, MAX_POSITIONS).forEach((count, index) => {
+      const kept = count / drafts;
+      this.speculation.show(index ? `${index + 1} tokens or more` : "One token or more", kept, percent(kept));
+    });
+    const sum = accepted.reduce((all, each) => all + each, 0);
+    const guesses = stats.num_root_hits + stats.num_root_misses;
+    fillFacts(this.drafts, [
+      ["Tokens a step and sequence", number(1 + sum / drafts, 2), "per-draft"],
+      ["Drafted tokens", number(drafted)],
+      ["Of those, kept", percent(share(sum, drafted))],
+      ...(stats.num_draft_passes ? [
+        ["Passes of draft nodes", number(stats.num_draft_passes)],
+        ["Beside a step", percent(share(stats.num_overlapped_passes, stats.num_draft_passes))],
+      ] : []),
+      ...(guesses ? [["Draft ready for the token chosen", percent(stats.num_root_hits / guesses)]] : []),
+    ]);
   }
 
-  /* Experts. */
+  showRetrieval({ kv, kv_frames_usage: frames }) {
+    this.retrieving.hidden = !frames && !Object.values(kv).some(Boolean);
+    if (this.retrieving.hidden) return;
+    const keys = kv.num_hot_keys + kv.num_read_keys;
+    fillFacts(this.kv, [
+      ["Rows that chose their keys", number(kv.num_selected_rows), "selected"],
+      ["Segments with codebooks", number(kv.num_coded_segments)],
+      ["Recall of the best keys", kv.num_recalls ? percent(kv.recall_sum / kv.num_recalls) : "–"],
+      ["Blocks saved", number(kv.num_saved_blocks)],
+      ["Blocks read whole", number(kv.num_loaded_blocks)],
+      ["Chosen keys found in memory", keys ? percent(kv.num_hot_keys / keys) : "–"],
+      ["Blocks needed in memory", percent(frames)],
+    ]);
+  }
+
+  /* Experts. Layers go down, or along if there are more of them than experts. */
 
   showHeat(heat) {
     this.rows = heat.map((row) => Uint8Array.from(atob(row), (each) => each.charCodeAt(0)));
-    const columns = this.rows[0].length;
-    const { canvas } = this;
-    canvas.width = columns * CELL;
-    canvas.height = this.rows.length * CELL;
-    const context = canvas.getContext("2d");
-    this.rows.forEach((row, layer) => row.forEach((value, expert) => {
-      const share = value / 255;
-      context.fillStyle = `hsl(${150 - 90 * share} ${45 + 40 * share}% ${16 + 44 * share}%)`;
-      context.fillRect(expert * CELL, layer * CELL, CELL - 1, CELL - 1);
-    }));
-    if (!this.pointed.textContent) this.pointed.textContent = `${this.rows.length} layers of ${columns} experts.`;
+    const sizes = [this.rows[0].length, this.rows.length];
+    this.isTurned = sizes[1] > sizes[0];
+    const [wide, high] = this.isTurned ? sizes.reverse() : sizes;
+    this.size = wide > 48 ? 10 : 22;
+    this.canvas.width = wide * this.size;
+    this.canvas.height = high * this.size;
+    const context = this.canvas.getContext("2d");
+    for (let y = 0; y < high; y++) {
+      for (let x = 0; x < wide; x++) {
+        const often = this.often(x, y) / 255;
+        context.fillStyle = `hsl(${150 - 90 * often} ${45 + 40 * often}% ${16 + 44 * often}%)`;
+        context.fillRect(x * this.size, y * this.size, this.size - 1, this.size - 1);
+      }
+    }
+    if (this.cell) this.tellCell(...this.cell);
+    else this.pointed.textContent = `${this.rows.length} layers of ${this.rows[0].length} experts: ${this.isTurned ? "a column is a layer" : "a row is a layer"}.`;
+  }
+
+  often(x, y) {
+    return this.isTurned ? this.rows?.[x]?.[y] : this.rows?.[y]?.[x];
   }
 
   point({ offsetX, offsetY }) {
-    const scale = this.canvas.width / this.canvas.clientWidth;
-    const layer = Math.floor(offsetY * scale / CELL);
-    const expert = Math.floor(offsetX * scale / CELL);
-    const value = this.rows?.[layer]?.[expert];
-    if (value === undefined) return;
-    this.pointed.textContent = `Layer ${layer}, expert ${expert}: chosen ${number(100 * value / 255)} % as often as the layer's favourite.`;
+    const scale = this.canvas.width / this.canvas.clientWidth / this.size;
+    this.tellCell(Math.floor(offsetX * scale), Math.floor(offsetY * scale));
+  }
+
+  step(event) {
+    const [right, down] = ARROWS[event.key] ?? [];
+    if (right === undefined || !this.rows) return;
+    event.preventDefault();
+    const [x, y] = this.cell ?? [-right, -down];
+    this.tellCell(x + right, y + down);
+    announce(this.pointed.textContent);
+  }
+
+  tellCell(x, y) {
+    const often = this.often(x, y);
+    if (often === undefined) return;
+    this.cell = [x, y];
+    const [layer, expert] = this.isTurned ? [x, y] : [y, x];
+    const text = `Layer ${layer}, expert ${expert}: chosen ${number(100 * often / 255)} % as often as the layer's favourite.`;
+    if (this.pointed.textContent !== text) this.pointed.textContent = text;
   }
 
   showNews(news) {
@@ -159,11 +207,8 @@ export class EngineView {
   }
 }
 
-/* What long contexts do, where they do something. */
-function retrieval(kv) {
-  return Object.entries(kv).filter(([, value]) => typeof value === "number" && value > 0).slice(0, 8).map(
-    ([name, value]) => [`KV: ${name.replace(/^num_/, "").replaceAll("_", " ")}`, number(value, Number.isInteger(value) ? 0 : 2)]);
-}
+const share = (part, whole) => (whole ? part / whole : 0);
+const percent = (value) => `${number(100 * value, value < 0.1 ? 1 : 0)} %`;
 
 /* Return the rates of the last few seconds. */
 function lately(history) {
@@ -186,6 +231,27 @@ const CHARTS = [
   { title: "KV cache, %", points: valueOf((stats) => 100 * stats.kv_cache_usage) },
 ];
 const SHOWN_S = 300;
+const MAX_POSITIONS = 6;
+
+/* Values between none and all, each with its name and a text; those that are there stay. */
+class Gauges {
+  constructor() {
+    this.element = make("div.gauges");
+    this.meters = new Map();
+  }
+
+  show(name, value, text) {
+    if (!this.meters.has(name)) {
+      const meter = make("meter", { min: 0, max: 1, "aria-label": name });
+      const out = make("span.minor");
+      this.element.append(make("div", {}, make("b", {}, name), meter, out));
+      this.meters.set(name, { meter, out });
+    }
+    const { meter, out } = this.meters.get(name);
+    meter.value = value;
+    out.textContent = text;
+  }
+}
 
 class Chart {
   constructor({ title, points }) {

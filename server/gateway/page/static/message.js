@@ -1,7 +1,7 @@
 /* How one message of a conversation is shown. Knows no server and no other message. */
 
 import { logprobsOf } from "./answer.js";
-import { button, duration, make, number } from "./dom.js";
+import { announce, button, duration, make, number } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Result of a tool" };
@@ -49,7 +49,12 @@ export class MessageView {
 
   buttons() {
     const { message, actions } = this;
-    const made = [button("Copy", () => navigator.clipboard?.writeText(message.content))];
+    const made = [];
+    // Pages of another host have a clipboard only over HTTPS.
+    if (navigator.clipboard) {
+      made.push(button("Copy", () => navigator.clipboard.writeText(message.content)
+        .then(() => announce("Copied."), () => announce("The browser does not let this page copy."))));
+    }
     if (actions.edit) made.push(button("Edit", () => this.edit()));
     if (actions.regenerate) made.push(button("Regenerate", actions.regenerate));
     if (logprobsOf.has(message)) {

@@ -1,10 +1,12 @@
 /* The rally: one step's timeline, the same step in slow motion, and what other speeds would bring. */
 
-import { button, draw, duration, make, number } from "./dom.js";
+import { button, coalesced, draw, duration, make, number } from "./dom.js";
 import { SlowMotion } from "./slow.js";
 import { changed, formula, isWait, KINDS, replay, stepOf } from "./stamps.js";
 
+// Of the bars. The timeline is as wide as its place, so that its letters are as large everywhere.
 const WIDTH = 1000;
+const MIN_WIDTH = 300;
 const ROW = 34;
 const AXIS = 22;
 const SHOWN_STEPS = 60;
@@ -21,20 +23,23 @@ export class RallyView {
     this.hold = button("Hold this step", () => {
       this.isHeld = !this.isHeld;
       this.hold.setAttribute("aria-pressed", String(this.isHeld));
+      if (this.isHeld) this.slow.begin(this.step);
     }, { "aria-pressed": "false" });
+    this.legend = make("p.legend");
     this.slow = new SlowMotion();
     this.bars = draw("svg", { role: "img", class: "bars", viewBox: `0 0 ${WIDTH} 120`, preserveAspectRatio: "none" });
     this.body = make("div.panels", { hidden: true },
       panel("One step, by node", "A node's row is coloured while it works for a micro-batch and pale while it waits.",
         this.facts, make("div.controls", {}, this.hold,
-          make("label", {}, "Layers shown ", this.zoom), make("label", {}, "From ", this.from), legend()),
-        make("div.scroll", { tabIndex: 0, role: "group", "aria-label": "Timeline" }, this.gantt)),
-      panel("The same step in slow motion", "A micro-batch is a ball: attention serves it over the net, the experts return it. While one is in the air, the next is being hit.", this.slow.element),
+          make("label", {}, "Layers shown ", this.zoom), make("label", {}, "From ", this.from), this.legend),
+        this.gantt),
+      panel("A step in slow motion", "A micro-batch is a ball: attention serves it over the net, the experts return it. While one is in the air, the next is being hit.", this.slow.element),
       this.whatIf(),
       panel("The last steps", `Up to ${SHOWN_STEPS} steps of the slowest attention node, from left to right.`, phaseLegend(), this.bars));
     this.quiet = make("p.notice", { hidden: true }, "No step has run while you were looking. Ask the model something under ",
       make("a", { href: "#chat" }, "Chat"), ", and come back: or open a second tab.");
     section.append(this.quiet, this.body);
+    new ResizeObserver(coalesced(() => this.drawStep()).later).observe(this.gantt);
   }
 
   update({ sample, steps, fresh }) {
@@ -67,6 +72,7 @@ export class RallyView {
       ["Attention waits", bubble("attention")],
       ["Experts wait", bubble("expert")],
     ]);
+    if (this.legend.childElementCount !== step.numMicroBatches + 1) this.legend.replaceChildren(...legend(step.numMicroBatches));
     this.drawStep();
     this.slow.show(step);
     this.drawWhatIf();
@@ -78,14 +84,15 @@ export class RallyView {
     const { step } = this;
     if (!step) return;
     const share = Math.min(1, Number(this.zoom.value) / Math.max(1, step.layers.length));
+    const wide = Math.max(MIN_WIDTH, this.gantt.clientWidth);
     const long = step.took * share;
     const begin = (step.took - long) * Number(this.from.value) / 1000;
-    const x = (at) => WIDTH * (at - begin) / long;
-    const clip = (at) => Math.max(0, Math.min(WIDTH, x(at)));
+    const x = (at) => wide * (at - begin) / long;
+    const clip = (at) => Math.max(0, Math.min(wide, x(at)));
     const height = step.lanes.length * ROW + AXIS;
     const parts = [];
     for (let tick = 0; tick <= 4; tick++) {
-      const at = WIDTH * tick / 4;
+      const at = wide * tick / 4;
       parts.push(draw("line", { x1: at, x2: at, y1: 0, y2: height - AXIS, class: "tick" }),
         draw("text", { x: at, y: height - 5, "text-anchor": ["start", "middle", "middle", "middle", "end"][tick] }, duration(begin + long * tick / 4)));
     }
@@ -109,7 +116,7 @@ export class RallyView {
         class: `frame m${read.microBatch % 4}`,
       }));
     }
-    this.gantt.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
+    this.gantt.setAttribute("viewBox", `0 0 ${wide} ${height}`);
     this.gantt.setAttribute("aria-label", `Timeline of step ${step.step}: ${step.lanes.length} nodes, ${step.numMicroBatches} micro-batches, ${duration(step.took)}`);
     this.gantt.replaceChildren(...parts);
   }
@@ -183,7 +190,8 @@ export class RallyView {
     }), link);
     const gain = 100 * (1 - then / as);
     fillFacts(this.answers, [
-      ["Replayed as it was", `${duration(as)} (measured: ${duration(step.rally)})`, "replayed"],
+      ["Measured", duration(step.rally)],
+      ["Replayed as it was", duration(as), "replayed"],
       ["Replayed so", duration(then), "replayed-so"],
       ["Steps would be", Math.abs(gain) < 0.05 ? "as long" : `${number(Math.abs(gain), 1)} % ${gain > 0 ? "shorter" : "longer"}`],
     ]);
@@ -207,9 +215,9 @@ export function fillFacts(list, facts) {
   });
 }
 
-function legend() {
-  const marks = [0, 1, 2, 3].map((index) => make("span", {}, make(`i.mark.m${index}`), `micro-batch ${index}`));
-  return make("p.legend", {}, marks, make("span", {}, make("i.mark.wait"), "waits"));
+function legend(numMicroBatches) {
+  const marks = Array.from({ length: numMicroBatches }, (_, index) => make("span", {}, make(`i.mark.m${index % 4}`), `micro-batch ${index}`));
+  return [...marks, make("span", {}, make("i.mark.wait"), "waits")];
 }
 
 function phaseLegend() {

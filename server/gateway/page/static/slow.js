@@ -1,13 +1,12 @@
 /* One step in slow motion: nodes on two sides of a net, and what is between them as balls. */
 
-import { button, draw, duration, make, number } from "./dom.js";
+import { button, coalesced, draw, duration, make, number } from "./dom.js";
 import { isWait } from "./stamps.js";
 
-const WIDTH = 800;
 const ROW = 74;
-const LEFT = 150;
-const RIGHT = WIDTH - 150;
-const BOX = 120;
+const BOX = 104;
+const MIN_WIDTH = 300;
+const MAX_WIDTH = 800;
 // At first a layer takes as long to watch.
 const LAYER_S = 2.5;
 const MAX_BALLS = 64;
@@ -35,6 +34,11 @@ export class SlowMotion {
       this.isSeen = isIntersecting;
       this.run();
     }).observe(this.court);
+    new ResizeObserver(coalesced(() => {
+      if (!this.step || this.wide === this.widthNow()) return;
+      this.lay();
+      this.drawMoment();
+    }).later).observe(this.court);
   }
 
   /* A new step is shown once the one before has been played to its end. */
@@ -93,22 +97,29 @@ export class SlowMotion {
     this.drawMoment();
   }
 
+  /* As wide as its place, so that letters are as large on a phone. */
+  widthNow() {
+    return Math.max(MIN_WIDTH, Math.min(MAX_WIDTH, this.court.clientWidth));
+  }
+
   /* What stays for a whole step: the court, and a box for each node. */
   lay() {
+    const wide = this.wide = this.widthNow();
+    const left = Math.max(BOX / 2 + 10, 0.19 * wide);
     const { lanes } = this.step;
     const side = (role) => lanes.filter((lane) => (role === "expert") === (lane.role === "expert") && lane.role !== "draft");
     const sides = [side("attention"), side("expert")];
     const height = ROW * Math.max(...sides.map((each) => each.length)) + 48;
-    this.court.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
+    this.court.setAttribute("viewBox", `0 0 ${wide} ${height}`);
     this.boxes = new Map();
     const parts = [
-      draw("rect", { x: 4, y: 4, width: WIDTH - 8, height: height - 8, rx: 10, class: "ground" }),
-      draw("line", { x1: WIDTH / 2, x2: WIDTH / 2, y1: 8, y2: height - 8, class: "net" }),
-      draw("text", { x: LEFT, y: 26, "text-anchor": "middle", class: "side" }, "Attention"),
-      draw("text", { x: RIGHT, y: 26, "text-anchor": "middle", class: "side" }, "Experts"),
+      draw("rect", { x: 4, y: 4, width: wide - 8, height: height - 8, rx: 10, class: "ground" }),
+      draw("line", { x1: wide / 2, x2: wide / 2, y1: 8, y2: height - 8, class: "net" }),
+      draw("text", { x: left, y: 26, "text-anchor": "middle", class: "side" }, "Attention"),
+      draw("text", { x: wide - left, y: 26, "text-anchor": "middle", class: "side" }, "Experts"),
     ];
     sides.forEach((own, which) => own.forEach((lane, row) => {
-      const x = which ? RIGHT : LEFT;
+      const x = which ? wide - left : left;
       const y = 36 + (height - 48) * (row + 0.5) / own.length;
       const box = draw("rect", { x: x - BOX / 2, y: y - 25, width: BOX, height: 50, rx: 8, class: "node" });
       const label = draw("text", { x, y: y - 6, "text-anchor": "middle" }, lane.name);
@@ -140,7 +151,7 @@ export class SlowMotion {
       // In the air for as long as a frame takes; then it lies before the node until that is free.
       const lands = Math.min(read.end, sent + Math.max(step.link ?? 0, 1e-9));
       const part = Math.min(1, (at - sent) / (lands - sent));
-      const edge = (node) => node.x + (node.x < WIDTH / 2 ? 1 : -1) * (BOX / 2 + 14);
+      const edge = (node) => node.x + (node.x < this.wide / 2 ? 1 : -1) * (BOX / 2 + 14);
       const x = edge(begin) + (edge(end) - edge(begin)) * part;
       const y = begin.y + (end.y + begin.fan - begin.y) * part - 26 * Math.sin(Math.PI * part);
       flying.push(draw("g", { class: `ball m${read.microBatch % 4}` },

@@ -58,6 +58,14 @@ def test_all_files_are_shown_to_everyone_and_kept_by_name(path: str) -> None:
     assert answer_to(path, keys=KEYS, headers={"If-None-Match": '"other"'}).status_code == 200
 
 
+def test_a_prefix_without_a_slash_is_sent_on() -> None:
+    """Else a browser would ask for files beside the prefix, and not below it."""
+    answer = answer_to("/llm", root_path="/llm")
+    assert (answer.status_code, answer.headers["location"]) == (307, "llm/")
+    assert answer_to("/llm/", root_path="/llm").text == SOURCES["index.html"]
+    assert answer_to("/", root_path="/llm").text == SOURCES["index.html"]
+
+
 def test_no_other_file_is_shown() -> None:
     for name in ("files.py", "..%2ffiles.py", "%2e%2e%2f__init__.py", "none.js", ""):
         assert answer_to(f"/page/{name}").status_code == 404
