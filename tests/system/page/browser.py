@@ -97,8 +97,10 @@ class Tab:
         """Write a text where the focus is."""
         await self.send("Input.insertText", text=text)
 
-    async def resize(self, width: int, height: int, *, scheme: str = "light") -> None:
-        """Give the tab a size and a colour scheme; narrow ones are phones."""
+    async def resize(
+        self, width: int, height: int, *, scheme: str = "light", motion: str = "no-preference"
+    ) -> None:
+        """Give the tab a size and what its reader prefers; narrow ones are phones."""
         await self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -106,7 +108,8 @@ class Tab:
             deviceScaleFactor=1,
             mobile=width < 500,
         )
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        preferred = {"prefers-color-scheme": scheme, "prefers-reduced-motion": motion}
+        features = [{"name": name, "value": value} for name, value in preferred.items()]
         await self.send("Emulation.setEmulatedMedia", features=features)
         await self.run("new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))")
 

@@ -1,0 +1,241 @@
+"""The page for those who do not see it, use a keyboard or a phone: by checks of ours, and axe's.
+
+axe-core is npm's: the slow test packs it, and is skipped where it cannot be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.page.browser import Browser, Tab
+from tests.system.page.test_answers import CALLS, event
+from tests.system.page.visits import IS_IDLE, ask, script_answers, visit
+from tests.system.rig.server import Server
+
+pytestmark = pytest.mark.timeout(300)
+AXE = "axe-core@4.14.1"
+AXE_TIMEOUT_S = 60.0
+LOGPROB = {"token": "It", "logprob": -1.2, "top_logprobs": [{"token": "A", "logprob": -0.4}]}
+LIKELY = event(content="It")
+LIKELY["choices"][0]["logprobs"] = {"content": [LOGPROB]}
+MARKDOWN = "# One\n\n- a [link](https://a.test)\n\n> quoted\n\n```python\nx = 1\n```\n\nIt"
+# Reading what is on top of all: the text's colour over all backgrounds below it.
+CHECKS = """(() => {
+  const bad = [];
+  const seen = (each) => each.checkVisibility({ opacityProperty: true, visibilityProperty: true });
+  const name = (each) => `${each.localName}.${each.className?.baseVal ?? each.className} `
+    + each.textContent.slice(0, 30);
+  const ids = [...document.querySelectorAll("[id]")].map((each) => each.id);
+  bad.push(...ids.filter((id, index) => ids.indexOf(id) !== index).map((id) => `twice: ${id}`));
+  for (const each of document.querySelectorAll("[aria-controls], [aria-labelledby], label[for]")) {
+    for (const kind of ["aria-controls", "aria-labelledby", "for"]) {
+      const id = each.getAttribute(kind);
+      if (id && !document.getElementById(id)) bad.push(`${kind} of nothing: ${id}`);
+    }
+  }
+  let level = 0;
+  for (const each of document.querySelectorAll("h1, h2, h3, h4, h5, h6")) {
+    if (!seen(each) || each.closest("dialog")) continue;
+    if (Number(each.localName[1]) > level + 1) bad.push(`heading skips a level: ${name(each)}`);
+    level = Number(each.localName[1]);
+  }
+  const rgb = (text) => {
+    const [red, green, blue, alpha = 1] = text.match(/[\\d.]+/g).map(Number);
+    return { parts: [red, green, blue], alpha };
+  };
+  const over = ({ parts, alpha }, below) => parts.map(
+    (part, index) => part * alpha + below[index] * (1 - alpha));
+  const light = (parts) => {
+    const [r, g, b] = parts.map((part) => {
+      const share = part / 255;
+      return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (each) => {
+    const own = rgb(getComputedStyle(each).backgroundColor);
+    if (own.alpha === 1) return own.parts;
+    return over(own, each.parentElement ? behind(each.parentElement) : [255, 255, 255]);
+  };
+  const modal = document.querySelector("dialog[open]");
+  for (const each of document.querySelectorAll("body *")) {
+    if (modal && !modal.contains(each)) continue;
+    const hasText = [...each.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!hasText || !seen(each) || each.closest("svg, .skip, .heard")) continue;
+    const style = getComputedStyle(each);
+    const below = behind(each);
+    const [more, less] = [light(over(rgb(style.color), below)), light(below)].sort((a, b) => b - a);
+    const isLarge = parseFloat(style.fontSize) >= 24;
+    const ratio = (more + 0.05) / (less + 0.05);
+    if (ratio < (isLarge ? 3 : 4.5)) bad.push(`contrast ${ratio.toFixed(2)}: ${name(each)}`);
+  }
+  for (const each of document.querySelectorAll("button, nav a, summary, select, input, textarea")) {
+    if (!seen(each) || each.closest(".skip")) continue;
+    const { width, height } = (each.closest("label") ?? each).getBoundingClientRect();
+    if (width && Math.min(width, height) < 24) bad.push(`${width} x ${height}: ${name(each)}`);
+  }
+  const { scrollWidth } = document.documentElement;
+  if (scrollWidth > innerWidth) bad.push(`wider than the window: ${scrollWidth}`);
+  const clips = (up) => up && (getComputedStyle(up).overflowX !== "visible"
+    || clips(up.parentElement));
+  for (const each of document.querySelectorAll("main *")) {
+    const { right, width } = each.getBoundingClientRect();
+    if (seen(each) && width && right > innerWidth + 1 && !clips(each.parentElement)) {
+      bad.push(`beyond the edge: ${name(each)}`);
+    }
+  }
+  return bad;
+})()"""
+
+
+async def looks(browser: Browser, server: Server, question: str) -> AsyncIterator[tuple[str, Tab]]:
+    """Yield each view and dialog of the page, on a phone and a laptop, in both schemes."""
+    tab = await browser.tab()
+    await visit(tab, server.url, temperature=0, logprobs=True)
+    likely = (event(content=MARKDOWN), LIKELY, event("stop"))
+    await script_answers(tab, (likely, CALLS))
+    await ask(tab, question)
+    await tab.until(IS_IDLE)
+    await tab.click(".message.assistant [aria-pressed]")
+    await ask(tab, question)
+    await tab.until(IS_IDLE)
+    await tab.run("document.querySelector('.fold:not([hidden])').open = true")
+    working = await browser.tab()
+    await visit(working, server.url, temperature=0, max_tokens=400)
+    for view, shown in (
+        ("chat", "true"),
+        ("chat", "document.getElementById('settings').click()"),
+        ("chat", "document.querySelector('.menu').open = true"),
+        ("chat", "document.getElementById('key-dialog').showModal()"),
+        ("rally", "true"),
+        ("engine", "true"),
+    ):
+        await tab.run(f"location.hash = '#{view}'")
+        if view == "rally":
+            await ask(working, question)
+        if view != "chat":
+            await tab.until(f"!document.querySelector('#{view} .panels').hidden")
+        await tab.run(f"void ({shown})")
+        for width, height in ((375, 812), (1440, 900)):
+            for scheme in ("light", "dark"):
+                await tab.resize(width, height, scheme=scheme)
+                yield f"{view} {shown} {width} {scheme}", tab
+        await tab.run("document.querySelector('dialog[open]')?.close()")
+        await tab.run("document.querySelector('.menu').open = false")
+
+
+async def unnamed(tab: Tab) -> list[str]:
+    """Return what a screen reader meets and cannot name."""
+    tree = await tab.send("Accessibility.getFullAXTree")
+    found = []
+    for node in tree["nodes"]:
+        role = node.get("role", {}).get("value")
+        flags = {each["name"]: each["value"].get("value") for each in node.get("properties", ())}
+        is_met = flags.get("focusable") or role in ("image", "meter", "dialog", "region", "log")
+        if node["ignored"] or not is_met or role in ("RootWebArea", "main"):
+            continue
+        if not node.get("name", {}).get("value"):
+            found.append(str(role))
+    return found
+
+
+def test_all_is_named_readable_and_within_reach(
+    runner: asyncio.Runner, browser: Browser, server: Server, question: tuple[str, str]
+) -> None:
+    async def test() -> None:
+        found = {}
+        async for look, tab in looks(browser, server, question[0]):
+            bad = await tab.run(CHECKS) + await unnamed(tab)
+            if bad:
+                found[look] = bad
+            assert tab.complaints == []
+        assert found == {}
+
+    runner.run(test())
+
+
+def test_a_keyboard_and_less_motion(
+    runner: asyncio.Runner, browser: Browser, server: Server, question: tuple[str, str]
+) -> None:
+    async def test() -> None:
+        tab = await browser.tab()
+        await tab.resize(1440, 900, motion="reduce")
+        await visit(tab, server.url, temperature=0, max_tokens=400)
+        await ask(tab, question[0])
+        await tab.until("document.querySelector('.message.assistant')")
+        # Escape stops an answer; the slow motion waits to be begun.
+        animation = "getComputedStyle(document.querySelector('.body'), '::after').animationName"
+        assert await tab.run(animation) == "none"
+        await tab.run("location.hash = '#rally'")
+        await tab.until("document.getElementById('play').textContent === 'Play'")
+        await tab.until("document.querySelector('.court .node')")
+        await tab.run("location.hash = '#engine'")
+        await tab.until("document.querySelector('#engine canvas').width > 300")
+        await tab.run("document.querySelector('#engine canvas').parentElement.focus()")
+        await tab.key("ArrowRight", code=39)
+        await tab.key("ArrowDown", code=40)
+        told = "document.getElementById('announce').textContent"
+        assert (await tab.run(told)).startswith("Layer 1, expert 0")
+        await tab.run("location.hash = '#chat'")
+        await tab.run("document.getElementById('prompt').focus()")
+        await tab.key("Escape", code=27)
+        await tab.until(IS_IDLE)
+        stats = await tab.run("document.querySelector('.stats').textContent")
+        assert "stopped by you" in stats
+        # From the top: past the navigation, or through it.
+        await tab.run("document.body.tabIndex = -1, document.body.focus()")
+        await tab.key("Tab", code=9)
+        active = "document.activeElement.textContent.trim()"
+        assert await tab.run(active) == "Skip to the content"
+        await tab.key("Tab", code=9)
+        assert await tab.run(active) == "Chat"
+        assert tab.complaints == []
+
+    runner.run(test())
+
+
+@pytest.mark.slow
+def test_axe_finds_nothing_serious(
+    runner: asyncio.Runner,
+    browser: Browser,
+    server: Server,
+    question: tuple[str, str],
+    tmp_path: Path,
+) -> None:
+    source = axe(tmp_path)
+
+    async def test() -> None:
+        found: dict[str, list[str]] = {}
+        async for look, tab in looks(browser, server, question[0]):
+            if not await tab.run("'axe' in window"):
+                await tab.run(source)
+            for each in await tab.run("axe.run().then(({ violations }) => violations)"):
+                nodes = [node["html"][:150] for node in each["nodes"]]
+                if each["impact"] in ("serious", "critical"):
+                    found[f"{look}: {each['id']}"] = nodes
+        assert found == {}
+
+    runner.run(test())
+
+
+def axe(directory: Path) -> str:
+    """Return axe-core's source by npm; skips the test if it does not bring it."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("no npm here, so no axe-core")
+    command = [npm, "pack", AXE, "--silent", "--pack-destination", str(directory)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=AXE_TIMEOUT_S)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"npm brings no {AXE}: {error}")
+    with tarfile.open(next(directory.glob("axe-core-*.tgz"))) as packed:
+        file = packed.extractfile("package/axe.min.js")
+        assert file is not None
+        return file.read().decode()

@@ -1,0 +1,289 @@
+"""The page before a scripted server: all that an answer may bring, keys, two tabs, bad company."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.gateway.http.auth import ApiKeys
+from tests.server.gateway.fakes import FakeEngine, loopback, saying
+from tests.system.page.browser import Browser, Tab
+from tests.system.page.visits import ANSWER, IS_IDLE, ask, press, script_answers, visit
+
+pytestmark = pytest.mark.timeout(300)
+OPERATOR, USER = "sk-operator-0123456789", "sk-user-0123456789"
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+def event(finish: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+
+def call(text: str, **about: Any) -> dict[str, Any]:
+    return event(tool_calls=[{"index": 0, **about, "function": {"arguments": text}}])
+
+
+USAGE: dict[str, Any] = {
+    "choices": [],
+    "usage": {
+        "prompt_tokens": 40,
+        "completion_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 32},
+        "completion_tokens_details": {"accepted_prediction_tokens": 4},
+    },
+}
+CALLS = (
+    event(reasoning_content="I do not know it."),
+    event(content="**Let me** look:\n\n| a | b |\n|---|---|\n| 1 | `2` |"),
+    event(
+        tool_calls=[
+            {"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": '{"city"'}}
+        ]
+    ),
+    call(': "Oslo"}'),
+    event("tool_calls"),
+    USAGE,
+)
+
+
+def test_an_answer_shows_all_that_it_brings(runner: asyncio.Runner, browser: Browser) -> None:
+    async def test() -> None:
+        async with loopback(FakeEngine(), deadline_s=None) as port:
+            tab = await browser.tab()
+            await visit(tab, f"http://127.0.0.1:{port}/", tools=json.dumps(TOOLS))
+            rain = (event(content="It rains."), event("stop"))
+            await script_answers(tab, (CALLS, rain, rain))
+            await tab.click("#settings")
+            for name, value in {"system": "Be brief.", "temperature": "0.5"}.items():
+                await tab.run(f"document.getElementById('setting-{name}').value = '{value}'")
+            await press(tab, "Use them")
+            await ask(tab, "Is it dry in Oslo?")
+            await tab.until(IS_IDLE)
+            assert not await tab.run("document.querySelector('.fold').open")
+            thoughts = await tab.run("document.querySelector('.thoughts').textContent")
+            assert thoughts == "I do not know it."
+            body = "document.querySelector('.message.assistant > .body')"
+            assert await tab.run(f"{body}.querySelector('strong').textContent") == "Let me"
+            assert await tab.run(f"{body}.querySelectorAll('td').length") == 2
+            called = await tab.run("document.querySelector('figure.code').textContent")
+            assert "calls weather" in called
+            assert '"city": "Oslo"' in called
+            stats = await tab.run("document.querySelector('.stats').textContent")
+            for each in ("9 tokens", "32 of 40 prompt tokens cached", "2.3 tokens a piece"):
+                assert each in stats
+            assert "4 drafted" in stats
+            # The result of the tool goes back with the call that asked for it.
+            await tab.run("document.querySelector('.tool-result textarea').value = 'rain'")
+            await press(tab, "Send the result")
+            await tab.until(f"{IS_IDLE} && {ANSWER} === 'It rains.'")
+            first, second = await tab.run("window.bodies")
+            assert first["temperature"] == 0.5
+            assert first["tools"] == TOOLS
+            assert [each["role"] for each in first["messages"]] == ["system", "user"]
+            roles = [each["role"] for each in second["messages"]]
+            assert roles == ["system", "user", "assistant", "tool"]
+            asked, result = second["messages"][2:]
+            assert asked["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+            assert (result["tool_call_id"], result["content"]) == ("call-1", "rain")
+            # An export has all of it.
+            await tab.run("URL.createObjectURL = (blob) => { window.blob = blob; return '#'; }")
+            await press(tab, "Markdown")
+            written = await tab.run("window.blob.text()")
+            for each in ("Be brief.", "Is it dry", "I do not know it.", "weather", "It rains."):
+                assert each in written
+            await press(tab, "JSON")
+            kept = json.loads(await tab.run("window.blob.text()"))
+            assert [each["role"] for each in kept["messages"]][2:] == ["tool", "assistant"]
+            # An edited message is answered anew, and what came after the old one is gone.
+            await press(tab, "Edit", within=".message.user")
+            await tab.run("document.querySelector('.editing textarea').value = 'And in Bergen?'")
+            await press(tab, "Send again")
+            await tab.until(f"{IS_IDLE} && window.bodies.length === 3")
+            third = (await tab.run("window.bodies"))[2]["messages"]
+            assert [each["content"] for each in third] == ["Be brief.", "And in Bergen?"]
+            assert await tab.run("document.querySelectorAll('.message').length") == 2
+            assert tab.complaints == []
+
+    runner.run(test())
+
+
+def test_complaints_of_a_tab_are_noticed(runner: asyncio.Runner, browser: Browser) -> None:
+    """What the other tests rely on: an error and a breach of the policy are complaints."""
+
+    async def test() -> None:
+        async with loopback(FakeEngine(), deadline_s=None) as port:
+            tab = await browser.tab()
+            await tab.open(f"http://127.0.0.1:{port}/")
+            await tab.run("console.error('told')")
+            await tab.run("void (document.createElement('img').src = 'https://a.test/x.png')")
+            while len(tab.complaints) < 2:
+                await tab.run("0")
+            assert "told" in tab.complaints[0]
+            assert "Content Security Policy" in tab.complaints[1]
+
+    runner.run(test())
+
+
+def test_a_key_is_asked_for_and_a_wrong_one_is_told(
+    runner: asyncio.Runner, browser: Browser, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.touch(mode=0o600)
+    file.write_text(f"us: {OPERATOR} operator=1\nthem: {USER}\n")
+
+    async def give(tab: Tab, key: str) -> None:
+        await tab.until("document.getElementById('key-dialog').open")
+        await tab.run("document.getElementById('key-field').focus()")
+        await tab.type(key)
+        await tab.key("Enter", code=13)
+
+    async def test() -> None:
+        fake = FakeEngine(saying("hello"))
+        async with loopback(fake, deadline_s=None, keys=ApiKeys(None, file)) as port:
+            tab = await browser.tab()
+            await tab.open(f"http://127.0.0.1:{port}/")
+            await ask(tab, "hi")
+            await give(tab, "sk-wrong-0123456789")
+            await tab.until("!document.getElementById('key-problem').hidden")
+            assert "refused" in await tab.run("document.getElementById('key-problem').textContent")
+            await give(tab, USER)
+            await tab.until(f"{IS_IDLE} && {ANSWER} === 'hello'")
+            kept = await tab.run("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+            assert USER not in kept
+            # It is asked for once, and is no operator's.
+            await tab.run("location.hash = '#engine'")
+            await tab.until(
+                "document.querySelector('#engine .notice').textContent.includes('operator')"
+            )
+            assert not await tab.run("document.getElementById('key-dialog').open")
+            assert tab.complaints == []
+
+    runner.run(test())
+
+
+def test_two_tabs_show_the_same_conversations(runner: asyncio.Runner, browser: Browser) -> None:
+    async def test() -> None:
+        async with loopback(FakeEngine(saying("hello")), deadline_s=None) as port:
+            url = f"http://127.0.0.1:{port}/"
+            one, two = await browser.tab(beside=True), await browser.tab(beside=True)
+            await one.open(url)
+            await two.open(url)
+            await ask(one, "A question of the first tab")
+            titles = "document.getElementById('conversations').textContent"
+            await two.until(f"{titles}.includes('first tab')")
+            await two.click("#conversations button")
+            await two.until(f"{ANSWER} === 'hello'")
+            assert one.complaints == two.complaints == []
+
+    runner.run(test())
+
+
+PIECES = (
+    *r"""<script>hacked()</script>
+<img src=x onerror=hacked()>
+<svg/onload=hacked()>
+<iframe srcdoc='<script>parent.hacked()</script>'>
+<a href=javascript:hacked()>x</a>
+<math href=javascript:hacked()>
+<style>*{background:url(x)}</style>
+<form action=javascript:hacked()>
+<javascript:hacked()>
+<https://a.test/?"onmouseover=hacked()>
+[x](javascript:hacked())
+[x](JaVaScRiPt:hacked())
+[x](data:text/html,<script>hacked()</script>)
+[x](vbscript:x)
+[x](https://a.test/" onclick=hacked())
+[x](//a.test)
+![x](javascript:hacked())
+javascript:hacked()
+https://a.test/<script>
+`<b onclick=hacked()>`
+&lt;script&gt;
+| a | b |
+|---|---|
+| <script>hacked()</script> | [x](javascript:hacked()) |
+```html
+~~~
+</code><script>
+**
+__
+*
+`
+\
+[
+](
+)""".splitlines(),
+    *("\n", "\n\n", " ", "> ", "- ", "  - ", "1. ", "# "),
+    "[x](\x01javascript:hacked())",
+)
+HOSTILE = """(async () => {
+  window.hacked = () => { window.wasHacked = true; };
+  const { MarkdownView } = await import(new URL("page/markdown.js", document.baseURI));
+  const texts = %s;
+  const place = document.querySelector(".log");
+  const bad = new Set();
+  for (const [index, text] of texts.entries()) {
+    const whole = document.createElement("div");
+    place.append(whole);
+    new MarkdownView(whole).update(text);
+    for (const each of whole.querySelectorAll("*")) {
+      if (!ALLOWED.has(each.localName)) bad.add(each.localName);
+      for (const { name, value } of each.attributes) {
+        if (name.startsWith("on") || name === "style" || name === "src") bad.add(name);
+        if (name === "href" && !/^(https?|mailto):/.test(value)) bad.add(value);
+      }
+    }
+    if (index %% 50 === 0 && text.length < 500) {
+      const grown = document.createElement("div");
+      const view = new MarkdownView(grown);
+      for (let end = 0; end <= text.length; end += 7) view.update(text.slice(0, end));
+      view.update(text);
+      if (!grown.isEqualNode(whole)) bad.add(`grown: ${text}`);
+    }
+    whole.remove();
+  }
+  return [...bad];
+})()""".replace(
+    "ALLOWED",
+    'new Set("p ul ol li a code pre figure figcaption span button blockquote strong em del br hr'
+    ' div table thead tbody tr th td h3 h4 h5 h6".split(" "))',
+)
+# Each would take for ever if a scan of a text began another one at each of its characters.
+LONG = (
+    "*a",
+    "**a",
+    "_a",
+    "~~a",
+    "[",
+    "![",
+    "[a](",
+    "`a",
+    "``a`",
+    "<a",
+    "|a",
+    "http://",
+    "> ",
+    "- ",
+)
+
+
+def test_no_hostile_message_runs_anything(runner: asyncio.Runner, browser: Browser) -> None:
+    rng = random.Random(1)
+    texts = ["".join(rng.choices(PIECES, k=rng.randint(1, 6))) for _ in range(10_000)]
+    texts += [piece * 20_000 for piece in LONG] + ["> " * 500 + "deep", "  " * 40 + "- x"]
+
+    async def test() -> None:
+        async with loopback(FakeEngine(saying("hello")), deadline_s=None) as port:
+            tab = await browser.tab()
+            await tab.open(f"http://127.0.0.1:{port}/")
+            assert await tab.run(HOSTILE % json.dumps(texts)) == []
+            assert not await tab.run("window.wasHacked")
+            assert tab.complaints == []
+
+    runner.run(test())
