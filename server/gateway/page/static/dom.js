@@ -37,6 +37,12 @@ export function announce(text) {
   byId("announce").textContent = text;
 }
 
+/* The state of the engine, in the page's head. Only a change is said. */
+export function showState(state) {
+  if (byId("state-text").textContent !== state) byId("state-text").textContent = state;
+  byId("state").dataset.state = state;
+}
+
 /* A function that runs `work` once, in the next frame, however often it is called before. */
 export function coalesced(work) {
   let due = 0;

@@ -259,7 +259,7 @@ class Chart {
     this.line = draw("polyline", { class: "line" });
     this.svg = draw("svg", { viewBox: "0 0 300 60", preserveAspectRatio: "none", role: "img", class: "chart" }, this.line);
     this.title = title;
-    this.now = make("output", {}, "–");
+    this.now = make("b", {}, "–");
     this.element = make("figure", {}, make("figcaption", {}, title, " ", this.now), this.svg);
   }
 

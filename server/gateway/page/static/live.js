@@ -1,7 +1,7 @@
 /* What comes from the engine while its views are looked at: asked for, kept for minutes, shown. */
 
 import { getJson } from "./api.js";
-import { byId, make } from "./dom.js";
+import { make, showState } from "./dom.js";
 import { EngineView } from "./engine.js";
 import { RallyView } from "./rally.js";
 
@@ -68,7 +68,6 @@ export class Live {
     this.history = [...this.history, { at: performance.now() / 1e3, stats: feed.stats }].slice(-KEPT);
     const told = { ...feed, steps: this.steps, fresh: feed.steps, news: this.news, history: this.history };
     for (const view of Object.values(this.views)) view.update(told);
-    byId("state-text").textContent = feed.state;
-    byId("state").dataset.state = feed.state;
+    showState(feed.state);
   }
 }

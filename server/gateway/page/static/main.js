@@ -1,7 +1,7 @@
 /* The page: its three views, and the state of the engine in its head. */
 
 import { Chat } from "./chat.js";
-import { byId } from "./dom.js";
+import { byId, showState } from "./dom.js";
 
 const STATE_EVERY_MS = 10000;
 const VIEWS = ["chat", "rally", "engine"];
@@ -28,20 +28,19 @@ async function showView() {
   if (shown !== "chat" || live) (await liveView()).look(shown);
 }
 
-async function showState() {
+async function askState() {
   let state = "no connection";
   try {
     ({ state } = await (await fetch("health", { cache: "no-store" })).json());
   } catch {
     // It says so itself.
   }
-  if (byId("state-text").textContent !== state) byId("state-text").textContent = state;
-  byId("state").dataset.state = state;
+  showState(state);
 }
 
 addEventListener("hashchange", showView);
-document.addEventListener("visibilitychange", () => { if (!document.hidden) showState(); });
-setInterval(() => { if (!document.hidden) showState(); }, STATE_EVERY_MS);
-showState();
+document.addEventListener("visibilitychange", () => { if (!document.hidden) askState(); });
+setInterval(() => { if (!document.hidden) askState(); }, STATE_EVERY_MS);
+askState();
 showView();
 if (!matchMedia("(pointer: coarse)").matches && !byId("chat").hidden) chat.field.focus();

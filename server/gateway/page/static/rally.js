@@ -1,6 +1,6 @@
 /* The rally: one step's timeline, the same step in slow motion, and what other speeds would bring. */
 
-import { button, coalesced, draw, duration, make, number } from "./dom.js";
+import { announce, button, coalesced, draw, duration, make, number } from "./dom.js";
 import { SlowMotion } from "./slow.js";
 import { changed, formula, isWait, KINDS, replay, stepOf } from "./stamps.js";
 
@@ -145,19 +145,22 @@ export class RallyView {
 
   whatIf() {
     const slider = (name, label, low, high, value, show) => {
-      const out = make("output", {}, show(value));
+      const out = make("span.told", {}, show(value));
       const input = make("input", {
         type: "range", min: low, max: high, step: name === "m" ? 1 : "any", value, id: `if-${name}`, "aria-label": label,
+        "aria-valuetext": show(value),
         input: () => {
           out.textContent = show(Number(input.value));
+          input.setAttribute("aria-valuetext", out.textContent);
           this.drawWhatIf();
         },
+        change: () => announce(`Steps would be ${this.verdict}.`),
       });
       this.sliders[name] = input;
       return make("div.slider", {}, make("label", { for: input.id }, label), input, out);
     };
     this.sliders = {};
-    this.answers = make("dl.facts", { "aria-live": "polite" });
+    this.answers = make("dl.facts");
     const times = (value) => `${number(2 ** value, 2)} times`;
     const panelOf = panel("What if", "The recorded step, replayed with other speeds. Micro-batches of another number share its rows evenly.",
       make("div.sliders", {},
@@ -174,12 +177,14 @@ export class RallyView {
   drawWhatIf() {
     const { step, sliders } = this;
     if (!step?.graph) {
+      this.verdict = "unknown";
       fillFacts(this.answers, [["Replay", "not of this step: some of its stamps are missing"]]);
       return;
     }
     if (!this.mIsChosen && Number(sliders.m.value) !== step.numMicroBatches) {
       sliders.m.value = step.numMicroBatches;
       sliders.m.nextSibling.textContent = number(step.numMicroBatches);
+      sliders.m.setAttribute("aria-valuetext", number(step.numMicroBatches));
     }
     const value = (name) => Number(sliders[name].value);
     const as = replay(step.graph, step.link ?? 0);
@@ -189,11 +194,12 @@ export class RallyView {
       numMicroBatches: value("m"), fixed: value("fixed"),
     }), link);
     const gain = 100 * (1 - then / as);
+    this.verdict = Math.abs(gain) < 0.05 ? "as long" : `${number(Math.abs(gain), 1)} % ${gain > 0 ? "shorter" : "longer"}`;
     fillFacts(this.answers, [
       ["Measured", duration(step.rally)],
       ["Replayed as it was", duration(as), "replayed"],
       ["Replayed so", duration(then), "replayed-so"],
-      ["Steps would be", Math.abs(gain) < 0.05 ? "as long" : `${number(Math.abs(gain), 1)} % ${gain > 0 ? "shorter" : "longer"}`],
+      ["Steps would be", this.verdict],
     ]);
   }
 }

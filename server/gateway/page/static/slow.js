@@ -26,7 +26,7 @@ export class SlowMotion {
       this.drawMoment();
     } });
     this.speed = make("input", { type: "range", min: -3, max: 3, step: 0.5, value: 0, "aria-label": "How slowly" });
-    this.slowness = make("output", {}, "");
+    this.slowness = make("span.slowness", {}, "");
     this.element = make("div", {}, make("div.controls", {}, this.play, make("label", {}, "Moment ", this.place),
       make("label", {}, "Slower ", this.speed), this.slowness), this.court, this.caption);
     this.label();
