@@ -46,7 +46,8 @@ def server(
     directory = tmp_path_factory.mktemp("server")
     flags = ("--expert-nodes", "2", "--micro-batches", "2", "--deterministic")
     settings = {"latency_us": LINK_US}
-    with Server(tiny.path, directory, *flags, "--root-path", PREFIX, settings=settings) as server:
+    gateway = ("--root-path", PREFIX)
+    with Server(tiny.path, directory, *flags, settings=settings, gateway=gateway) as server:
         yield server
 
 

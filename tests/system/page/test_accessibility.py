@@ -16,7 +16,7 @@ import pytest
 
 from tests.system.page.browser import Browser, Tab
 from tests.system.page.test_answers import CALLS, event
-from tests.system.page.visits import IS_IDLE, ask, script_answers, visit
+from tests.system.page.visits import ANSWER, IS_IDLE, ask, script_answers, visit
 from tests.system.rig.server import Server
 
 pytestmark = pytest.mark.timeout(300)
@@ -33,13 +33,13 @@ async def looks(browser: Browser, server: Server, question: str) -> AsyncIterato
     """Yield each view and dialog of the page, on a phone and a laptop, in both schemes."""
     tab = await browser.tab()
     await visit(tab, server.url, temperature=0, logprobs=True)
-    likely = (event(content=MARKDOWN), LIKELY, event("stop"))
-    await script_answers(tab, (likely, CALLS))
-    await ask(tab, question)
-    await tab.until(IS_IDLE)
+    answers = ((event(content=MARKDOWN),), (LIKELY,), CALLS)
+    await script_answers(tab, answers)
+    for number in range(1, len(answers) + 1):
+        await ask(tab, question)
+        shown = "document.querySelectorAll('.message').length"
+        await tab.until(f"{IS_IDLE} && {shown} === {2 * number}")
     await tab.click(".message.assistant [aria-pressed]")
-    await ask(tab, question)
-    await tab.until(IS_IDLE)
     await tab.run("document.querySelector('.fold:not([hidden])').open = true")
     working = await browser.tab()
     await visit(working, server.url, temperature=0, max_tokens=400)
@@ -104,25 +104,34 @@ def test_a_keyboard_and_less_motion(
         await visit(tab, server.url, temperature=0, max_tokens=400)
         await ask(tab, question[0])
         await tab.until("document.querySelector('.message.assistant')")
-        # Escape stops an answer; the slow motion waits to be begun.
-        animation = "getComputedStyle(document.querySelector('.body'), '::after').animationName"
+        await tab.run(
+            "document.body.append(Object.assign(document.createElement('p'), "
+            "{ className: 'waiting' }))"
+        )
+        animation = "getComputedStyle(document.querySelector('p.waiting'), '::after').animationName"
         assert await tab.run(animation) == "none"
+        # The slow motion waits to be begun.
         await tab.run("location.hash = '#rally'")
         await tab.until("document.getElementById('play').textContent === 'Play'")
         await tab.until("document.querySelector('.court .node')")
         await tab.run("location.hash = '#engine'")
-        await tab.until("document.querySelector('#engine canvas').width > 300")
+        await tab.until("document.querySelector('#engine canvas').width === 8 * 22")
         await tab.run("document.querySelector('#engine canvas').parentElement.focus()")
         await tab.key("ArrowRight", code=39)
         await tab.key("ArrowDown", code=40)
         told = "document.getElementById('announce').textContent"
         assert (await tab.run(told)).startswith("Layer 1, expert 0")
         await tab.run("location.hash = '#chat'")
-        await tab.run("document.getElementById('prompt').focus()")
+        if not await tab.run(IS_IDLE):
+            await tab.click("#send")
+            await tab.until(IS_IDLE)
+        # Escape stops an answer.
+        await ask(tab, question[0])
+        await tab.until(f"{ANSWER}.length > 3")
         await tab.key("Escape", code=27)
         await tab.until(IS_IDLE)
-        stats = await tab.run("document.querySelector('.stats').textContent")
-        assert "stopped by you" in stats
+        stats = "document.querySelector('.message.assistant:last-child .stats').textContent"
+        assert "stopped by you" in await tab.run(stats)
         # From the top: past the navigation, or through it.
         await tab.run("document.body.tabIndex = -1, document.body.focus()")
         await tab.key("Tab", code=9)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -58,8 +58,9 @@ class Server:
     """`python -m topspin serve` with its output in a file. Use as a context manager.
 
     `module` may be another module with the same flags; with `settings`, which have no flags, it is
-    started by a plan, as with a `plan`, which names the model itself. `env` is added to our
-    environment. No layout is measured unless a flag asks for it.
+    started by a plan, as with a `plan`, which names the model itself; flags that a plan has no
+    place for are in `gateway`. `env` is added to our environment. No layout is measured unless a
+    flag asks for it.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Server:
         module: str = "topspin",
         settings: Settings | None = None,
         plan: EnginePlan | None = None,
+        gateway: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
         engine = [str(model), "--kv-cache-memory", "8MiB", "--layout", "shared", *flags]
@@ -77,7 +79,7 @@ class Server:
             engine = plan_flags(directory, settings, *engine)
         if plan is not None:
             engine = [*write_plan(directory, plan), *flags]
-        engine += ["--port", "0", "--served-model-name", "tiny"]
+        engine += [*gateway, "--port", "0", "--served-model-name", "tiny"]
         self._start(directory, [module, "serve", *engine], env)
 
     def _start(
