@@ -95,7 +95,7 @@ export class EngineView {
     gauge("Waiting", share(stats.num_waiting, stats.max_queued_requests), `${number(stats.num_waiting)} of ${number(stats.max_queued_requests)}`);
     const hits = share(stats.prefix_cache_hits, stats.prefix_cache_queries);
     gauge("Prefix cache", hits, `${percent(hits)} of prompt tokens found`);
-    gauge("Balance of experts", share(1, stats.expert_balance), `busiest node ${number(stats.expert_balance, 2)} times the mean`);
+    gauge("Balance of experts", share(1, stats.expert_balance), `busiest node ${number(stats.expert_balance, 2)} × the mean`);
     const { at, rates } = lately(history);
     fillFacts(this.counts, [
       ["Engine", detail ? `${state}: ${detail}` : state, "engine"],

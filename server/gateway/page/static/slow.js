@@ -115,8 +115,8 @@ export class SlowMotion {
     const parts = [
       draw("rect", { x: 4, y: 4, width: wide - 8, height: height - 8, rx: 10, class: "ground" }),
       draw("line", { x1: wide / 2, x2: wide / 2, y1: 8, y2: height - 8, class: "net" }),
-      draw("text", { x: left, y: 26, "text-anchor": "middle", class: "side" }, "Attention"),
-      draw("text", { x: wide - left, y: 26, "text-anchor": "middle", class: "side" }, "Experts"),
+      draw("text", { x: left, y: 26, "text-anchor": "middle", class: "half" }, "Attention"),
+      draw("text", { x: wide - left, y: 26, "text-anchor": "middle", class: "half" }, "Experts"),
     ];
     sides.forEach((own, which) => own.forEach((lane, row) => {
       const x = which ? wide - left : left;
