@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.page.browser import Browser, Tab
+from tests.system.page.conftest import NUM_TOKENS
 from tests.system.page.test_answers import CALLS, event
 from tests.system.page.visits import ANSWER, IS_IDLE, ask, script_answers, visit
 from tests.system.rig.server import Server
@@ -42,7 +43,7 @@ async def looks(browser: Browser, server: Server, question: str) -> AsyncIterato
     await tab.click(".message.assistant [aria-pressed]")
     await tab.run("document.querySelector('.fold:not([hidden])').open = true")
     working = await browser.tab()
-    await visit(working, server.url, temperature=0, max_tokens=400)
+    await visit(working, server.url, temperature=0, max_tokens=NUM_TOKENS)
     for view, shown in (
         ("chat", "true"),
         ("chat", "document.getElementById('settings').click()"),
@@ -101,7 +102,7 @@ def test_a_keyboard_and_less_motion(
     async def test() -> None:
         tab = await browser.tab()
         await tab.resize(1440, 900, motion="reduce")
-        await visit(tab, server.url, temperature=0, max_tokens=400)
+        await visit(tab, server.url, temperature=0, max_tokens=NUM_TOKENS)
         await ask(tab, question[0])
         await tab.until("document.querySelector('.message.assistant')")
         await tab.run(

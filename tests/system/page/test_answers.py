@@ -8,12 +8,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from server.gateway.http.auth import ApiKeys
 from tests.server.gateway.fakes import FakeEngine, loopback, saying
 from tests.system.page.browser import Browser, Tab
 from tests.system.page.visits import ANSWER, IS_IDLE, ask, press, script_answers, visit
+from topspin.messages import KvCounts, Stats
 
 pytestmark = pytest.mark.timeout(300)
 OPERATOR, USER = "sk-operator-0123456789", "sk-user-0123456789"
@@ -108,6 +110,67 @@ def test_an_answer_shows_all_that_it_brings(runner: asyncio.Runner, browser: Bro
             third = (await tab.run("window.bodies"))[2]["messages"]
             assert [each["content"] for each in third] == ["Be brief.", "And in Bergen?"]
             assert await tab.run("document.querySelectorAll('.message').length") == 2
+            assert tab.complaints == []
+
+    runner.run(test())
+
+
+ENGINE = """(async () => {
+  const { EngineView } = await import(new URL("page/engine.js", document.baseURI));
+  const place = document.createElement("section");
+  document.querySelector("main").append(place);
+  new EngineView(place).update(%s);
+  const panels = [...place.querySelectorAll(".panel")].filter((each) => !each.hidden);
+  const told = panels.map((each) => [each.querySelector("h2").textContent, each.textContent]);
+  place.remove();
+  return Object.fromEntries(told);
+})()"""
+
+
+def test_speculation_and_long_contexts_are_shown_where_there_are_some(
+    runner: asyncio.Runner, browser: Browser
+) -> None:
+    """By the scheduler's own names of their counters."""
+    plain = Stats(
+        query_id=0,
+        num_waiting=2,
+        num_running=1,
+        kv_cache_usage=0.5,
+        num_blocks=8,
+        prefix_cache_queries=10,
+        prefix_cache_hits=5,
+        num_preemptions=0,
+        num_steps=10,
+        prompt_tokens=10,
+        generation_tokens=20,
+        step_seconds=0.1,
+        max_queued_requests=4,
+    )
+    kv = KvCounts(num_selected_rows=7, num_hot_keys=3, num_read_keys=1, recall_sum=1.8)
+    busy = msgspec.structs.replace(
+        plain,
+        num_drafts=10,
+        num_draft_tokens=30,
+        num_accepted_tokens=(8, 4, 1),
+        kv=msgspec.structs.replace(kv, num_recalls=2),
+    )
+
+    async def test() -> None:
+        async with loopback(FakeEngine(), deadline_s=None) as port:
+            tab = await browser.tab()
+            await tab.open(f"http://127.0.0.1:{port}/")
+            panels = []
+            for stats in (plain, busy):
+                told = {"stats": msgspec.to_builtins(stats), "state": "ready", "detail": ""}
+                told |= {"table_version": 1, "nodes": [], "news": [], "heat": []}
+                told["history"] = [{"at": 0, "stats": told["stats"]}]
+                panels.append(await tab.run(ENGINE % json.dumps(told)))
+            assert {"Speculation", "Long contexts"} == panels[1].keys() - panels[0].keys()
+            assert "2 of 4" in panels[0]["Now"]
+            for each in ("One token or more80 %", "3 tokens or more10 %", "2.30", "43 %"):
+                assert each in panels[1]["Speculation"]
+            for each in ("7", "90 %", "75 %"):
+                assert each in panels[1]["Long contexts"]
             assert tab.complaints == []
 
     runner.run(test())

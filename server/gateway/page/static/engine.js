@@ -26,7 +26,7 @@ export class EngineView {
     this.speculating = panel("Speculation", "Of all drafts, those of which so many tokens were kept.", this.speculation.element, this.drafts);
     this.retrieving = panel("Long contexts", "Attention to a selection of the keys, and blocks that are in a file.", this.kv);
     this.counts = make("dl.facts");
-    this.list = make("ul.news");
+    this.list = make("ul.news", { tabIndex: 0, "aria-label": "News" });
     this.body = make("div.panels", { hidden: true },
       panel("The plan, and its nodes now", "Rows go over the net from every attention node to every expert node, and come back.", this.plan),
       panel("Now", "", this.gauges.element, this.counts),
@@ -257,7 +257,7 @@ class Chart {
   constructor({ title, points }) {
     this.points = points;
     this.line = draw("polyline", { class: "line" });
-    this.svg = draw("svg", { viewBox: "0 0 300 60", preserveAspectRatio: "none", role: "img", class: "chart" }, this.line);
+    this.svg = draw("svg", { viewBox: "0 0 300 60", preserveAspectRatio: "none", role: "img", "aria-label": title, class: "chart" }, this.line);
     this.title = title;
     this.now = make("b", {}, "–");
     this.element = make("figure", {}, make("figcaption", {}, title, " ", this.now), this.svg);

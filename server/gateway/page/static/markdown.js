@@ -136,7 +136,7 @@ function codeBlock(lines) {
   const copy = button("Copy", () => navigator.clipboard?.writeText(text), { "aria-label": "Copy this code" });
   return make("figure.code", {},
     make("figcaption", {}, make("span", {}, language || "text"), copy),
-    make("pre", { tabIndex: 0 }, make("code", {}, text)));
+    make("pre", { tabIndex: 0, role: "group", "aria-label": "Code" }, make("code", {}, text)));
 }
 
 function list(lines, depth) {

@@ -95,7 +95,7 @@ export class MessageView {
 
   toolCall({ id, function: { name, arguments: text } }, isGrowing) {
     const card = make("figure.code", {}, make("figcaption", {}, make("span", {}, `calls ${name}`)),
-      make("pre", { tabIndex: 0 }, make("code", {}, pretty(text))));
+      make("pre", { tabIndex: 0, role: "group", "aria-label": `Arguments of ${name}` }, make("code", {}, pretty(text))));
     if (isGrowing || !this.actions.answerTool) return card;
     const field = make("textarea", { rows: 2, "aria-label": `Result of ${name}`, placeholder: `What ${name} returns` });
     return make("div", {}, card, make("div.tool-result", {}, field,
@@ -143,7 +143,7 @@ function tokensOf(tokens) {
   };
   const spans = tokens.map(({ token, logprob }, index) => make(
     `span.token.p${Math.max(0, Math.min(4, Math.floor(-logprob)))}`,
-    { "data-index": index, tabIndex: index ? -1 : 0 }, token));
+    { "data-index": index, tabIndex: index ? -1 : 0, role: "option", "aria-label": JSON.stringify(token) }, token));
   const move = (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     const next = step && spans[Number(event.target.dataset.index) + step];
@@ -151,5 +151,5 @@ function tokensOf(tokens) {
     event.preventDefault();
     next.focus();
   };
-  return make("div", {}, make("div.tokens", { mouseover: tell, focusin: tell, keydown: move }, spans), line);
+  return make("div", {}, make("div.tokens", { role: "listbox", "aria-label": "Tokens", mouseover: tell, focusin: tell, keydown: move }, spans), line);
 }

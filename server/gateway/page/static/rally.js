@@ -17,7 +17,7 @@ export class RallyView {
     this.step = null;
     this.isHeld = false;
     this.facts = make("dl.facts");
-    this.gantt = draw("svg", { role: "img", class: "gantt" });
+    this.gantt = draw("svg", { role: "img", "aria-label": "Timeline", class: "gantt" });
     this.zoom = make("input", { type: "range", min: 1, max: 1, value: 4, "aria-label": "Layers shown", input: () => this.drawStep() });
     this.from = make("input", { type: "range", min: 0, max: 1000, value: 0, "aria-label": "Part of the step that is shown", input: () => this.drawStep() });
     this.hold = button("Hold this step", () => {
@@ -27,7 +27,7 @@ export class RallyView {
     }, { "aria-pressed": "false" });
     this.legend = make("p.legend");
     this.slow = new SlowMotion();
-    this.bars = draw("svg", { role: "img", class: "bars", viewBox: `0 0 ${WIDTH} 120`, preserveAspectRatio: "none" });
+    this.bars = draw("svg", { role: "img", "aria-label": "The last steps", class: "bars", viewBox: `0 0 ${WIDTH} 120`, preserveAspectRatio: "none" });
     this.body = make("div.panels", { hidden: true },
       panel("One step, by node", "A node's row is coloured while it works for a micro-batch and pale while it waits.",
         this.facts, make("div.controls", {}, this.hold,
