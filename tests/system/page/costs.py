@@ -123,7 +123,7 @@ async def idle(server: Server, rounds: int, seconds: float) -> None:
     print(f"a watcher of an idle engine: {sum(by_role.values()):.2f} ms/s ({parts})")
     quiet = statistics.median(sum(each.values()) for each in alone)
     print(f"nobody watches: {quiet:.2f} ms/s before, {sum(after.values()):.2f} after")
-    print(f"an answer to a watcher: {statistics.median(sizes):,.0f} bytes")
+    print(f"an answer to a watcher: {statistics.median(sizes):,.0f} bytes of an idle engine")
 
 
 async def beside(server: Server, pairs: int, num_tokens: int) -> None:
@@ -156,7 +156,7 @@ async def beside(server: Server, pairs: int, num_tokens: int) -> None:
     print(
         f"a stream beside a watcher: {statistics.median(ratios):.3f} times as fast as alone "
         f"({pairs} pairs, {min(ratios):.3f} to {max(ratios):.3f}; {statistics.median(alone):.1f} "
-        f"tokens/s alone; {statistics.median(sizes):,.0f} bytes an answer to the watcher)"
+        f"tokens/s alone); an answer to the watcher: {statistics.median(sizes):,.0f} bytes"
     )
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from server.gateway.http.auth import ApiKeys
 from tests.server.gateway.fakes import FakeEngine, loopback, saying
 from tests.system.page.browser import Browser, Tab
 from tests.system.page.visits import ANSWER, IS_IDLE, ask, press, script_answers, visit
-from topspin.messages import KvCounts, Stats
+from topspin.messages import KvCounts
 
 pytestmark = pytest.mark.timeout(300)
 OPERATOR, USER = "sk-operator-0123456789", "sk-user-0123456789"
@@ -131,32 +132,16 @@ def test_speculation_and_long_contexts_are_shown_where_there_are_some(
     runner: asyncio.Runner, browser: Browser
 ) -> None:
     """By the scheduler's own names of their counters."""
-    plain = Stats(
-        query_id=0,
-        num_waiting=2,
-        num_running=1,
-        kv_cache_usage=0.5,
-        num_blocks=8,
-        prefix_cache_queries=10,
-        prefix_cache_hits=5,
-        num_preemptions=0,
-        num_steps=10,
-        prompt_tokens=10,
-        generation_tokens=20,
-        step_seconds=0.1,
-        max_queued_requests=4,
+    fake = FakeEngine()
+    plain = replace(fake.stats, num_waiting=2, max_queued_requests=4)
+    kv = KvCounts(
+        num_selected_rows=7, num_hot_keys=3, num_read_keys=1, recall_sum=1.8, num_recalls=2
     )
-    kv = KvCounts(num_selected_rows=7, num_hot_keys=3, num_read_keys=1, recall_sum=1.8)
-    busy = msgspec.structs.replace(
-        plain,
-        num_drafts=10,
-        num_draft_tokens=30,
-        num_accepted_tokens=(8, 4, 1),
-        kv=msgspec.structs.replace(kv, num_recalls=2),
-    )
+    drafts = {"num_drafts": 10, "num_draft_tokens": 30, "num_accepted_tokens": (8, 4, 1)}
+    busy = replace(plain, kv=kv, **drafts)
 
     async def test() -> None:
-        async with loopback(FakeEngine(), deadline_s=None) as port:
+        async with loopback(fake, deadline_s=None) as port:
             tab = await browser.tab()
             await tab.open(f"http://127.0.0.1:{port}/")
             panels = []
