@@ -81,6 +81,7 @@ async def unnamed(tab: Tab) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_all_is_named_readable_and_within_reach(
     runner: asyncio.Runner, browser: Browser, server: Server, question: tuple[str, str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_all_is_named_readable_and_within_reach(
     runner.run(test())
 
 
+@pytest.mark.slow
 def test_a_keyboard_and_less_motion(
     runner: asyncio.Runner, browser: Browser, server: Server, question: tuple[str, str]
 ) -> None:

@@ -128,6 +128,7 @@ ENGINE = """(async () => {
 })()"""
 
 
+@pytest.mark.slow
 def test_speculation_and_long_contexts_are_shown_where_there_are_some(
     runner: asyncio.Runner, browser: Browser
 ) -> None:

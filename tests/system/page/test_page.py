@@ -178,6 +178,7 @@ async def proxy(url: str, outside: list[str]) -> AsyncIterator[str]:
         await running.cleanup()
 
 
+@pytest.mark.slow
 def test_the_page_works_behind_the_prefix_of_a_proxy(
     runner: asyncio.Runner, browser: Browser, server: Server, question: tuple[str, str]
 ) -> None:
