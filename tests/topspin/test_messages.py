@@ -144,6 +144,7 @@ def test_golden_bytes_of_a_request() -> None:
             "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
             "repetition_penalty": 1.0, "logit_bias": {}, "min_tokens": 0, "stop_token_ids": [],
             "eos_token_ids": [], "logprobs": None, "prompt_logprobs": None,
+            "logprob_token_ids": [],
             "kv_retrieval_tokens": None, "grammar": "", "allowed_token_ids": [], "bad_words": [],
         },
         "cache_salt": "", "priority": 0, "replayed": False, "output": b"", "num_scored": 0,

@@ -20,6 +20,7 @@ from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
 from deploy.placement.search.precision import Precisions
 from deploy.placement.search.search import search
 from deploy.placement.shapes import Kernels, ModelShape, precision_by
+from deploy.services.memory import MARGIN, PROCESS_BYTES
 from models.description.config import load_model_config
 from models.description.facts import facts_of
 from tests.deploy.placement import samples
@@ -144,7 +145,8 @@ def test_plans_memory_and_manifests_are_made_without_weights(
     whole = weight_bytes(shape, "cpu", **parts)
     of_attention += len(plan.attention) * (whole - expert_bytes)
     assert len(found) == len(plan.nodes)
-    taken = (sum(map(int, found)) - 1024 * len(found)) * 2**20 / 1.05
+    beside = sum(PROCESS_BYTES[node.role] for node in plan.nodes)
+    taken = (sum(map(int, found)) * 2**20 - beside) / MARGIN
     assert taken == pytest.approx(expert_bytes + of_attention, rel=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from app.cli.trace.report import lanes_of
 from attention_nodes.long_contexts.spill_file import SpillFile
 from attention_nodes.step.sequences import IntArray
 from kernels.contracts import SEGMENT_KEYS
+from server.scheduler.planning import load_balancing
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.cache.test_retrieval import prompts_of
@@ -48,6 +50,12 @@ def config_of(path: Path, memory_tokens: int, spill: Path | None, **settings: An
         window_rows=256,
         **settings,
     )
+
+
+@pytest.fixture(autouse=True)
+def _enter_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let prompts fill the memory together: otherwise streams end before the next prompt is in."""
+    monkeypatch.setattr(load_balancing, "UNPACED_S", math.inf)
 
 
 @pytest.fixture(scope="module")

@@ -142,8 +142,8 @@ READERS: dict[str, Callable[..., object]] = {
     "/v1/responses/input_tokens": ResponsesDialect(MODEL).prepare_count,
     "/v1/messages": AnthropicDialect(MODEL).prepare,
     "/v1/messages/count_tokens": AnthropicDialect(MODEL).prepare_count,
-    "/tokenize": lambda data, **_: tokenize(data, model=MODEL, engine=ENGINE),
-    "/detokenize": lambda data, **_: detokenize(data, model=MODEL),
+    "/tokenize": lambda data, **_: tokenize(data, MODEL.reader(), model=MODEL, engine=ENGINE),
+    "/detokenize": lambda data, **_: detokenize(data, MODEL.reader(), model=MODEL),
 }
 
 
