@@ -26,9 +26,9 @@ UNPACED_S: Final = 0.25
 """What is left of a prompt enters in one step if it takes no longer: streams wait that once."""
 PACE: Final = 0.5
 """Each longer prompt makes the steps of running streams longer by this share of them."""
+# As many rows of a sequence as attention nodes on CPUs record (attention_nodes.step.recorded_steps).
 MIN_PACED: Final = 8
-"""And has so many tokens in a step, however little that is of its time: as many rows of a sequence
-as attention nodes on CPUs record (attention_nodes.step.recorded_steps)."""
+"""And has so many tokens in a step, however little that is of its time."""
 
 
 class ReplicaCandidate(NamedTuple):
