@@ -18,6 +18,8 @@ from topspin.expert_table import ACTIVATION_ROWS
 
 EQUAL: Final = 1.25
 """Below this ratio of the fastest to the slowest node all are equal."""
+SLOWEST: Final = 0.01
+"""A node's least share: loads are divided by it, and speeds are rounded to this."""
 NUM_REPORTS: Final = 8
 """Reports of a node that are remembered: about a second each."""
 # A batch takes about this long without any work (several times that on a busy host), and must take
@@ -67,4 +69,4 @@ class NodeSpeeds:
         if best < EQUAL * min(report.speed for report in fastest):
             return None
         speeds = (max((report.speed for report in each), default=best) for each in self._reports)
-        return tuple(round(speed / best, 2) for speed in speeds)
+        return tuple(max(SLOWEST, round(speed / best, 2)) for speed in speeds)

@@ -44,6 +44,8 @@ def test_a_speed_is_work_over_time() -> None:
     # 22 experts and 10 that take equally long.
     assert learnt((440, 220, 10, 0.02), (200, 100, 10, 0.02)) == (1.0, 0.45)
     assert learnt((100, 100, 10, 0.04), (100, 100, 10, 0.02)) == (0.5, 1.0)
+    # Loads are divided by speeds: none is zero, however slow a node is.
+    assert learnt((100, 100, 10, 20.0), (100, 100, 10, 0.02)) == (0.01, 1.0)
     # Rows and weights count.
     assert learnt((ACTIVATION_ROWS, 1, 1, 0.01), (0, 0, 1, 0.0), (1, 2, 1, 0.02)) == (
         *(1.0, 1.0),
