@@ -41,7 +41,14 @@ from kernels.cpu.compiled.matmul.units import form_words, has_form
 from kernels.cpu.compiled.runtime import launch
 from kernels.cpu.huge_pages import Arena
 from kernels.cpu.matmul import collect_slots, pack_in
-from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, group_bytes, scale_bytes
+from kernels.cpu.simd.integers import (
+    CENTRE,
+    CENTRED_BITS,
+    GROUP,
+    ROW_GROUP_BYTES,
+    group_bytes,
+    scale_bytes,
+)
 from kernels.cpu.simd.lanes import LANES
 from kernels.experts.mixed import MixedExperts, collect_by_format, mixed_mlp
 from kernels.experts.slots import Packing, collect_experts, pack_slots, rebuild_slots
@@ -49,7 +56,8 @@ from topspin.expert_activation import SWIGLU, ExpertActivation
 from topspin.plan.precision import MXFP4_BITS, UNQUANTISED, Format
 
 BITS: Final[dict[Format, int]] = {"int4": 4, "int8": 8, "mxfp4": MXFP4_BITS}
-"""Of the integers that are multiplied."""
+"""Of the integers that are multiplied; int4 without lows has CENTRED_BITS."""
+_BITS_BY_SIZE: Final = {group_bytes(bits): bits for bits in (*BITS.values(), CENTRED_BITS)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +73,7 @@ class QuantisedWeight(LinearWeight):
     @property
     def bits(self) -> int:
         """Return the bits of the integers that are multiplied."""
-        return BITS[self.weight_format]
+        return _bits(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,21 +81,22 @@ class QuantisedExperts(PackedExperts):
     """Experts by slot; gate_up is in units, so that a task reads consecutive blocks."""
 
     table: Tensor = field(init=False)
-    """i64[E, 3], the addresses of the data of gate_up and down, and their bits."""
+    """i64[E, 4], the addresses of the data of gate_up and down, each with its bits."""
 
     def __post_init__(self) -> None:
         """Fill the table."""
-        found = []
-        for gate_up, down in zip(self.gate_up, self.down, strict=True):
-            bits = BITS[down.weight_format]
-            found.append([gate_up.data.data_ptr(), down.data.data_ptr(), bits])
-        object.__setattr__(self, "table", torch.tensor(found, dtype=torch.int64).view(-1, 3))
+        found = [
+            [word for each in pair for word in (each.data.data_ptr(), _bits(each))]
+            for pair in zip(self.gate_up, self.down, strict=True)
+        ]
+        object.__setattr__(self, "table", torch.tensor(found, dtype=torch.int64).view(-1, 4))
 
 
 def quantise(weight: Tensor, weight_format: Format, arena: Arena | None = None) -> QuantisedWeight:
     """Quantise a matrix [O, I], fp32 or bf16, in `arena`.
 
-    With scales the result has 5 (int4), 9 (int8) or 4.25 (mxfp4) bits per number.
+    With scales the result has 5 (int4), 9 (int8) or 4.25 (mxfp4) bits per number; int4 of a coded
+    matrix whose zeros are all CENTRE, 4.5.
     """
     if weight_format == "mxfp4":
         return lay_out(*mxfp4_codes(weight), weight_format, arena)
@@ -121,6 +130,8 @@ def lay_out(
     """Return a weight of codes u8[O, I] with the bytes u8[O, groups * n] of scales, in `arena`."""
     num_out, num_in = codes.shape
     bits, groups = BITS[weight_format], -(-num_in // GROUP)
+    if scales.shape[1] == groups * scale_bytes(CENTRED_BITS) // LANES:
+        bits = CENTRED_BITS
     blocks = -(-num_out // LANES)
     shape = (blocks, groups, group_bytes(bits))
     data = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.zeros(*shape)
@@ -345,7 +356,17 @@ def _own_codes(weight: Matrix, weight_format: Format) -> tuple[Tensor, Tensor] |
     if weight_format == "mxfp4":
         return mxfp4_codes(weight)
     steps, lows = steps_and_lows(weight, GROUP)
+    if (
+        weight_format == "int4"
+        and weight.zeros is not None
+        and bool((weight.zeros == CENTRE).all())
+    ):
+        return weight.codes, steps.view(torch.uint8)
     return weight.codes, torch.stack((lows, steps), dim=-1).flatten(1).view(torch.uint8)
+
+
+def _bits(weight: LinearWeight) -> int:
+    return _BITS_BY_SIZE[weight.data.shape[2]]
 
 
 def _in_units(rows: Tensor) -> Tensor:

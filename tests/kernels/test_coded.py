@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,6 +207,27 @@ def test_experts_keep_their_codes(ffn_size: int, form: Format) -> None:
     slots, weights = torch.tensor([[0, 1]] * 5), torch.ones(5, 2)
     before = ops.grouped_mlp(x, torch.tensor([[2, 1]] * 5), weights, experts).out
     assert torch.equal(ops.grouped_mlp(x, slots, weights, rebuilt).out, before)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 9])
+def test_codes_around_their_middle_need_no_lows(num_rows: int) -> None:
+    """The same numbers with lows take more bytes and give the same products, also in one expert."""
+    hidden_size, ffn_size = 96, 40
+    gate_up = integers(2 * ffn_size, hidden_size, bits=4, group=32)
+    down = integers(hidden_size, ffn_size, bits=4, group=32, seed=1)
+    with_lows = [replace(each, zeros=None, lows=-8 * each.scales) for each in (gate_up, down)]
+    ops = QuantisedOps()
+    x = torch.randn(num_rows, hidden_size, generator=torch.Generator().manual_seed(2))
+    short, long = (ops.pack_linear(each, "int4") for each in (gate_up, with_lows[0]))
+    assert short.data.nbytes * 20 == long.data.nbytes * 18
+    assert torch.equal(ops.linear(x, short), ops.linear(x, long))
+    slots, weights = torch.zeros(num_rows, 1, dtype=torch.int32), torch.ones(num_rows, 1)
+    found = [
+        ops.grouped_mlp(x, slots, weights, ops.pack_experts([up], [down], formats=["int4"])).out
+        for up, down in [(gate_up, down), (with_lows[0], down), (gate_up, with_lows[1])]
+    ]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_triton_experts_are_packed_from_codes() -> None:

@@ -13,6 +13,7 @@ group of inputs it has 64 bytes of scales, per output low and step as two bf16 n
 word, then the codes: LANES words of four inputs each, or, with 4 bits, of eight, of which
 the first four are in the lower halves of the bytes. MXFP4_BITS: codes of 4 bits stand for
 E2M1_INTEGERS, low is -E2M1_ZERO steps, and the scales are a byte per output, the exponent of step.
+CENTRED_BITS: low is -CENTRE steps, so the scales are step alone, a bf16 number per output.
 A row has per group GROUP signed bytes, their scale, and their scaled sum (fp32).
 """
 
@@ -50,8 +51,11 @@ from kernels.cpu.simd.lanes import (
 from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO, MXFP4_BITS
 
 GROUP: Final = 32
+CENTRED_BITS: Final = 6
+"""Codes of 4 bits whose zero is CENTRE in all groups."""
+CENTRE: Final = 8
 SCALE_BYTES: Final = 4 * LANES
-"""Scales of one group of a block, but for mxfp4; also one fp32 row of LANES outputs."""
+"""Scales of one group of a block with lows; also one fp32 row of LANES outputs."""
 ROW_GROUP_BYTES: Final = GROUP + 8
 # Distance by which weights are prefetched ahead of a tile: measured best, and about the bytes
 # that memory delivers within its latency on one core.
@@ -63,7 +67,7 @@ MIN_MAGNITUDE: Final = 1e-30
 
 def scale_bytes(bits: int) -> int:
     """Return the size of the scales of one group of a block."""
-    return LANES if bits == MXFP4_BITS else SCALE_BYTES
+    return {MXFP4_BITS: LANES, CENTRED_BITS: 2 * LANES}.get(bits, SCALE_BYTES)
 
 
 def group_bytes(bits: int) -> int:
@@ -72,7 +76,7 @@ def group_bytes(bits: int) -> int:
 
 
 def _stored_bits(bits: int) -> int:
-    return 4 if bits == MXFP4_BITS else bits
+    return 8 if bits == 8 else 4
 
 
 def _at(builder: ir.IRBuilder, address: ir.Value, offset: int) -> ir.Value:
@@ -191,7 +195,7 @@ def _sums(
     """
     form = _form()
     kind = ir.VectorType(I32, form.lanes)
-    is_split = form.in_shorts and bits != 4
+    is_split = form.in_shorts and bits in (8, MXFP4_BITS)
     stored = _stored_bits(bits)
     total_kind = ir.VectorType(ir.IntType(16), 2 * form.lanes) if form.in_shorts else kind
     totals = [[[_all(total_kind, 0) for _ in codes] for _ in rows] for _ in range(1 + is_split)]
@@ -232,7 +236,7 @@ def _group_sums(
     form = _form()
     first = scale_bytes(bits)
     parts = [_at(builder, group, first + 4 * lane) for lane in range(0, LANES, form.lanes)]
-    if form.in_shorts and bits != 4:
+    if form.in_shorts and bits in (8, MXFP4_BITS):
         # All sums of both parts would not fit the registers.
         alone = [_sums(builder, [part], rows, bits) for part in parts]
         found = [[part[0] for part in row] for row in zip(*alone, strict=True)]
@@ -251,6 +255,10 @@ def _scales(builder: ir.IRBuilder, group: ir.Value, bits: int) -> tuple[ir.Value
         shifted = builder.shl(builder.zext(exponents, I32_LANES), lanes_of(I32_LANES, 23))
         step = builder.bitcast(shifted, F32_LANES)
         return builder.fmul(step, lanes_of(F32_LANES, -E2M1_ZERO)), step
+    if bits == CENTRED_BITS:
+        steps = load(builder, group, ir.VectorType(ir.IntType(16), LANES))
+        step = even_numbers(builder, builder.zext(steps, I32_LANES))
+        return builder.fmul(step, lanes_of(F32_LANES, -CENTRE)), step
     scales = load(builder, group, I32_LANES)
     return even_numbers(builder, scales), odd_numbers(builder, scales)
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kernels.cpu.compiled.runtime import inlined
 from kernels.cpu.simd.integers import (
+    CENTRED_BITS,
     GROUP,
     MAX_TILE,
     ROW_GROUP_BYTES,
@@ -33,6 +34,7 @@ from topspin.plan.precision import MXFP4_BITS
 GROUP_BYTES_4: Final = group_bytes(4)
 GROUP_BYTES_8: Final = group_bytes(8)
 GROUP_BYTES_MXFP4: Final = group_bytes(MXFP4_BITS)
+GROUP_BYTES_CENTRED: Final = group_bytes(CENTRED_BITS)
 TILE_BYTES: Final = MAX_TILE * SCALE_BYTES
 rows_on_stack = stack(8 * MAX_TILE)
 """Addresses of the rows of a tile."""
@@ -41,6 +43,7 @@ tile_on_stack = stack(TILE_BYTES)
 
 _tile_1_4, _tile_2_4, _tile_4_4, _tile_8_4 = (dot_tile(rows, 4) for rows in (1, 2, 4, 8))
 _tile_1_5, _tile_2_5, _tile_4_5, _tile_8_5 = (dot_tile(rows, MXFP4_BITS) for rows in (1, 2, 4, 8))
+_tile_1_6, _tile_2_6, _tile_4_6, _tile_8_6 = (dot_tile(rows, CENTRED_BITS) for rows in (1, 2, 4, 8))
 _tile_1_8, _tile_2_8, _tile_4_8, _tile_8_8 = (dot_tile(rows, 8) for rows in (1, 2, 4, 8))
 
 
@@ -85,6 +88,8 @@ def block_bytes(num_groups: int, bits: int) -> int:
     """Return the size of a block of LANES outputs."""
     if bits == MXFP4_BITS:
         return num_groups * GROUP_BYTES_MXFP4
+    if bits == CENTRED_BITS:
+        return num_groups * GROUP_BYTES_CENTRED
     return num_groups * (GROUP_BYTES_4 if bits == 4 else GROUP_BYTES_8)
 
 
@@ -112,6 +117,15 @@ def multiply(weights: int, num_groups: int, bits: int, rows: int, count: int, ou
             _tile_4_5(weights, num_groups, rows, out)
         elif MAX_TILE == 8:
             _tile_8_5(weights, num_groups, rows, out)
+    elif bits == CENTRED_BITS:
+        if count == 1:
+            _tile_1_6(weights, num_groups, rows, out)
+        elif count == 2:
+            _tile_2_6(weights, num_groups, rows, out)
+        elif count <= 4:
+            _tile_4_6(weights, num_groups, rows, out)
+        elif MAX_TILE == 8:
+            _tile_8_6(weights, num_groups, rows, out)
     elif count == 1:
         _tile_1_8(weights, num_groups, rows, out)
     elif count == 2:

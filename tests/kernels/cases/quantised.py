@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.quantised import QuantisedWeight
-from kernels.cpu.simd.integers import GROUP, scale_bytes
+from kernels.cpu.simd.integers import CENTRE, CENTRED_BITS, GROUP, scale_bytes
 from kernels.cpu.simd.lanes import LANES
 from topspin.plan.precision import E2M1_INTEGERS, E2M1_ZERO
 
@@ -19,6 +19,9 @@ def dequantise(weight: QuantisedWeight) -> Tensor:
     if weight.weight_format == "mxfp4":
         step = 2.0 ** (scales.view(blocks, groups, LANES).float() - 127)
         low = -E2M1_ZERO * step
+    elif weight.bits == CENTRED_BITS:
+        step = scales.view(torch.bfloat16).float()
+        low = -CENTRE * step
     else:
         scales = scales.view(torch.bfloat16).float()
         low, step = scales.view(blocks, groups, LANES, 2).unbind(-1)

@@ -54,8 +54,8 @@ four_tiles_on_stack = stack(UNIT_BLOCKS * TILE_BYTES)
 (E_USED, E_PAIRS, E_CODES, E_PAIR_CODES, E_FFN_SIZE, E_FORM) = offsets(22)[16:]
 """The arguments of `quantised_experts`; E_USED has room for a number and all experts, E_FORM is
 the first word of the experts' form: the last arguments, of `quantised_formed_experts` only."""
-T_GATE_UP, T_DOWN, T_BITS, T_ROW = range(0, 32, 8)
-"""The words of an expert in E_TABLE: the addresses of its weights, and their bits."""
+T_GATE_UP, T_GATE_UP_BITS, T_DOWN, T_DOWN_BITS, T_ROW = range(0, 40, 8)
+"""The words of an expert in E_TABLE: the addresses of its weights, each with its bits."""
 
 
 @inlined
@@ -145,7 +145,7 @@ def _sum_experts(block: int, form: int) -> None:
 def _gate_and_up(block: int, expert: int, unit: int, form: int) -> None:
     """Write a unit's activations, quantised, for all pairs of an expert."""
     entry = read_i64(block + E_TABLE) + expert * T_ROW
-    bits, choices = read_i64(entry + T_BITS), read_i64(block + E_CHOICES)
+    bits, choices = read_i64(entry + T_GATE_UP_BITS), read_i64(block + E_CHOICES)
     num_groups = (read_i64(block + E_WIDTH) + GROUP - 1) // GROUP
     one_block = block_bytes(num_groups, bits)
     weights = read_i64(entry + T_GATE_UP) + unit * UNIT_BLOCKS * one_block
@@ -222,7 +222,7 @@ def _down(block: int, start: int, end: int, form: int) -> None:
 def _add_expert(block: int, expert: int, start: int, end: int, form: int) -> None:
     """Add an expert's weighted outputs of blocks start..end - 1 to its rows' sums."""
     entry = read_i64(block + E_TABLE) + expert * T_ROW
-    bits, units = read_i64(entry + T_BITS), read_i64(block + E_UNITS)
+    bits, units = read_i64(entry + T_DOWN_BITS), read_i64(block + E_UNITS)
     choices, width = read_i64(block + E_CHOICES), read_i64(block + E_WIDTH)
     one_block = block_bytes(units, bits)
     weights = read_i64(entry + T_DOWN)
