@@ -119,13 +119,21 @@ def oracle_generate(
 
 
 def oracle_continuations(
-    path: Path, prompts: Iterable[list[int]], max_new_tokens: int, *, stop_at_eos: bool = False
+    path: Path,
+    prompts: Iterable[list[int]],
+    max_new_tokens: int,
+    *,
+    stop_at_eos: bool = False,
+    least_margin: float = 0.0,
 ) -> Iterator[Generated]:
-    """Yield what oracle_generate returns, a prompt at a time and only as asked for."""
+    """Yield what oracle_generate returns, a prompt at a time and only as asked for.
+
+    A continuation ends where its margin is below `least_margin`.
+    """
     model = oracle_model(path)
     eos = _eos_ids(model) if stop_at_eos else frozenset()
     for prompt in prompts:
-        yield _generate(model, prompt, max_new_tokens, eos)
+        yield _generate(model, prompt, max_new_tokens, eos, least_margin)
 
 
 def _build(model_type: str, options: Mapping[str, Any]) -> Any:
@@ -175,7 +183,11 @@ def _scale(name: str, num_inputs: int, *, is_tied: bool) -> float:
 
 
 def _generate(
-    model: Any, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int]
+    model: Any,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    eos: frozenset[int],
+    least_margin: float,
 ) -> Generated:
     # Dynamic NTK frequencies are state of the module; a fresh module gives those that a request
     # sees alone.
@@ -192,7 +204,7 @@ def _generate(
             margin = min(margin, float(best.values[0] - best.values[1]))
             token = int(best.indices[0])
             tokens.append(token)
-            if token in eos:
+            if token in eos or margin < least_margin:
                 break
             input_ids = torch.tensor([[token]])
     return Generated(tokens=tokens, margin=margin)

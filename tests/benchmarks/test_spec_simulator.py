@@ -11,6 +11,7 @@ from benchmarks.spec_simulator import RATIOS, SYNC, World, compare, play_paralle
     ("ratio", "gain"),
     [(RATIOS[0], 1.3), pytest.param(RATIOS[-1], 1.4, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_parallel_beats_serial_at_its_best_depth(ratio: float, gain: float) -> None:
     row = compare(0.8, ratio, num_steps=250)
     assert row["parallel_over_serial"] >= gain

@@ -57,6 +57,7 @@ def make(kernels: str, device: torch.device) -> DraftModel:
 
 
 @pytest.mark.parametrize("is_rehearsed", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
 def test_passes_over_trees(is_rehearsed: bool, device: torch.device) -> None:
     ours, theirs = make("triton", device), make("reference", device)
     if is_rehearsed:

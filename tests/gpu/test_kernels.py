@@ -134,6 +134,7 @@ def test_attention_of_a_prompt_beside_a_decode(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.slow
 def test_attention_to_latents_of_deepseek(in_fp8: bool, device: torch.device) -> None:
     """Decode rows whose keys are split, a chunk of a prompt beside one, and trees."""
     heads, length = cases.Heads(128 if ON_GPU else 16, 1, 576, rank=512), CONTEXTS[-1][1]

@@ -86,7 +86,8 @@ def _make_case(directory: Path, variant: str) -> Case:
         rng.integers(0, config.vocab_size, size=1 + (length - 1) % longest).tolist()
         for length in PROMPT_LENS
     ]
-    answers = zip(prompts, oracle_continuations(path, prompts, NUM_TOKENS), strict=True)
+    found = oracle_continuations(path, prompts, NUM_TOKENS, least_margin=MIN_MARGIN)
+    answers = zip(prompts, found, strict=True)
     clear = ((prompt, found.tokens) for prompt, found in answers if found.margin >= MIN_MARGIN)
     chosen = list(islice(clear, NUM_PROMPTS))
     assert len(chosen) == NUM_PROMPTS, f"{variant}: only {len(chosen)} prompts have clear tokens"

@@ -176,6 +176,7 @@ def test_bf16_is_near_fp32_and_not_it(plain: Plain) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=slow)])
+@pytest.mark.slow
 def test_companions_and_cached_prefixes(case_of: CaseOf, plain: Plain, dtype: str) -> None:
     """Some alone and cold, then alone and cached, then all at once, some of them cached."""
     case = case_of(VARIANT)
@@ -216,6 +217,7 @@ def test_any_choice_of_replicas(case_of: CaseOf, plain: Plain, redundant: int) -
         assert ask(engine, case_of(VARIANT).prompts) == plain(VARIANT, "bfloat16")
 
 
+@pytest.mark.slow
 def test_compressed_payloads_keep_the_promise(case_of: CaseOf, plain: Plain) -> None:
     """Scales are per token, so int8 rows too are the same in any batch."""
     case = case_of(VARIANT)

@@ -73,6 +73,7 @@ def test_a_host_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPa
         select_ops("triton", torch.float32, device="cuda")
 
 
+@pytest.mark.slow
 def test_what_is_not_chosen_is_not_imported() -> None:
     """A GPU's host needs no numba, one without a GPU no Triton, plain weights no others' code."""
     program = """

@@ -98,6 +98,7 @@ def test_a_gpu_selects_the_best_keys(
         ],
     ),
 )
+@pytest.mark.slow
 def test_only_the_best_segments_are_searched(
     kernels: str, heads: Heads, dtype: torch.dtype, kept: int, device: torch.device
 ) -> None:

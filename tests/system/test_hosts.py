@@ -106,6 +106,7 @@ def engine(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_plan_of_the_planner_over_two_hosts_gives_transformers_tokens(
     tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_partition_costs_no_request(engine: Engine, tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_another_scheduler_costs_no_request(engine: Engine, tiny: Tiny, number: int) -> None:
     """Nor its nodes' weights, whether it is lost or ends in order.
 

@@ -156,6 +156,7 @@ def test_recorded_steps_give_transformers_tokens(
     assert node.num_recordings > 0
 
 
+@pytest.mark.slow
 def test_enqueued_steps_give_transformers_tokens(
     checkpoint: Path, oracle: dict[int, list[int]]
 ) -> None:

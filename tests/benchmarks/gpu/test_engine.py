@@ -71,6 +71,7 @@ def test_recordings_compute_the_same() -> None:
     assert drive(cuda_graphs=True) == plain
 
 
+@pytest.mark.slow
 def test_it_needs_no_package_of_servers_or_of_cpu_kernels() -> None:
     # Machines with GPUs have torch, and perhaps no way to install anything else.
     absent = "numba llvmlite zmq rich aiohttp fastapi httpx tokenizers huggingface_hub gguf jinja2"

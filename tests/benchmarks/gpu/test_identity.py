@@ -79,6 +79,7 @@ def oracle(model: ModelConfig, prompt: list[int]) -> tuple[list[int], float]:
     [True, pytest.param(False, marks=slow_interpreted)],
     ids=lambda cuda_graphs: "graphs" if cuda_graphs else "no graphs",
 )
+@pytest.mark.slow
 def test_tokens_are_transformers(cuda_graphs: bool) -> None:
     model = model_of(WORKLOAD.fields)
     config = node_config(model, WORKLOAD, DEVICE, cuda_graphs=cuda_graphs)

@@ -29,6 +29,7 @@ def run(script: Any, folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_rooflines(tmp_path: Path) -> None:
     status, result = run(rooflines, tmp_path)
     assert (status, result["problems"], result["complete"]) == (0, [], True)
@@ -79,6 +80,7 @@ def test_a_failing_measurement_fails_the_script(
     ]
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(
         (smoke.ROOT / name).exists() for name in (*smoke.KERNELS, *smoke.TIMED, smoke.QUICK[0])

@@ -192,6 +192,7 @@ def _started(ports: list[int], folder: Path, *more: str) -> list[str]:
     return [*flags, *more]
 
 
+@pytest.mark.slow
 def test_started_targets_never_run_at_the_same_time(ports: list[int], tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     starts = []

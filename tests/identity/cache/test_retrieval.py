@@ -243,6 +243,7 @@ def test_only_the_best_segments_are_searched(path: Path, oracle: Oracle, kernels
         assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
 
 
+@pytest.mark.slow
 def test_requests_choose_how_many_keys(path: Path, oracle: Oracle) -> None:
     """In one batch: the server's number, a request's own, and all."""
     (prompt,) = prompts_of((SEGMENT_KEYS + 250,))
@@ -260,6 +261,7 @@ def test_requests_choose_how_many_keys(path: Path, oracle: Oracle) -> None:
         assert [engine.requests[each].tokens for each in ids] == expected
 
 
+@pytest.mark.slow
 def test_recall_is_that_of_a_search_of_all_keys(
     path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +324,7 @@ def test_search_and_attention_are_apart_in_the_trace(path: Path, recordings: boo
     assert accounts["attention to selected keys"] > 0
 
 
+@pytest.mark.slow
 def test_codebooks_are_learnt_while_rows_are_with_experts(
     path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

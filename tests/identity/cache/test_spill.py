@@ -109,6 +109,7 @@ def test_prefixes_and_decoded_tokens_come_back_from_the_file(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_requests_that_attend_to_all_stay_in_memory(path: Path, tmp_path: Path) -> None:
     """Beside others that retrieve; they wait for their turn."""
     prompts = prompts_of((LENGTH, LENGTH + 10, LENGTH + 20, LENGTH + 30))

@@ -59,6 +59,7 @@ def plan_of(
         ),
     ],
 )
+@pytest.mark.slow
 def test_all_layers_always(case_of: CaseOf, variant: str, settings: dict[str, Any]) -> None:
     """Some layers: test_matrix.py."""
     case = case_of(variant)
@@ -196,6 +197,7 @@ def test_local_steps_are_recorded(
     assert "not recorded" not in caplog.text
 
 
+@pytest.mark.slow
 def test_trees_of_drafts(case_of: CaseOf) -> None:
     """A perfect draft's trees are verified while layers become local and travel again."""
     case = case_of("qwen3_moe")

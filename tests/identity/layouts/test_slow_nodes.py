@@ -70,6 +70,7 @@ def run(plan: EnginePlan) -> tuple[list[list[int]], dict[str, float], int]:
     return tokens, seconds, len(runs)
 
 
+@pytest.mark.slow
 def test_a_slow_node_gives_the_same_tokens_and_reports_its_time(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3_moe", **SIZES)
     plan = engine_config(path, dtype="bfloat16", expert_nodes=2, transport="shm", window_rows=64)

@@ -168,6 +168,7 @@ def send(engine: Engine) -> list[Collected]:
         pytest.param("llama", (1, 2), {"transport": "shm", "micro_batches": 1}, marks=slow),
     ],
 )
+@pytest.mark.slow
 def test_recorded_steps_have_the_bits_of_an_engine_without_stages(
     tmp_path: Path,
     variant: str,

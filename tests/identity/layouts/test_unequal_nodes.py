@@ -49,6 +49,7 @@ def check(found: list[list[int]], expected: list[list[int]]) -> None:
     "precision",
     [pytest.param((), id="fp32", marks=pytest.mark.slow), pytest.param(MIXED, id="mixed")],
 )
+@pytest.mark.slow
 def test_tokens_are_those_of_one_node_each_also_after_changes_and_losses(
     case_of: CaseOf, precision: tuple[PrecisionRule, ...]
 ) -> None:

@@ -140,6 +140,7 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(
 
 
 @pytest.mark.parametrize("role", ["attention", pytest.param("expert", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_lost_node_changes_no_bit(case_of: CaseOf, role: str) -> None:
     case = case_of(VARIANT)
     config = engine_config(

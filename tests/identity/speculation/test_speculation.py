@@ -187,6 +187,7 @@ def _check_logprobs(found: Sequence[Collected], expected: Sequence[Collected]) -
             )
 
 
+@pytest.mark.slow
 def test_a_deterministic_engine_gives_the_same_bits(case_of: CaseOf) -> None:
     case = case_of(VARIANT)
     sampling = {"max_tokens": NUM_TOKENS, "logprobs": VOCAB_SIZE, "temperature": 0.8}

@@ -48,6 +48,7 @@ def test_each_begin_gives_out_the_same_memory() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("sizes", [(1.5,), (0.6, 0.6), (0.1, 2.0, 0.3)])
+@pytest.mark.slow
 def test_what_no_chunk_holds_gets_another_once(sizes: tuple[float, ...]) -> None:
     memory = StepMemory()
     found = set()

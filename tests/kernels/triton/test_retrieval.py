@@ -17,6 +17,7 @@ from tests.kernels.cases.searches import SCALE, arguments, placed
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_keys_in_the_hosts_memory_are_those_in_the_cache(
     dtype: torch.dtype, device: torch.device
 ) -> None:

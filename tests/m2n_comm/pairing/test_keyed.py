@@ -418,6 +418,7 @@ def test_a_host_beyond_this_one_needs_keys_and_nixl_a_trusted_network(keys: Path
     check_host("nixl", away, of(keys, "expert")._replace(trusted_network=True))
 
 
+@pytest.mark.slow
 def test_nodes_without_keys_need_no_package_for_them() -> None:
     code = "import sys, m2n_comm.open; sys.exit('cryptography' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

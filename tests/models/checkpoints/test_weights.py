@@ -263,6 +263,7 @@ _MEASURE = """
 """
 
 
+@pytest.mark.slow
 def test_loading_leaves_no_mapped_page_and_no_second_copy(tmp_path: Path) -> None:
     """Resident memory grows by the weights; the peak by one more released mapping."""
     mib = 2**20

@@ -194,6 +194,7 @@ def data_links(stack: ExitStack) -> Iterator[list[Link]]:
 
 
 @pytest.mark.parametrize("cut", [{}, *(pytest.param(cut, marks=SLOW) for cut in ONE_WAY)])
+@pytest.mark.slow
 def test_a_data_link_that_carries_nothing_more(tiny: Tiny, cut: dict[str, bool]) -> None:
     """No node is lost: all nodes report that they wait, and reconnect once they can."""
     with (

@@ -126,6 +126,7 @@ while os.sched_getaffinity(member) & os.sched_getaffinity(0):  # it moves once i
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.slow
 def test_members_are_not_on_the_core_that_openmp_gave_their_leader() -> None:
     """Also if OpenMP has not started its threads yet."""
     settings = {"OMP_NUM_THREADS": "2", "OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}

@@ -203,6 +203,7 @@ def test_code_in_a_place_that_cannot_be_written_is_used(
     assert not used.exists()
 
 
+@pytest.mark.slow
 def test_without_a_place_for_code_it_is_compiled_each_time(
     tmp_path: Path, run_program: Callable[..., str]
 ) -> None:

@@ -32,6 +32,7 @@ for sequence in range(1, {ROUNDS} + 1):
 """
 
 
+@pytest.mark.slow
 def test_what_one_process_publishes_the_other_consumes_with_its_data() -> None:
     memory = os.memfd_create("flags")
     os.ftruncate(memory, mmap.PAGESIZE)
