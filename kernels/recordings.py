@@ -19,6 +19,9 @@ from kernels.runtime import Replay, Runtime
 
 MAX_RECORDED_ROWS: Final = 64
 """Of an attention node's step on CPUs; steps with more spend their time in the kernels."""
+SINGLE_ROWS: Final = 8
+"""Up to so many rows of a sequence attend one by one on CPUs: a row takes 5 us at 160 keys, a group
+40 us and more. More attend in groups, which a recorded step calls in Python."""
 
 Key = TypeVar("Key", bound=Hashable)
 

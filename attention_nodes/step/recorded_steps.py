@@ -19,11 +19,11 @@ from attention_nodes.step.decoder import NodeLayers
 from attention_nodes.step.rotary import RotaryTable
 from attention_nodes.step.step_inputs import Slices, StepInputs, host_meta, of_tables
 from kernels.contracts import AttentionMeta
-from kernels.recordings import MAX_RECORDED_ROWS, Recordings
+from kernels.recordings import MAX_RECORDED_ROWS, SINGLE_ROWS, Recordings
 from kernels.runtime import Runtime
 
-# Rows of one sequence: what paged_attention computes one by one.
-MAX_SEQUENCE_ROWS: Final = 8
+# Rows of one sequence: longer pieces of prompts spend their time in the kernels.
+MAX_SEQUENCE_ROWS: Final = 32
 # Recordings that are kept: about 100 KB each for 30 layers. They share the memory of their rows.
 MAX_RECORDINGS: Final = 64
 
@@ -36,12 +36,13 @@ Renew = Callable[[AttentionMeta, AttentionMeta], None]
 class Key(NamedTuple):
     """The shape of a step.
 
-    The rows of each micro-batch, whether sequences of it retrieve, and the number of rows to
-    sample.
+    The rows of each micro-batch, whether sequences of it retrieve, whether some attend in groups,
+    and the number of rows to sample.
     """
 
     rows: tuple[int, ...]
     retrieves: tuple[bool, ...]
+    joins: tuple[bool, ...]
     num_sampled: int
 
 
@@ -50,11 +51,13 @@ def key_of(micro_batches: Sequence[Slices]) -> Key | None:
     rows = tuple(len(each.tokens) for each in micro_batches)
     if not 0 < sum(rows) <= MAX_RECORDED_ROWS:
         return None
-    if any(each.counts.max(initial=0) > MAX_SEQUENCE_ROWS for each in micro_batches):
+    longest = [int(each.counts.max(initial=0)) for each in micro_batches]
+    if max(longest) > MAX_SEQUENCE_ROWS:
         return None
     return Key(
         rows,
         tuple(each.retrieval is not None for each in micro_batches),
+        tuple(most > SINGLE_ROWS for most in longest),
         sum(len(each.sample_rows) for each in micro_batches),
     )
 

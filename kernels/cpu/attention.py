@@ -5,8 +5,8 @@ and drafts above all, are computed one by one by `kernels.cpu.compiled.attention
 latents where there is AMX, `latents` beside it, which read the keys in the cache. The plan joins
 other short pieces (large draft trees, ends of prompts) to padded groups, and keeps for each group
 the cache slots to gather and the keys that each query sees, which `kernels.cpu.padded_groups`
-computes. Knows no model and no sequence identity; the plan lives in `AttentionMeta.memo`. Used
-through `kernels.cpu.ops`.
+computes; in a recorded step they do so in Python, with the groups of each replay. Knows no model
+and no sequence identity; the plan lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
 
 Letters beside those of `kernels.contracts`: P pieces of a group, n query rows of a
 piece, L keys of a piece (both padded to the longest of the group).
@@ -32,13 +32,12 @@ from kernels.cpu.compiled.attention.latents import (
     divide_heads,
 )
 from kernels.cpu.compiled.attention.rows import HeadShape, WorkWords, attend_rows, can_attend
+from kernels.cpu.compiled.python_calls import call_again
 from kernels.cpu.compiled.retrieval.search import attend_selected, can_search
 from kernels.cpu.compiled.retrieval.words import RetrievalWords
 from kernels.cpu.padded_groups import PaddedGroup, attend_group
+from kernels.recordings import SINGLE_ROWS
 
-# Pieces up to SINGLE_ROWS query rows are computed row by row: a row takes 5 us at 160 keys, a
-# group 40 us and more.
-SINGLE_ROWS: Final = 8
 Integers = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
@@ -86,6 +85,19 @@ class _Queries(NamedTuple):
     tree_lens: Sequence[int]
 
 
+class _Grouping(NamedTuple):
+    """All of a micro-batch and its layers by which pieces are joined to groups."""
+
+    num_query_rows: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    repeat: int
+    sliding_window: int | None
+    singly: bool
+    """Whether rows of the shortest pieces are computed one by one."""
+
+
 class _Plan(NamedTuple):
     """All groups of a micro-batch, and the number of its query rows without padding."""
 
@@ -93,7 +105,9 @@ class _Plan(NamedTuple):
     """The rows that are computed one by one, and attend to all keys that they see."""
     by_blocks: bool
     """Whether these attend to latents, in blocks of heads."""
-    groups: tuple[PaddedGroup, ...]
+    grouping: _Grouping
+    groups: list[PaddedGroup]
+    """Of all other rows that attend to all keys that they see; renew() changes them."""
     num_rows: int
     retrieval: RetrievalWords | None
     """The rows that attend to the keys that their sequences select."""
@@ -192,15 +206,17 @@ def _seen_in_trees(
     return seen
 
 
-def _make_group(
-    pieces: Sequence[_Piece],
-    meta: AttentionMeta,
-    *,
-    num_query_rows: int,
-    block_size: int,
-    sliding_window: int | None,
-    repeat: int,
-) -> PaddedGroup:
+def _make_groups(
+    pieces: Iterable[_Piece], meta: AttentionMeta, grouping: _Grouping
+) -> list[PaddedGroup]:
+    """Return the groups of the pieces that are not computed row by row."""
+    joined = [each for each in pieces if not grouping.singly or each.num_rows > SINGLE_ROWS]
+    elements_per_key = grouping.num_kv_heads * grouping.head_dim
+    return [_make_group(each, meta, grouping) for each in _join(joined, elements_per_key)]
+
+
+def _make_group(pieces: Sequence[_Piece], meta: AttentionMeta, grouping: _Grouping) -> PaddedGroup:
+    num_query_rows, block_size, _, _, repeat, sliding_window, _ = grouping
     table = torch.tensor(pieces, dtype=torch.int64)
     seq_idx, first_row, num_rows, key_start, key_end, _ = (c[:, None] for c in table.unbind(1))
     longest_rows, longest_keys = int(num_rows.max()), int((key_end - key_start).max())
@@ -263,30 +279,20 @@ def _plan(
         queries = _queries(meta)
         pieces = _attending_to_all(queries, sliding_window, retrieval)
         rows = _single_rows(pieces, queries.tree_mask, sliding_window) if singly else []
-        groups = tuple(
-            _make_group(
-                joined,
-                meta,
-                num_query_rows=q.shape[0],
-                block_size=block_size,
-                sliding_window=sliding_window,
-                repeat=repeat,
-            )
-            for joined in _join(
-                [piece for piece in pieces if not singly or piece.num_rows > SINGLE_ROWS],
-                num_groups * head_dim,
-            )
+        grouping = _Grouping(
+            q.shape[0], block_size, num_groups, head_dim, repeat, sliding_window, singly
         )
+        groups = _make_groups(pieces, meta, grouping)
         single = selecting = None
         heads = HeadShape(q.shape[1], num_groups, head_dim)
-        if rows or retrieval is not None:  # renew() may give it some
+        if rows or retrieval is not None or (singly and groups):  # renew() may give it some
             single = WorkWords(heads, divide_heads if by_blocks else None)
             single.fill(plan_work(rows), meta.block_tables)
         if retrieval is not None:
             selecting = RetrievalWords(heads)
             selecting.fill(meta, retrieval)
         num_rows = int(meta.query_start[-1])
-        meta.memo[memo_key] = _Plan(single, by_blocks, groups, num_rows, selecting)
+        meta.memo[memo_key] = _Plan(single, by_blocks, grouping, groups, num_rows, selecting)
     return cast("_Plan", meta.memo[memo_key])
 
 
@@ -315,8 +321,7 @@ def _attending_to_all(
 def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
     """Let a recorded step, which attended by `recorded`, attend as `fresh` says.
 
-    Both are of rows that are computed one by one, at most SINGLE_ROWS of a sequence, and in both
-    some sequences retrieve, or none.
+    In both some sequences retrieve, or none; and some have more than SINGLE_ROWS rows, or none.
     """
     assert (recorded.retrieval is None) == (fresh.retrieval is None)
     recorded.memo[_LATEST] = fresh  # for steps with an obstacle, which are called again
@@ -325,7 +330,7 @@ def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
         if key[0] != _MEMO:
             continue
         assert isinstance(plan, _Plan)
-        window = cast("int | None", key[1])
+        window = plan.grouping.sliding_window
         retrieval = None if plan.retrieval is None else fresh.retrieval
         pieces = _attending_to_all(queries, window, retrieval)
         rows = _single_rows(pieces, queries.tree_mask, window)
@@ -333,6 +338,7 @@ def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
             plan.single.fill(plan_work(rows), fresh.block_tables)
         else:
             assert not rows, "a micro-batch without rows stays so"
+        plan.groups[:] = _make_groups(pieces, fresh, plan.grouping)
         if plan.retrieval is not None and retrieval is not None:
             plan.retrieval.fill(fresh, retrieval)
 
@@ -390,7 +396,12 @@ def paged_attention(
         attend_selected(
             q, k_cache, v_cache, codes, words, out, scale=scale, sinks=sinks, ended=ended
         )
-    for group in plan.groups:
+    if plan.groups or meta.max_query_len > SINGLE_ROWS:  # renew() may give it some
         values = k_cache if latent else v_cache
-        attend_group(q, k_cache, values, group, out, scale=scale, sinks=sinks)
+
+        def attend_groups() -> None:
+            for group in plan.groups:
+                attend_group(q, k_cache, values, group, out, scale=scale, sinks=sinks)
+
+        call_again(attend_groups)
     return out

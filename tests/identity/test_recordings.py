@@ -136,6 +136,40 @@ def test_steps_and_passes_with_trees_are_recorded_too(
     assert "not recorded" not in caplog.text
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_steps_that_attend_in_groups_are_recorded_too(
+    tmp_path: Path,
+    kv_cache_dtype: KvDtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Pieces of prompts of 9 to 32 rows: whole ones, and the ends of longer ones."""
+    caplog.set_level("INFO", "recordings")
+    path = make_checkpoint(tmp_path, "qwen3_moe", **SIZES)
+    monkeypatch.setattr("kernels.cpu.attention.renew", renew := mock.Mock(wraps=attention.renew))
+    rng = np.random.default_rng(4)
+    lengths = (20, 32, 20, 32 + 20, 20, 32 + 20)
+    prompts = [rng.integers(0, VOCAB_SIZE - 8, size=length).tolist() for length in lengths]
+    found = []
+    for recordings in (False, True):
+        config = engine_config(
+            path,
+            dtype="bfloat16",
+            kv_cache_dtype=kv_cache_dtype,
+            max_num_batched_tokens=32,
+            window_rows=32,
+            num_threads=2,
+            recordings=recordings,
+        )
+        with Engine(config) as engine:  # one by one: who else is there changes a group's sums
+            found.append([engine.generate([each], max_tokens=4) for each in prompts])
+    assert found[0] == found[1]
+    joined = [call.args[1].max_query_len for call in renew.call_args_list]
+    assert Counter(joined)[20] == 4
+    assert Counter(joined)[32] == 2
+    assert "not recorded" not in caplog.text
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_steps_that_retrieve_are_recorded_too(
     tmp_path: Path,

@@ -25,9 +25,16 @@ def slices(counts: list[int], num_sampled: int, *, retrieval: Retrieval | None =
 
 def test_a_step_is_recorded_by_its_rows_whatever_sequences_have_them() -> None:
     plain = (False, False)
-    assert key_of([slices([1, 8, 3], 5), slices([2], 1)]) == ((12, 2), plain, 6)
-    assert key_of([slices([8, 1, 1, 2], 5), slices([1, 1], 1)]) == ((12, 2), plain, 6)
-    assert key_of([slices([], 0), slices([1], 1)]) == ((0, 1), plain, 1)
+    assert key_of([slices([1, 8, 3], 5), slices([2], 1)]) == ((12, 2), plain, plain, 6)
+    assert key_of([slices([8, 1, 1, 2], 5), slices([1, 1], 1)]) == ((12, 2), plain, plain, 6)
+    assert key_of([slices([], 0), slices([1], 1)]) == ((0, 1), plain, plain, 1)
+
+
+def test_steps_with_rows_that_attend_in_groups_are_recorded_apart() -> None:
+    plain, joins = (False, False), (False, True)
+    assert key_of([slices([8], 1), slices([9, 4], 2)]) == ((8, 13), plain, joins, 3)
+    assert key_of([slices([8], 1), slices([1, 12], 2)]) == ((8, 13), plain, joins, 3)
+    assert key_of([slices([MAX_SEQUENCE_ROWS], 1)]) == ((32,), (False,), (True,), 1)
 
 
 @pytest.mark.parametrize(
@@ -41,4 +48,4 @@ def test_steps_with_retrieval_are_recorded_apart() -> None:
     nothing = torch.zeros(0, dtype=torch.int32)
     retrieval = Retrieval(nothing, nothing, nothing, nothing, nothing, nothing, 16)
     key = key_of([slices([1], 1), slices([1], 1, retrieval=retrieval)])
-    assert key == ((1, 1), (False, True), 2)
+    assert key == ((1, 1), (False, True), (False, False), 2)

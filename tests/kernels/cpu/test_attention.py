@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -117,6 +118,31 @@ def test_trees_and_chains_in_groups(num_rows: int, heads: Heads, window: int | N
             ),
             window=window,
         )
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(4, 2, 21), Heads(20, 1, 96, rank=64)])
+@pytest.mark.parametrize("window", [None, 7])
+def test_groups_are_renewed(heads: Heads, window: int | None) -> None:
+    """With other pieces, rows that are computed one by one beside them, and trees."""
+    tree = (None, *((node - 1) // 2 for node in range(1, 17)))
+    steps: Sequence[tuple[list[int], list[int], Any]] = (
+        ([40, 30], [14, 10], None),
+        ([50, 90, 9], [20, 1, 3], None),
+        ([33, 9], [17, 7], (tree, (None, 0, 0, 1, 1, 4, 2))),
+        ([24], [24], None),
+    )
+    cases = [
+        attention_case(lens, rows, heads=heads, block_size=4, parents=parents, seed=turn)
+        for turn, (lens, rows, parents) in enumerate(steps)
+    ]
+    kept = cases[0]
+    for other in cases:
+        compare(other, window=window)
+        renew(kept.meta, other.meta)
+        arguments = (other.q, other.k_cache, other.v_cache)
+        options: dict[str, Any] = {"scale": 0.2, "sliding_window": window}
+        wanted = cpu.paged_attention(*arguments, other.meta, **options)
+        assert torch.equal(cpu.paged_attention(*arguments, kept.meta, **options), wanted)
 
 
 def test_layers_with_different_windows_share_one_meta() -> None:
