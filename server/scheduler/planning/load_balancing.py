@@ -26,7 +26,7 @@ UNPACED_S: Final = 0.25
 """What is left of a prompt enters in one step if it takes no longer: streams wait that once."""
 PACE: Final = 0.5
 """Each longer prompt makes the steps of running streams longer by this share of them."""
-# As many rows of a sequence as attention_nodes.step.recorded_steps records on CPUs.
+# As many rows of a sequence as attend one by one on CPUs (kernels.recordings).
 MIN_PACED: Final = 8
 """And has so many tokens in a step, however little that is of its time."""
 
