@@ -72,6 +72,7 @@ class GatewaySide:
     ) -> None:
         """`takes_part` says whether a node is one of those that steps are sent to."""
         self._planned = {Member(node.role, node.index): node for node in plan.nodes}
+        self._link = plan.link
         self._formation = formation
         self._watch = watch
         self._takes_part = takes_part
@@ -198,6 +199,7 @@ class GatewaySide:
             detail=self._state.detail,
             table_version=self._formation.table.version,
             nodes=tuple(map(self._node, [*self._nodes.roster.places, *self._nodes.drafts.places])),
+            link=self._link,
             steps=watch.steps(message.after),
             news=watch.news(message.after),
             sample=watch.sample(message.after),

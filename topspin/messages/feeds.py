@@ -10,6 +10,7 @@ from topspin.messages.base import Message, Role
 from topspin.messages.requests import Stats
 from topspin.messages.steps import StepTimings
 from topspin.messages.traces import Trace
+from topspin.plan.spec import LinkSpec
 
 
 class FeedRequest(Message, frozen=True, kw_only=True):
@@ -75,6 +76,7 @@ class Feed(Message, frozen=True, kw_only=True):
     detail: str
     table_version: int
     nodes: tuple[FeedNode, ...]
+    link: LinkSpec
     steps: tuple[FeedStep, ...]
     news: tuple[FeedNews, ...]
     sample: Trace | None

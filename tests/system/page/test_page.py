@@ -1,21 +1,17 @@
-"""The page before a real server: a chat, the rally, a killed node, a proxy's prefix."""
+"""The page before a real server: a chat, the rally, a killed node."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-import aiohttp
 import httpx
 import msgspec
 import pytest
-from aiohttp import web
 
 from app.cli.trace.report import lanes_of, make_report
 from tests.system.page.browser import Browser
-from tests.system.page.conftest import NUM_TOKENS, PREFIX
+from tests.system.page.conftest import NUM_TOKENS
 from tests.system.page.visits import ANSWER, IS_IDLE, ask, press, visit
 from tests.system.rig.server import Server
 from topspin.messages import Trace
@@ -126,10 +122,18 @@ def test_a_killed_node_turns_red_then_green_and_the_answer_goes_on(
         await visit(talking, server.url, temperature=0, max_tokens=NUM_TOKENS)
         await ask(talking, question[0])
         await talking.until(f"{ANSWER}.length > 3")
+        wires = "[...document.querySelectorAll('.wires path')].map((each) => each.dataset.state)"
+        wires += ".join()"
         node = "document.querySelector('[data-node=\"expert 1\"]').dataset.state"
         await watching.until(f"document.querySelector('[data-node]') && {node} === 'serving'")
+        # The plan is drawn: nodes in their hosts, a line to each expert node, the link's name.
+        await watching.until(f"{wires} === 'serving,serving'")
+        drawn = await watching.run("document.querySelector('.plan').innerText")
+        for each in ("localhost", "shared memory", "+ 10 ms one way"):
+            assert each in drawn
         server.kill("expert 1")
         await watching.until(f"{node} === 'lost'")
+        assert (await watching.run(wires)).endswith(",lost")
         await watching.until(f"{node} === 'serving'", timeout_s=120)
         assert int(
             await watching.until("document.querySelector('[data-fact=replays]').textContent")
@@ -144,60 +148,3 @@ def test_a_killed_node_turns_red_then_green_and_the_answer_goes_on(
 
     runner.run(test())
     server.pids = server.pids_by_role()
-
-
-@asynccontextmanager
-async def proxy(url: str, outside: list[str]) -> AsyncIterator[str]:
-    """Show a server below a prefix; yields its address. `outside`: paths that miss the prefix."""
-
-    async def pass_on(request: web.Request) -> web.StreamResponse:
-        if not request.path.startswith(f"{PREFIX}/"):
-            outside.append(request.path)
-            raise web.HTTPNotFound
-        address = url + request.path_qs.removeprefix(PREFIX)
-        headers = {**request.headers, "X-Forwarded-For": request.remote or ""}
-        asked = session.request(
-            request.method, address, data=await request.read() or None, headers=headers
-        )
-        async with asked as answer:
-            passed = web.StreamResponse(status=answer.status, headers=answer.headers)
-            passed.headers.pop("Transfer-Encoding", None)
-            await passed.prepare(request)
-            async for piece in answer.content.iter_any():
-                await passed.write(piece)
-            return passed
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", pass_on)
-    running = web.AppRunner(app)
-    async with aiohttp.ClientSession(auto_decompress=False) as session:
-        await running.setup()
-        await web.TCPSite(running, "127.0.0.1", 0).start()
-        host, port = running.addresses[0][:2]
-        yield f"http://{host}:{port}{PREFIX}/"
-        await running.cleanup()
-
-
-@pytest.mark.slow
-def test_the_page_works_behind_the_prefix_of_a_proxy(
-    runner: asyncio.Runner, browser: Browser, server: Server, question: tuple[str, str]
-) -> None:
-    async def test() -> None:
-        outside: list[str] = []
-        tab = await browser.tab()
-        async with proxy(server.url, outside) as url:
-            await visit(tab, url, temperature=0, max_tokens=NUM_TOKENS)
-            await ask(tab, question[0])
-            await tab.until(IS_IDLE)
-            stats = await tab.run("document.querySelector('.assistant .stats').textContent")
-            assert f"{NUM_TOKENS} tokens" in stats
-            # Who comes by a proxy may be anybody: without keys the engine is not shown.
-            await tab.run("location.hash = '#engine'")
-            told = "document.querySelector('#engine .notice').textContent"
-            await tab.until(f"{told}.includes('own host')")
-            await tab.until("document.getElementById('state-text').textContent === 'ready'")
-            await tab.open("about:blank")
-        assert outside == []
-        assert tab.complaints == []
-
-    runner.run(test())

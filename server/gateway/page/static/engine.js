@@ -1,15 +1,20 @@
 /* The engine: its nodes on the plan's two sides, its gauges, the last minutes, experts, news. */
 
-import { announce, bytes, draw, duration, make, number } from "./dom.js";
+import { announce, bytes, coalesced, draw, duration, make, number } from "./dom.js";
 import { fillFacts, panel } from "./rally.js";
 
 const STATES = { serving: "serves", loading: "loads", lost: "not there" };
-const SIDES = [["attention", "Attention"], ["stage", "Stages"], ["expert", "Experts"], ["draft", "Drafts"]];
+// What is left of the net, and right of it.
+const SIDES = [[["attention", "Attention"], ["stage", "Stages of attention"], ["draft", "Drafts"]], [["expert", "Experts"]]];
+const LINKS = { local: "one process", shm: "shared memory", tcp: "TCP", nixl: "NIXL", cuda_ipc: "CUDA IPC" };
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 export class EngineView {
   constructor(section) {
     this.plan = make("div.plan");
+    this.wires = draw("svg", { class: "wires", "aria-hidden": "true" });
+    this.link = make("p.link");
+    new ResizeObserver(coalesced(() => this.drawWires()).later).observe(this.plan);
     this.cards = new Map();
     this.connections = new Map();
     this.gauges = new Gauges();
@@ -28,7 +33,7 @@ export class EngineView {
     this.counts = make("dl.facts");
     this.list = make("ul.news", { tabIndex: 0, "aria-label": "News" });
     this.body = make("div.panels", { hidden: true },
-      panel("The plan, and its nodes now", "Rows go over the net from every attention node to every expert node, and come back.", this.plan),
+      panel("The plan, and its nodes now", "Rows go over the net from every attention node to every expert node, and come back. A line is red while a node at its end is lost.", this.plan),
       panel("Now", "", this.gauges.element, this.counts),
       panel("The last minutes", "Since you began to look.", make("div.charts", {}, this.charts.map(({ element }) => element))),
       this.speculating, this.retrieving, this.heat,
@@ -39,6 +44,7 @@ export class EngineView {
   update(told) {
     this.body.hidden = false;
     this.showNodes(told.nodes);
+    this.showLink(told.link);
     this.showGauges(told);
     this.showSpeculation(told.stats);
     this.showRetrieval(told.stats);
@@ -59,16 +65,18 @@ export class EngineView {
     const name = ({ role, index }) => `${role} ${index}`;
     if (nodes.length !== this.cards.size || nodes.some((each) => !this.cards.has(name(each)))) {
       this.cards.clear();
-      this.plan.replaceChildren(...SIDES.flatMap(([role, title]) => {
+      const cardOf = (each) => {
+        const card = make("li.node", { "data-node": name(each) }, make("b", {}, name(each)), make("span.badge"), make("span.minor"));
+        this.cards.set(name(each), card);
+        return card;
+      };
+      const boxes = (own) => [...Map.groupBy(own, ({ host }) => host)].map(([host, there]) => (
+        make("div.host", {}, make("h4", {}, host), make("ul", {}, there.map(cardOf)))));
+      const [left, right] = SIDES.map((roles) => make("div.half", {}, roles.flatMap(([role, title]) => {
         const own = nodes.filter((each) => each.role === role);
-        if (!own.length) return [];
-        const cards = own.map((each) => {
-          const card = make("li.node", { "data-node": name(each) }, make("b", {}, name(each)), make("span.badge"), make("span.minor"));
-          this.cards.set(name(each), card);
-          return card;
-        });
-        return [make(`div.side-${role}`, {}, make("h3", {}, title), make("ul", {}, cards))];
-      }));
+        return own.length ? [make("h3", {}, title), ...boxes(own)] : [];
+      })));
+      this.plan.replaceChildren(this.wires, left, this.link, right);
     }
     for (const node of nodes) {
       const card = this.cards.get(name(node));
@@ -81,10 +89,34 @@ export class EngineView {
       badge.textContent = isReplaced ? "was lost, and is replaced"
         : isSlow ? `${number(node.times, 1)} times slower than its peers` : STATES[node.state];
       facts.textContent = [
-        `${node.device} on ${node.host}`, node.num_threads && `${node.num_threads} threads`,
+        node.device, node.num_threads && `${node.num_threads} threads`,
         node.role === "expert" && `${number(node.experts)} experts`, node.resident_bytes && bytes(node.resident_bytes),
       ].filter(Boolean).join(" · ");
     }
+    this.drawWires();
+  }
+
+  /* A line between each node that sends rows and each expert node, in the worse of their states. */
+  drawWires() {
+    const { left, top } = this.plan.getBoundingClientRect();
+    const ends = (roles, side) => [...this.cards].filter(([name]) => roles.includes(name.split(" ")[0])).map(([, card]) => {
+      const edge = card.getBoundingClientRect();
+      return { x: edge[side] - left, y: edge.top + edge.height / 2 - top, state: card.dataset.state };
+    });
+    const experts = ends(["expert"], "left");
+    this.wires.replaceChildren(...ends(["attention", "stage"], "right").flatMap((from) => experts.map((to) => {
+      const middle = (from.x + to.x) / 2;
+      return draw("path", {
+        d: `M${from.x} ${from.y}C${middle} ${from.y} ${middle} ${to.y} ${to.x} ${to.y}`,
+        "data-state": ["lost", "loading", "slow"].find((each) => [from.state, to.state].includes(each)) ?? "serving",
+      });
+    })));
+  }
+
+  showLink({ transport, payload, latency_us: latency, gbps }) {
+    const facts = [payload, latency && `+ ${duration(latency / 1e6)} one way`, gbps && `${number(gbps)} Gbit/s`];
+    const texts = [LINKS[transport] ?? transport, ...facts.filter(Boolean)];
+    if (this.link.textContent !== texts.join("")) this.link.replaceChildren(...texts.map((text) => make("span", {}, text)));
   }
 
   /* Gauges. */

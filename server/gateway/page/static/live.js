@@ -41,13 +41,15 @@ export class Live {
       this.take(await getJson(`feed?after=${this.cursor}&experts=${this.shown === "engine" ? 1 : 0}`));
       this.tell("");
     } catch (error) {
-      pause = PAUSE_MS;
-      const why = error.status === 404 || error.status === 401 ? error.message : `no news of the engine: ${error.message}`;
+      const isRefused = error.status === 404 || error.status === 401;
+      // A key was not given or is no operator's: asked again when the view is next shown.
+      pause = isRefused ? null : PAUSE_MS;
+      const why = isRefused ? error.message : `no news of the engine: ${error.message}`;
       this.tell(`${why[0].toUpperCase()}${why.slice(1)}.`);
     }
     this.isAsking = false;
     clearTimeout(this.due);
-    if (this.shown in this.views && !document.hidden) this.due = setTimeout(() => this.ask(), pause);
+    if (pause && this.shown in this.views && !document.hidden) this.due = setTimeout(() => this.ask(), pause);
   }
 
   tell(text) {

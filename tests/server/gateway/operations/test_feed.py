@@ -12,6 +12,7 @@ from server.gateway.http.auth import ApiKeys, read_key_file
 from tests.server.gateway.fakes import FakeEngine, gateway
 from topspin.errors import ConfigError
 from topspin.messages import Feed, FeedNode, FeedRequest, Message
+from topspin.plan.spec import LinkSpec
 
 OPERATOR, USER = "sk-operator-0123456789", "sk-user-0123456789"
 NODE = FeedNode(
@@ -23,6 +24,7 @@ NODE = FeedNode(
     device="cpu",
     num_threads=None,
 )
+LINK = LinkSpec(transport="tcp", payload="int8", window_rows=8, latency_us=250.0)
 
 
 class FedEngine(FakeEngine):
@@ -37,7 +39,7 @@ class FedEngine(FakeEngine):
         if isinstance(message, FeedRequest):
             self.asked.append((message.after, message.experts))
             told: dict[str, Any] = {"state": "ready", "detail": "", "table_version": 1}
-            told |= {"steps": (), "news": (), "sample": None, "stats": self.stats}
+            told |= {"steps": (), "news": (), "sample": None, "stats": self.stats, "link": LINK}
             feed = Feed(query_id=message.query_id, cursor=9, nodes=(NODE,), heat=(b"\xff",), **told)
             self.say(feed)
 
