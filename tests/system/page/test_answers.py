@@ -73,7 +73,7 @@ def test_an_answer_shows_all_that_it_brings(runner: asyncio.Runner, browser: Bro
             await tab.click("#settings")
             for name, value in {"system": "Be brief.", "temperature": "0.5"}.items():
                 await tab.run(f"document.getElementById('setting-{name}').value = '{value}'")
-            await press(tab, "Use them")
+            await press(tab, "Save")
             await ask(tab, "Is it dry in Oslo?")
             await tab.until(IS_IDLE)
             assert not await tab.run("document.querySelector('.message.assistant .fold').open")
@@ -86,9 +86,9 @@ def test_an_answer_shows_all_that_it_brings(runner: asyncio.Runner, browser: Bro
             assert "calls weather" in called
             assert '"city": "Oslo"' in called
             stats = await tab.run("document.querySelector('.assistant .stats').textContent")
-            for each in ("9 tokens", "32 of 40 prompt tokens cached", "2.3 tokens a piece"):
+            for each in ("9 tokens", "32 of 40 prompt tokens cached", "2.3 tokens at a time"):
                 assert each in stats
-            assert "4 drafted" in stats
+            assert "4 of them drafted" in stats
             # The result of the tool goes back with the call that asked for it.
             await tab.run("document.querySelector('.tool-result textarea').value = 'rain'")
             await press(tab, "Send the result")
@@ -105,11 +105,11 @@ def test_an_answer_shows_all_that_it_brings(runner: asyncio.Runner, browser: Bro
             # An export has all of it.
             await tab.run("HTMLAnchorElement.prototype.click = () => {}")
             await tab.run("URL.createObjectURL = (blob) => { window.blob = blob; return ''; }")
-            await press(tab, "Markdown")
+            await press(tab, "Export as Markdown")
             written = await tab.run("window.blob.text()")
             for each in ("Be brief.", "Is it dry", "I do not know it.", "weather", "It rains."):
                 assert each in written
-            await press(tab, "JSON")
+            await press(tab, "Export as JSON")
             kept = json.loads(await tab.run("window.blob.text()"))
             assert [each["role"] for each in kept["messages"]][2:] == ["tool", "assistant"]
             # An edited message is answered anew, and what came after the old one is gone.
@@ -308,10 +308,15 @@ LONG = (
 )
 
 
-def test_no_hostile_message_runs_anything(runner: asyncio.Runner, browser: Browser) -> None:
+@pytest.mark.parametrize(
+    ("num_texts", "times"), [(500, 2_000), pytest.param(10_000, 20_000, marks=pytest.mark.slow)]
+)
+def test_no_hostile_message_runs_anything(
+    runner: asyncio.Runner, browser: Browser, num_texts: int, times: int
+) -> None:
     rng = random.Random(1)
-    texts = ["".join(rng.choices(PIECES, k=rng.randint(1, 6))) for _ in range(10_000)]
-    texts += [piece * 20_000 for piece in LONG] + ["> " * 500 + "deep", "  " * 40 + "- x"]
+    texts = ["".join(rng.choices(PIECES, k=rng.randint(1, 6))) for _ in range(num_texts)]
+    texts += [piece * times for piece in LONG] + ["> " * 500 + "deep", "  " * 40 + "- x"]
 
     async def test() -> None:
         async with loopback(FakeEngine(saying("hello")), deadline_s=None) as port:

@@ -40,10 +40,10 @@ export class Chat {
       list.setAttribute("aria-expanded", isOpen);
     }, { class: "plain only-narrow", "aria-label": "Conversations", "aria-expanded": "false", "aria-controls": "side" });
     this.listButton = list;
-    const menu = make("details.menu", {}, make("summary", {}, "Export"), make("div", {},
-      button("Markdown", () => this.export("md", "text/markdown", store.asMarkdown)),
-      button("JSON", () => this.export("json", "application/json", (each) => JSON.stringify(each, null, 2))),
-      button("Delete it", () => this.remove(), { class: "danger" })));
+    const menu = make("details.menu", {}, make("summary", {}, "More"), make("div", {},
+      button("Export as Markdown", () => this.export("md", "text/markdown", store.asMarkdown)),
+      button("Export as JSON", () => this.export("json", "application/json", (each) => JSON.stringify(each, null, 2))),
+      button("Delete", () => this.remove(), { class: "danger" })));
     return make("div.bar", {}, list, this.title,
       button("Settings", () => this.settings.show(this.shown.settings, this.defaults), { id: "settings" }), menu);
   }

@@ -137,7 +137,7 @@ export class EngineView {
       ["Steps", number(stats.num_steps), "steps"],
       ["Tokens written", number(stats.generation_tokens)],
       ["Prompt tokens", number(stats.prompt_tokens)],
-      ["Next first token", duration(stats.first_token_s)],
+      ["Predicted wait for a first token", duration(stats.first_token_s)],
       ["Replayed requests", number(stats.num_replays), "replays"],
       ["Preemptions", number(stats.num_preemptions)],
       ["Experts moved", `${number(stats.expert_migrations)}, table ${version}`],

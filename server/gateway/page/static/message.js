@@ -5,7 +5,7 @@ import { announce, button, duration, make, number } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Result of a tool" };
-const FINISHES = { length: "ended at its limit of tokens", stopped: "stopped by you", tool_calls: "waits for a tool" };
+const FINISHES = { length: "cut off at the limit of tokens", stopped: "stopped by you", tool_calls: "waits for a tool" };
 
 /* `actions`: what the buttons do, by name; one that is missing has no button. */
 export class MessageView {
@@ -119,11 +119,11 @@ function statsText({ role, stats, content, reasoning, tool_calls: calls }, isGro
     const took = stats.last - stats.ttft;
     if (stats.tokens > 1 && took > 0) parts.push(`${number((stats.tokens - 1) / took, 1)} tokens/s`);
   } else if (isGrowing && stats.pieces) parts.push(`${number(stats.pieces)} pieces`);
-  if (stats.ttft) parts.push(`first after ${duration(stats.ttft)}`);
+  if (stats.ttft) parts.push(`first token after ${duration(stats.ttft)}`);
   if (stats.prompt) parts.push(`${number(stats.cached)} of ${number(stats.prompt)} prompt tokens cached`);
-  if (stats.tokens > 4 * stats.pieces / 3) parts.push(`${number(stats.tokens / stats.pieces, 1)} tokens a piece`);
-  if (stats.accepted) parts.push(`${number(stats.accepted)} drafted`);
-  if (!isGrowing && !content && !reasoning && !calls) parts.push("said nothing");
+  if (stats.tokens > 4 * stats.pieces / 3) parts.push(`${number(stats.tokens / stats.pieces, 1)} tokens at a time`);
+  if (stats.accepted) parts.push(`${number(stats.accepted)} of them drafted`);
+  if (!isGrowing && !content && !reasoning && !calls) parts.push("an empty answer");
   if (!isGrowing && FINISHES[stats.finish]) parts.push(FINISHES[stats.finish]);
   return parts.join(" · ");
 }

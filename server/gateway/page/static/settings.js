@@ -17,7 +17,7 @@ export class SettingsDialog {
       make("label.check", {}, this.check = make("input", { type: "checkbox" }), " Show how likely tokens were (Tokens, below an answer)"),
       this.problem,
       make("div.row.end", {}, button("Cancel", () => this.element.close()),
-        button("Use them", () => this.use(changed), { class: "primary" })));
+        button("Save", () => this.use(changed), { class: "primary" })));
   }
 
   field(name, label, input) {
