@@ -114,7 +114,7 @@ export class EngineView {
   }
 
   showLink({ transport, payload, latency_us: latency, gbps }) {
-    const facts = [payload, latency && `+ ${duration(latency / 1e6)} one way`, gbps && `${number(gbps)} Gbit/s`];
+    const facts = [payload, latency && `+ ${latency / 1000} ms one way`, gbps && `${gbps} Gbit/s`];
     const texts = [LINKS[transport] ?? transport, ...facts.filter(Boolean)];
     if (this.link.textContent !== texts.join("")) this.link.replaceChildren(...texts.map((text) => make("span", {}, text)));
   }
