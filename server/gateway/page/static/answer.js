@@ -7,7 +7,7 @@ export const SAMPLING = [
   { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.01 },
   { name: "top_k", label: "Top k", min: -1, step: 1 },
   { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01 },
-  { name: "max_tokens", label: "Most tokens of an answer", min: 1, step: 1 },
+  { name: "max_tokens", label: "Most tokens", min: 1, step: 1 },
   { name: "seed", label: "Seed", step: 1 },
   { name: "repetition_penalty", label: "Repetition penalty", min: 0, max: 2, step: 0.05 },
   { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1 },

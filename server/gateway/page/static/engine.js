@@ -76,7 +76,7 @@ export class EngineView {
         const own = nodes.filter((each) => each.role === role);
         return own.length ? [make("h3", {}, title), ...boxes(own)] : [];
       })));
-      this.plan.replaceChildren(this.wires, left, this.link, right);
+      this.plan.replaceChildren(this.wires, left, right, this.link);
     }
     for (const node of nodes) {
       const card = this.cards.get(name(node));
@@ -104,7 +104,11 @@ export class EngineView {
       return { x: edge[side] - left, y: edge.top + edge.height / 2 - top, state: card.dataset.state };
     });
     const experts = ends(["expert"], "left");
-    this.wires.replaceChildren(...ends(["attention", "stage"], "right").flatMap((from) => experts.map((to) => {
+    const senders = ends(["attention", "stage"], "right");
+    // The link's name is in the middle of all lines.
+    const high = (side) => side.reduce((sum, { y }) => sum + y, 0) / side.length;
+    if (senders.length && experts.length) this.link.style.top = `${(high(senders) + high(experts)) / 2}px`;
+    this.wires.replaceChildren(...senders.flatMap((from) => experts.map((to) => {
       const middle = (from.x + to.x) / 2;
       return draw("path", {
         d: `M${from.x} ${from.y}C${middle} ${from.y} ${middle} ${to.y} ${to.x} ${to.y}`,
@@ -114,7 +118,7 @@ export class EngineView {
   }
 
   showLink({ transport, payload, latency_us: latency, gbps }) {
-    const facts = [payload, latency && `+ ${latency / 1000} ms one way`, gbps && `${gbps} Gbit/s`];
+    const facts = [`rows as ${payload}`, latency && `+ ${latency / 1000} ms one way`, gbps && `${gbps} Gbit/s`];
     const texts = [LINKS[transport] ?? transport, ...facts.filter(Boolean)];
     if (this.link.textContent !== texts.join("")) this.link.replaceChildren(...texts.map((text) => make("span", {}, text)));
   }
@@ -137,10 +141,10 @@ export class EngineView {
       ["Steps", number(stats.num_steps), "steps"],
       ["Tokens written", number(stats.generation_tokens)],
       ["Prompt tokens", number(stats.prompt_tokens)],
-      ["Predicted wait for a first token", duration(stats.first_token_s)],
+      ["Wait for a first token", duration(stats.first_token_s)],
       ["Replayed requests", number(stats.num_replays), "replays"],
       ["Preemptions", number(stats.num_preemptions)],
-      ["Experts moved", `${number(stats.expert_migrations)}, table ${version}`],
+      ["Experts moved", `${number(stats.expert_migrations)} (placement ${version})`],
     ]);
   }
 

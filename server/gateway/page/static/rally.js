@@ -29,7 +29,7 @@ export class RallyView {
     this.slow = new SlowMotion();
     this.bars = draw("svg", { role: "img", "aria-label": "The last steps", class: "bars", viewBox: `0 0 ${WIDTH} 120`, preserveAspectRatio: "none" });
     this.body = make("div.panels", { hidden: true },
-      panel("One step, by node", "A node's row is coloured while it works for a micro-batch and pale while it waits.",
+      panel("One step, by node", "A node's row is coloured while it works for a micro-batch and grey while it waits. The formula is for nodes that each have a processor of their own.",
         this.facts, make("div.controls", {}, this.hold,
           make("label", {}, "Layers shown ", this.zoom), make("label", {}, "From ", this.from), this.legend),
         this.gantt),
@@ -68,11 +68,11 @@ export class RallyView {
       ["T_e, experts", duration(step.experts), "t-e"],
       ["T_c, one way", duration(step.link), "t-c"],
       ["Measured", duration(step.rally), "measured"],
-      ["Formula", total === null ? "–" : `${duration(total)} (${number(100 * total / step.rally)} %)`, "formula"],
+      ["Formula", total === null ? "–" : `${duration(total)} (${number(100 * total / step.rally)} % of that)`, "formula"],
       ["Attention waits", bubble("attention")],
       ["Experts wait", bubble("expert")],
     ]);
-    if (this.legend.childElementCount !== step.numMicroBatches + 1) this.legend.replaceChildren(...legend(step.numMicroBatches));
+    if (this.legend.childElementCount !== step.numMicroBatches + 2) this.legend.replaceChildren(...legend(step.numMicroBatches));
     this.drawStep();
     this.slow.show(step);
     this.drawWhatIf();
@@ -223,7 +223,7 @@ export function fillFacts(list, facts) {
 
 function legend(numMicroBatches) {
   const marks = Array.from({ length: numMicroBatches }, (_, index) => make("span", {}, make(`i.mark.m${index % 4}`), `micro-batch ${index}`));
-  return [...marks, make("span", {}, make("i.mark.wait"), "waits")];
+  return [...marks, make("span", {}, make("i.mark.other"), "inputs, sampling"), make("span", {}, make("i.mark.wait"), "waits")];
 }
 
 function phaseLegend() {
