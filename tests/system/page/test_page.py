@@ -129,7 +129,7 @@ def test_a_killed_node_turns_red_then_green_and_the_answer_goes_on(
         # The plan is drawn: nodes in their hosts, a line to each expert node, the link's name.
         await watching.until(f"{wires} === 'serving,serving'")
         drawn = await watching.run("document.querySelector('.plan').innerText")
-        for each in ("localhost", "shared memory", "+ 10 ms one way"):
+        for each in ("localhost", "shared memory", "+ 25 ms one way"):
             assert each in drawn
         server.kill("expert 1")
         await watching.until(f"{node} === 'lost'")
