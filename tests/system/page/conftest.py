@@ -14,13 +14,13 @@ import pytest
 
 from tests.system.conftest import Tiny
 from tests.system.page.browser import Browser, chromium, find_chromium
+from tests.system.page.proxy import PREFIX
 from tests.system.rig.server import Server
 
 # Two MoE layers, two hops each: 100 ms a step, so that answers of a few steps, which cost
 # processor time, outlast what happens.
 LINK_US = 25_000
 NUM_TOKENS = 60
-PREFIX = "/topspin"
 
 
 @pytest.fixture(scope="package")

@@ -5,27 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from server.gateway.http.auth import ApiKeys
 from tests.server.gateway.fakes import FakeEngine, loopback, saying
-from tests.system.page.browser import Browser
-from tests.system.page.visits import (
-    ANSWER,
-    IS_IDLE,
-    USER,
-    ask,
-    give,
-    key_file,
-    press,
-    script_answers,
-    visit,
-)
+from tests.server.gateway.operations.test_feed import OPERATOR, USER, FedEngine
+from tests.system.page.browser import Browser, Tab
+from tests.system.page.proxy import PREFIX, proxy
+from tests.system.page.visits import ANSWER, IS_IDLE, ask, press, script_answers, visit
 from topspin.messages import KvCounts
 
 pytestmark = pytest.mark.timeout(300)
@@ -36,27 +30,17 @@ def event(finish: str | None = None, **delta: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
 
-def call(text: str, **about: Any) -> dict[str, Any]:
-    return event(tool_calls=[{"index": 0, **about, "function": {"arguments": text}}])
+def call(text: str, function: Mapping[str, str] = {}, **about: Any) -> dict[str, Any]:
+    return event(tool_calls=[{"index": 0, **about, "function": {**function, "arguments": text}}])
 
 
-USAGE: dict[str, Any] = {
-    "choices": [],
-    "usage": {
-        "prompt_tokens": 40,
-        "completion_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 32},
-        "completion_tokens_details": {"accepted_prediction_tokens": 4},
-    },
-}
+USAGE: dict[str, Any] = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 9}}
+USAGE["usage"]["prompt_tokens_details"] = {"cached_tokens": 32}
+USAGE["usage"]["completion_tokens_details"] = {"accepted_prediction_tokens": 4}
 CALLS = (
     event(reasoning_content="I do not know it."),
     event(content="**Let me** look:\n\n| a | b |\n|---|---|\n| 1 | `2` |"),
-    event(
-        tool_calls=[
-            {"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": '{"city"'}}
-        ]
-    ),
+    call('{"city"', {"name": "weather"}, id="call-1"),
     call(': "Oslo"}'),
     event("tool_calls"),
     USAGE,
@@ -189,45 +173,74 @@ def test_complaints_of_a_tab_are_noticed(runner: asyncio.Runner, browser: Browse
     runner.run(test())
 
 
-# All pauses are short, and what asks for the engine is counted.
-HURRY = """(() => {
-  const { fetch: real, setTimeout: later } = window;
+# What asks for the engine is counted, and asks again without a pause.
+HURRY = """(({ fetch, setTimeout }) => {
   window.numFeeds = 0;
-  window.setTimeout = (work, pause) => later(work, pause / 1000);
+  window.setTimeout = (work) => setTimeout(work);
   window.fetch = (path, options) => {
-    if (path.startsWith("feed")) window.numFeeds += 1;
-    return real(path, options);
+    window.numFeeds += path.startsWith("feed");
+    return fetch(path, options);
   };
-})()"""
+})({ fetch, setTimeout })"""
 
 
-def test_a_key_is_asked_for_and_a_wrong_one_is_told(
+async def give(tab: Tab, key: str) -> None:
+    """Write a key where the page asks for it."""
+    await tab.until("document.getElementById('key-dialog').open")
+    await tab.run("document.getElementById('key-field').focus()")
+    await tab.type(key)
+    await tab.key("Enter", code=13)
+
+
+def test_a_wrong_key_is_told_and_an_operators_alone_shows_the_engine(
     runner: asyncio.Runner, browser: Browser, tmp_path: Path
 ) -> None:
+    """Behind a proxy, too: whose key it is counts then, and not who passes it on."""
+    file = tmp_path / "keys"
+    file.touch(mode=0o600)
+    file.write_text(f"us: {OPERATOR} operator=1\nthem: {USER}\n")
+    note = "document.querySelector('#engine .notice')"
+
     async def test() -> None:
-        fake = FakeEngine(saying("hello"))
-        async with loopback(fake, deadline_s=None, keys=ApiKeys(None, key_file(tmp_path))) as port:
-            tab = await browser.tab()
-            await tab.open(f"http://127.0.0.1:{port}/")
-            await ask(tab, "hi")
-            await give(tab, "sk-wrong-0123456789")
-            await tab.until("!document.getElementById('key-problem').hidden")
-            assert "refused" in await tab.run("document.getElementById('key-problem').textContent")
-            await give(tab, USER)
-            await tab.until(f"{IS_IDLE} && {ANSWER} === 'hello'")
-            kept = await tab.run("JSON.stringify([localStorage, sessionStorage, document.cookie])")
-            assert USER not in kept
-            # It is asked for once, and is no operator's: the engine is not asked for again.
-            await tab.run(HURRY)
-            await tab.run("location.hash = '#engine'")
-            await tab.until(
-                "document.querySelector('#engine .notice').textContent.includes('operator')"
-            )
-            assert not await tab.run("document.getElementById('key-dialog').open")
-            for _ in range(3):
-                await tab.run("fetch('health').then((answer) => answer.text())")
-            assert await tab.run("window.numFeeds") == 1
-            assert tab.complaints == []
+        outside: list[str] = []
+        fake = FedEngine()
+        fake.script = saying("hello")
+        shown = {}
+        async with (
+            loopback(fake, keys=ApiKeys(None, file), root_path=PREFIX, deadline_s=None) as port,
+            proxy(f"http://127.0.0.1:{port}", outside) as url,
+            httpx.AsyncClient(base_url=url) as client,
+        ):
+            for key in (USER, OPERATOR):
+                tab = await browser.tab()
+                await tab.open(url)
+                await ask(tab, "hi")
+                if key is USER:
+                    await give(tab, "sk-wrong-0123456789")
+                    await tab.until("!document.getElementById('key-problem').hidden")
+                    problem = "document.getElementById('key-problem').textContent"
+                    assert "refused" in await tab.run(problem)
+                await give(tab, key)
+                await tab.until(f"{IS_IDLE} && {ANSWER} === 'hello'")
+                kept = "JSON.stringify([localStorage, sessionStorage, document.cookie])"
+                assert key not in await tab.run(kept)
+                # It is asked for once. Who is not shown the engine does not ask again and again.
+                await tab.run(HURRY)
+                await tab.run("location.hash = '#engine'")
+                await tab.until(f"{note}.hidden || {note}.textContent.includes('operators only')")
+                assert not await tab.run("document.getElementById('key-dialog').open")
+                for _ in range(3):
+                    await tab.run("fetch('health').then((answer) => answer.text())")
+                is_asked_again = await tab.run("window.numFeeds > 1")
+                nodes = await tab.run("document.querySelectorAll('[data-node]').length")
+                # Nor is it told to who asks without the page; a trace is to no proxy's client.
+                headers = {"Authorization": f"Bearer {key}"}
+                answers = [await client.get(path, headers=headers) for path in ("feed", "trace")]
+                shown[key] = (nodes, is_asked_again, *(each.status_code for each in answers))
+                assert tab.complaints == []
+                await tab.open("about:blank")
+        assert shown == {OPERATOR: (1, True, 200, 404), USER: (0, False, 404, 404)}
+        assert outside == []
 
     runner.run(test())
 
@@ -290,22 +303,7 @@ __
 )
 HOSTILE = Path(__file__).with_name("hostile.js").read_text()
 # Each would take for ever if a scan of a text began another one at each of its characters.
-LONG = (
-    "*a",
-    "**a",
-    "_a",
-    "~~a",
-    "[",
-    "![",
-    "[a](",
-    "`a",
-    "``a`",
-    "<a",
-    "|a",
-    "http://",
-    "> ",
-    "- ",
-)
+LONG = ("*a", "**a", "_a", "~~a", "[", "![", "[a](", "`a", "``a`", "<a", "|a", "http://", "> ")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +314,7 @@ def test_no_hostile_message_runs_anything(
 ) -> None:
     rng = random.Random(1)
     texts = ["".join(rng.choices(PIECES, k=rng.randint(1, 6))) for _ in range(num_texts)]
-    texts += [piece * times for piece in LONG] + ["> " * 500 + "deep", "  " * 40 + "- x"]
+    texts += [piece * times for piece in (*LONG, "- ")] + ["> " * 500 + "deep", "  " * 40 + "- x"]
 
     async def test() -> None:
         async with loopback(FakeEngine(saying("hello")), deadline_s=None) as port:

@@ -1,4 +1,4 @@
-"""The page before a real server: a chat, the rally, a killed node."""
+"""The page before a real server: a chat behind a proxy's prefix, the rally, a killed node."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from app.cli.trace.report import lanes_of, make_report
 from tests.system.page.browser import Browser
 from tests.system.page.conftest import NUM_TOKENS
+from tests.system.page.proxy import proxy
 from tests.system.page.visits import ANSWER, IS_IDLE, ask, press, visit
 from tests.system.rig.server import Server
 from topspin.messages import Trace
@@ -23,39 +24,43 @@ def test_an_answer_streams_and_stop_stops_the_work(
     runner: asyncio.Runner, browser: Browser, server: Server, question: tuple[str, str]
 ) -> None:
     async def test() -> None:
-        tab = await browser.tab()
-        await visit(tab, server.url, temperature=0, max_tokens=NUM_TOKENS, logprobs=True)
-        await ask(tab, question[0])
-        await tab.until(f"{ANSWER}.length > 3")
-        await tab.click("#send")
-        await tab.until(IS_IDLE)
-        stopped = await tab.run(ANSWER)
-        stats = await tab.run("document.querySelector('.message.assistant .stats').textContent")
-        assert "stopped by you" in stats
-        async with httpx.AsyncClient() as client:
-            while (await client.get(f"{server.url}/feed")).json()["stats"]["num_running"]:
-                pass
-        # Regenerate asks for the same again.
-        await press(tab, "Regenerate")
-        await tab.until(IS_IDLE)
-        assert (await tab.run(ANSWER)) != stopped
-        stats = await tab.run("document.querySelector('.message.assistant .stats').textContent")
-        assert f"{NUM_TOKENS} tokens" in stats
-        assert "tokens/s" in stats
-        assert "prompt tokens cached" in stats
-        await tab.click(".message.assistant [aria-pressed]")
-        told = await tab.run(
-            "document.querySelector('.token').focus(),"
-            "document.querySelector('.candidates').textContent"
-        )
-        assert "%" in told
-        tokens = await tab.run("document.querySelectorAll('.token').length")
-        assert tokens == NUM_TOKENS
-        # It is there again after a reload.
-        shown = await tab.run("document.querySelectorAll('.message').length")
-        await tab.open(server.url)
-        assert shown == 2 == await tab.run("document.querySelectorAll('.message').length")
-        assert tab.complaints == []
+        outside: list[str] = []
+        async with proxy(server.url, outside) as url:
+            tab = await browser.tab()
+            await visit(tab, url, temperature=0, max_tokens=NUM_TOKENS, logprobs=True)
+            await ask(tab, question[0])
+            await tab.until(f"{ANSWER}.length > 3")
+            await tab.click("#send")
+            await tab.until(IS_IDLE)
+            stopped = await tab.run(ANSWER)
+            stats = await tab.run("document.querySelector('.message.assistant .stats').textContent")
+            assert "stopped by you" in stats
+            async with httpx.AsyncClient() as client:
+                while (await client.get(f"{server.url}/feed")).json()["stats"]["num_running"]:
+                    pass
+            # Regenerate asks for the same again.
+            await press(tab, "Regenerate")
+            await tab.until(IS_IDLE)
+            assert (await tab.run(ANSWER)) != stopped
+            stats = await tab.run("document.querySelector('.message.assistant .stats').textContent")
+            assert f"{NUM_TOKENS} tokens" in stats
+            assert "tokens/s" in stats
+            assert "prompt tokens cached" in stats
+            await tab.click(".message.assistant [aria-pressed]")
+            told = await tab.run(
+                "document.querySelector('.token').focus(),"
+                "document.querySelector('.candidates').textContent"
+            )
+            assert "%" in told
+            tokens = await tab.run("document.querySelectorAll('.token').length")
+            assert tokens == NUM_TOKENS
+            # It is there again after a reload.
+            shown = await tab.run("document.querySelectorAll('.message').length")
+            await tab.open(url)
+            assert shown == 2 == await tab.run("document.querySelectorAll('.message').length")
+            await tab.until("document.getElementById('state-text').textContent === 'ready'")
+            await tab.open("about:blank")
+        assert outside == tab.complaints == []
 
     runner.run(test())
 

@@ -1,16 +1,14 @@
-"""Visits of the page: its address with settings, a question or a key written at the keyboard."""
+"""Visits of the page: its address with settings, a question asked at the keyboard, the answer."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from tests.system.page.browser import Tab
 
 ANSWER = "(document.querySelector('.message.assistant:last-child > .body')?.textContent ?? '')"
 IS_IDLE = "document.getElementById('send').textContent === 'Send'"
-OPERATOR, USER = "sk-operator-0123456789", "sk-user-0123456789"
 
 
 async def visit(tab: Tab, url: str, **settings: object) -> None:
@@ -24,22 +22,6 @@ async def ask(tab: Tab, text: str) -> None:
     """Write a message as one does at a keyboard."""
     await tab.run("document.getElementById('prompt').focus()")
     await tab.type(text)
-    await tab.key("Enter", code=13)
-
-
-def key_file(directory: Path) -> Path:
-    """Write a file of two keys: an operator's and a usual one."""
-    file = directory / "keys"
-    file.touch(mode=0o600)
-    file.write_text(f"us: {OPERATOR} operator=1\nthem: {USER}\n")
-    return file
-
-
-async def give(tab: Tab, key: str) -> None:
-    """Write a key where the page asks for it."""
-    await tab.until("document.getElementById('key-dialog').open")
-    await tab.run("document.getElementById('key-field').focus()")
-    await tab.type(key)
     await tab.key("Enter", code=13)
 
 
