@@ -3,7 +3,7 @@
 import { announce, bytes, coalesced, draw, duration, make, number } from "./dom.js";
 import { fillFacts, panel } from "./rally.js";
 
-const STATES = { serving: "serves", loading: "loads", lost: "not there" };
+const STATES = { serving: "serves", loading: "loads", lost: "lost" };
 // What is left of the net, and right of it.
 const SIDES = [[["attention", "Attention"], ["stage", "Stages of attention"], ["draft", "Drafts"]], [["expert", "Experts"]]];
 const LINKS = { local: "one process", shm: "shared memory", tcp: "TCP", nixl: "NIXL", cuda_ipc: "CUDA IPC" };
@@ -104,11 +104,7 @@ export class EngineView {
       return { x: edge[side] - left, y: edge.top + edge.height / 2 - top, state: card.dataset.state };
     });
     const experts = ends(["expert"], "left");
-    const senders = ends(["attention", "stage"], "right");
-    // The link's name is in the middle of all lines.
-    const high = (side) => side.reduce((sum, { y }) => sum + y, 0) / side.length;
-    if (senders.length && experts.length) this.link.style.top = `${(high(senders) + high(experts)) / 2}px`;
-    this.wires.replaceChildren(...senders.flatMap((from) => experts.map((to) => {
+    this.wires.replaceChildren(...ends(["attention", "stage"], "right").flatMap((from) => experts.map((to) => {
       const middle = (from.x + to.x) / 2;
       return draw("path", {
         d: `M${from.x} ${from.y}C${middle} ${from.y} ${middle} ${to.y} ${to.x} ${to.y}`,
