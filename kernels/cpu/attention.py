@@ -333,7 +333,8 @@ def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
         window = plan.grouping.sliding_window
         retrieval = None if plan.retrieval is None else fresh.retrieval
         pieces = _attending_to_all(queries, window, retrieval)
-        rows = _single_rows(pieces, queries.tree_mask, window)
+        is_singly = plan.grouping.singly
+        rows = _single_rows(pieces, queries.tree_mask, window) if is_singly else []
         if plan.single is not None:
             plan.single.fill(plan_work(rows), fresh.block_tables)
         else:
