@@ -27,7 +27,7 @@ FIRST, SECOND = "What is the capital of France?", "And that of Italy?"
 LIMIT_S = 900
 MIN_CACHED = 0.95
 OFFLINE = """\
-export HTTPS_PROXY=http://127.0.0.1:9
+export HTTPS_PROXY=http://127.0.0.1:9 NO_PROXY=127.0.0.1
 export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 OPENCODE_DISABLE_AUTOUPDATE=1
 """
 
