@@ -26,8 +26,8 @@ FIRST, SECOND = "What is the capital of France?", "And that of Italy?"
 # A first prompt of 9,000 tokens takes minutes on two cores without AVX512.
 LIMIT_S = 900
 MIN_CACHED = 0.95
-# Of an answer instead of the page's 512, where the agent has a limit. Claude Code asks three times to go
-# on with an answer that is cut.
+# Of an answer instead of the page's 512, where the agent has a limit. Claude Code asks three times
+# that an answer that is cut goes on.
 MAX_TOKENS = "32"
 OFFLINE = """\
 export HTTPS_PROXY=http://127.0.0.1:9 NO_PROXY=127.0.0.1
