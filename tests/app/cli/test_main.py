@@ -358,6 +358,7 @@ def test_collect_env_says_when_torch_cannot_be_asked(monkeypatch: pytest.MonkeyP
         ("serve --tensor-parallel-size 2", "--attention-nodes and --expert-nodes add some"),
         ("serve -tp 2", "--attention-nodes and --expert-nodes add some"),
         ("serve --seed 1", "the field `seed`"),
+        ("serve --return-tokens-as-token-ids", "`return_tokens_as_token_ids`"),
         ("serve --dtype half", "served as bfloat16, or as float32"),
         ("chat --ulr x", "unknown flag --ulr: did you mean --url?"),
         ("chat --tmperature 1", "unknown flag --tmperature: did you mean --temperature?"),
