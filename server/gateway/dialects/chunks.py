@@ -89,15 +89,17 @@ class ChunkReplies:
     def _prompt_ids(self, prompt: Prompt) -> list[int] | UnsetType:
         return prompt.ids if self._params.return_token_ids else UNSET
 
-    def _prompt_logprobs(self, prompt: Prompt) -> list[Raw | None] | UnsetType:
+    def _prompt_logprobs(self, prompt: Prompt) -> list[Raw | None] | None:
         """Return vLLM's `prompt_logprobs`: None, then per token an object from ids to candidates.
+
+        None unless they were asked for.
 
         A token's object has the token itself and the best ones. Encoded token by token, since one
         encoding of a long prompt's would hold the interpreter's lock for long.
         """
         num_top = self._params.num_prompt_logprobs
         if num_top is None:
-            return UNSET
+            return None
         rows: list[Raw | None] = [None]
         for token_id, entry in zip(prompt.ids[1:], prompt.scores, strict=True):
             candidates = {token_id: (entry.logprob, entry.rank)}

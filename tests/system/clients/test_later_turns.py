@@ -57,8 +57,9 @@ def usage_in(event: Any) -> tuple[int, int] | None:
             return num, details["cached_tokens"]
         case {"response": {"usage": {"input_tokens": num, "input_tokens_details": details}}}:
             return num, details["cached_tokens"]
-        case {"type": "message_delta", "usage": {"input_tokens": num, **usage}}:
-            return num + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"]
+        case {"type": "message_delta", "usage": usage}:
+            cached = usage["cache_read_input_tokens"]
+            return usage["input_tokens"] + cached, cached
     return None
 
 

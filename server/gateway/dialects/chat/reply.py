@@ -82,7 +82,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,8 +94,8 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[Raw | None] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Raw | None] | None
+    prompt_token_ids: list[int] | None
     prefix_cache: PrefixCacheReport | UnsetType = UNSET
 
 
@@ -201,7 +201,7 @@ class ChatReplies(ChunkReplies):
             choices=[self._whole_choice(choice) for choice in choices],
             usage=usage,
             prompt_logprobs=self._prompt_logprobs(prompt),
-            prompt_token_ids=self._prompt_ids(prompt),
+            prompt_token_ids=self._prompt_ids(prompt) or None,
             prefix_cache=self._report(choices[0]),
         )
         return self._encoder.encode(answer)
@@ -213,7 +213,7 @@ class ChatReplies(ChunkReplies):
             logprobs=self._logprobs(choice.token_ids, choice.logprobs),
             finish_reason=chat_finish(choice),
             stop_reason=shown_stop(choice.stop_reason),
-            token_ids=choice.token_ids if self._params.return_token_ids else UNSET,
+            token_ids=choice.token_ids if self._params.return_token_ids else None,
         )
 
     def _report(self, choice: Choice) -> PrefixCacheReport | UnsetType:

@@ -38,7 +38,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[Raw | None] | UnsetType = UNSET
+    prompt_logprobs: list[Raw | None] | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

@@ -100,6 +100,7 @@ def test_a_whole_chat_answer() -> None:
             }
         ],
         "usage": usage(len(ids(PROMPT)), 2, 16),
+        "prompt_logprobs": None,
         "prompt_token_ids": ids(PROMPT),
     }
 
