@@ -37,9 +37,9 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
     prompt_logprobs: list[Raw | None] | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,9 +123,9 @@ class CompletionReplies(ChunkReplies):
             logprobs=self._logprobs(choice, echoes=prompt.echo is not None),
             finish_reason=choice.finish_reason,
             stop_reason=shown_stop(choice.stop_reason),
-            token_ids=choice.token_ids if self._params.return_token_ids else UNSET,
+            token_ids=choice.token_ids if self._params.return_token_ids else None,
             prompt_logprobs=self._prompt_logprobs(prompt),
-            prompt_token_ids=self._prompt_ids(prompt),
+            prompt_token_ids=self._prompt_ids(prompt) or None,
         )
 
     def _logprobs(self, choice: Choice, *, echoes: bool) -> CompletionLogprobs | None:

@@ -74,8 +74,9 @@ def test_prompt_logprobs_have_vllms_form(num_top: int) -> None:
     assert found == [expected[0], expected[0], expected[1], expected[1]]
     assert [choice["text"] for choice in answer["choices"]] == ["ab"] * 4
     unasked = post(PLAIN, PLAIN_BODY, FakeEngine(scored("a"))).json()["choices"][0]
-    # vLLM's clients read the attribute, whether they asked or not.
-    assert unasked["prompt_logprobs"] is None
+    # vLLM's clients read the attributes, whether they asked or not.
+    for name in ("prompt_logprobs", "prompt_token_ids", "token_ids"):
+        assert unasked[name] is None
     chat = post(CHAT, {**CHAT_BODY, "prompt_logprobs": num_top}, FakeEngine(scored("ab"))).json()
     assert chat["prompt_logprobs"] == vllm_form(ids(PROMPT), num_top)
     assert chat["choices"][0]["message"]["content"] == "ab"
