@@ -20,6 +20,7 @@ BENCHMARKS = {
     "payload": "quality.payload",
     "pingpong": "transport.pingpong",
     "placement": "engine.placement",
+    "plan-search": "engine.plan_search",
     "published": "engine.published",
     "quantization": "quality.quantization",
     "retrieval": "retrieval.command",
