@@ -204,6 +204,8 @@ def _shown(value: object) -> str:
 def draw(report: PlanReport, path: Path) -> None:
     """Write a picture of the front: price and TPOT, with tokens per second as size.
 
+    Engines have numbers, by price, and are named below.
+
     Raises ConfigError without matplotlib.
     """
     if importlib.util.find_spec("matplotlib") is None:
@@ -211,24 +213,34 @@ def draw(report: PlanReport, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    front = sorted(report.front, key=lambda each: (each.price_per_hour, each.tpot_s))
+    figure = Figure(figsize=(7, 4 + 0.17 * len(front)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    most = max(point.tokens_per_s for point in report.front)
+    most = max(point.tokens_per_s for point in front)
     chosen = {(engine.engine, engine.copies) for engine in report.engines}
+    taken = [(point.engine, point.copies) in chosen for point in front]
+    prices, times_ms = [p.price_per_hour for p in front], [p.tpot_s * 1e3 for p in front]
     dots = axes.scatter(
-        [point.price_per_hour for point in report.front],
-        [point.tpot_s * 1e3 for point in report.front],
-        s=[30 + 170 * point.tokens_per_s / most for point in report.front],
-        c=[point.ttft_s * 1e3 for point in report.front],
-        edgecolors=[
-            "red" if (point.engine, point.copies) in chosen else "none" for point in report.front
-        ],
+        prices,
+        times_ms,
+        s=[30 + 170 * point.tokens_per_s / most for point in front],
+        c=[point.ttft_s for point in front],
+        edgecolors=["red" if is_taken else "none" for is_taken in taken],
+        linewidths=2,
         cmap="viridis",
     )
-    figure.colorbar(dots, label="TTFT, ms")
-    axes.set_xlabel("price per hour")
-    axes.set_ylabel("TPOT, ms")
-    axes.set_title("Engines that none beats; size: tokens/s; red: the plan", fontsize=10)
+    figure.colorbar(dots, label="TTFT, s")
+    axes.set(xlabel="price per hour", ylabel="TPOT, ms", ylim=(0, 1.1 * max(times_ms)))
+    axes.margins(x=0.1)
+    axes.set_title("Engines that none beats; size: tokens/s; red ring: the plan", fontsize=10)
     axes.grid(alpha=0.3)
+    lines = []
+    for number, (point, is_taken) in enumerate(zip(front, taken, strict=True), 1):
+        at = (prices[number - 1], times_ms[number - 1])
+        axes.annotate(f"{number}", at, (9, 5), textcoords="offset points", fontsize=9)
+        name = f"{point.copies} times {point.engine}" if point.copies > 1 else point.engine
+        told = f"{number}  {name}: {point.tokens_per_s:.4g} tokens/s"
+        lines.append(f"{told} (the plan)" if is_taken else told)
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8)
     figure.savefig(path, dpi=120)

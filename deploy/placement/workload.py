@@ -11,6 +11,7 @@ running sequences as there are at the p95 of their number.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,10 +26,11 @@ Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Objective = Literal["min_price", "max_throughput", "min_latency"]
 
 
-class Lengths(DocumentFields, frozen=True, kw_only=True):
+class Lengths(DocumentFields, frozen=True, kw_only=True, dict=True):
     """A distribution of lengths in tokens: `mean` and `p95`, or a `histogram` of both.
 
-    A histogram lists [tokens, weight]. p95 left out is the mean: all are of one length.
+    A histogram lists [tokens, weight]. p95 left out is the mean: all are of one length. What
+    follows from them is computed once.
     """
 
     mean: Tokens | None = None
@@ -43,7 +45,7 @@ class Lengths(DocumentFields, frozen=True, kw_only=True):
         if self.mean is not None and self.p95 is not None and self.p95 < self.mean:
             raise ConfigError(f"p95 {self.p95:g} is less than the mean {self.mean:g}")
 
-    @property
+    @cached_property
     def average(self) -> float:
         """Return the mean length."""
         if self.histogram is None:
@@ -52,7 +54,7 @@ class Lengths(DocumentFields, frozen=True, kw_only=True):
         total = sum(weight for _, weight in self.histogram)
         return sum(tokens * weight for tokens, weight in self.histogram) / total
 
-    @property
+    @cached_property
     def high(self) -> float:
         """Return the 95th percentile."""
         if self.histogram is None:
@@ -65,7 +67,7 @@ class Lengths(DocumentFields, frozen=True, kw_only=True):
                 return tokens
         return max(tokens for tokens, _ in self.histogram)
 
-    @property
+    @cached_property
     def squared(self) -> float:
         """Return the variation E[x^2] / E[x]^2; mean and p95 are taken for a log-normal's."""
         mean = self.average

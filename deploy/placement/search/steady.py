@@ -112,45 +112,46 @@ def point(steps: StepModel, workload: Workload, shape: EngineShape, running: flo
     busy = rate * prompt * full_s / capacity
     if busy >= 1:
         return None
-    return _with_queue(
+    mean_s, ttft_s = _ttfts_s(
         workload,
-        Point(rate, running, 0.0, 0.0, tpot_s, decode_s, mixed_s, busy),
+        busy,
         full_prompt_s=prompt * full_s / capacity,
+        decode_s=decode_s,
         chunk_s=mixed_s,
         chunk_tokens=least.tokens,
     )
+    users = rate * (mean_s + decoded * tpot_s)
+    return Point(rate, running, users, ttft_s, tpot_s, decode_s, mixed_s, busy)
 
 
-def _with_queue(
+def _ttfts_s(
     workload: Workload,
-    found: Point,
+    busy: float,
     *,
     full_prompt_s: float,
+    decode_s: float,
     chunk_s: float,
     chunk_tokens: float,
-) -> Point:
-    """Return the point with its TTFT: the rest of a step, the queue, and the prompt's own steps.
+) -> tuple[float, float]:
+    """Return the mean TTFT and the targets': a step's rest, the queue, and the prompt's own steps.
 
     The queue is that of M/G/1 for prompts that take `full_prompt_s` when steps are full of them
-    (Pollaczek-Khinchine); its tail is taken as exponential.
+    (Pollaczek-Khinchine), `busy` of the time; its tail is taken as exponential.
     """
-    busy = found.prefill_share
-    prompt, is_mean = workload.prompt, workload.targets.percentile == "p50"
+    prompt = workload.prompt
     wait_s = busy * full_prompt_s * prompt.squared / (2 * (1 - busy))
-    mean_s = found.decode_s / 2 + wait_s + _own_s(prompt.average, found, chunk_s, chunk_tokens)
-    ttft_s = mean_s
-    if not is_mean:
-        late_s = wait_s / busy * max(0.0, math.log(busy / 0.05)) if busy > 0 else 0.0
-        own_s = _own_s(prompt.high, found, chunk_s, chunk_tokens)
-        ttft_s = found.decode_s + max(wait_s, late_s) + own_s
-    decoded_s = (workload.output.average - 1) * found.tpot_s
-    return found._replace(ttft_s=ttft_s, users=found.rate * (mean_s + decoded_s))
+    mean_s = decode_s / 2 + wait_s + _own_s(prompt.average, decode_s, chunk_s, chunk_tokens)
+    if workload.targets.percentile == "p50":
+        return mean_s, mean_s
+    late_s = wait_s / busy * max(0.0, math.log(busy / 0.05)) if busy > 0 else 0.0
+    own_s = _own_s(prompt.high, decode_s, chunk_s, chunk_tokens)
+    return mean_s, decode_s + max(wait_s, late_s) + own_s
 
 
-def _own_s(tokens: float, found: Point, chunk_s: float, chunk_tokens: float) -> float:
+def _own_s(tokens: float, decode_s: float, chunk_s: float, chunk_tokens: float) -> float:
     """Return the time of a prompt's steps; a part of a chunk takes a part of its time."""
     whole, rest = divmod(tokens / chunk_tokens, 1.0)
-    part_s = found.decode_s + rest * (chunk_s - found.decode_s) if rest > 1e-9 else 0.0
+    part_s = decode_s + rest * (chunk_s - decode_s) if rest > 1e-9 else 0.0
     return whole * chunk_s + part_s
 
 
