@@ -87,7 +87,7 @@ def run(asked: argparse.Namespace) -> int:
         report = explain(inputs, result, drafts, progress)
     if not result.members:
         _show(report, asked)
-        raise ImpossibleError(report.refusal)
+        raise ImpossibleError("nothing was written: these hosts cannot do what the workload asks")
     texts = plan_texts(inputs, result, model=asked.model, facts=facts, drafts=drafts)
     if asked.picture is not None:
         draw(report, asked.picture)

@@ -300,7 +300,7 @@ class _Explainer:
         if not working:
             needs, has = best.binding.needs, best.binding.has
             over = f" ({needs / has - 1:.1%} too much)" if has > 0 and needs > has else ""
-            return f"no engine meets the targets; the nearest, {binds}{over}"
+            return f"no engine of these hosts meets the targets. The nearest is {binds}{over}"
         if workload.max_price_per_hour is not None:
             unlimited = msgspec.structs.replace(workload, max_price_per_hour=None)
             dearer = search(dataclasses.replace(self.inputs, workload=unlimited), self._told)

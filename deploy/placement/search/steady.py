@@ -92,8 +92,6 @@ def point(steps: StepModel, workload: Workload, shape: EngineShape, running: flo
     if chunks is None:
         return None
     least, largest = chunks
-    decode_s = steps.step_s(running, None)
-    one_s, full_s = steps.step_s(running, least), steps.step_s(running, largest)
     prompt, decoded = workload.prompt.average, workload.output.average - 1
     per_prompt = prompt / least.tokens
     capacity = largest.replicas * largest.tokens
@@ -102,6 +100,8 @@ def point(steps: StepModel, workload: Workload, shape: EngineShape, running: flo
     in_step = running * per_prompt / decoded
     if in_step > most:
         return None
+    decode_s = steps.step_s(running, None)
+    one_s, full_s = steps.step_s(running, least), steps.step_s(running, largest)
     if in_step <= 1:
         mixed_s = one_s
         rate = running / (decoded * decode_s + running * per_prompt * max(0.0, one_s - decode_s))

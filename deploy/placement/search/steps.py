@@ -324,8 +324,9 @@ class EngineSteps:
         for ends_s, weight in zip(self._ends, engine.weights, strict=True):
             decoded = running * weight
             per_node.append(BatchRows(decoded / m, clock.context, own, start))
-            fixed_s = max(fixed_s, ends_s(decoded + slices))
-            widest = max(widest, decoded / m + own)
+            each_s, wide = ends_s(decoded + slices), decoded / m + own
+            fixed_s = each_s if each_s > fixed_s else fixed_s
+            widest = wide if wide > widest else widest
         hops = [self._hop(kind, per_node, rows / m, widest, m) for kind in self._kinds]
         rallied = 1.0
         if self.is_rallied:
@@ -334,21 +335,24 @@ class EngineSteps:
                 for holders in self._holders
                 for (slot, _), each in zip(holders, per_node, strict=True)
             )
-        pass_s = link_s(self._link, widest * clock.model.hidden_size * clock.model.itemsize)
-        return rallied * (fixed_s + self._layers_s(hops, m, pass_s)), fixed_s, hops
+        return rallied * (fixed_s + self._layers_s(hops, m, widest)), fixed_s, hops
 
     def _micro_batches(self, running: float, chunks: Chunks | None) -> int:
         """Return into how many micro-batches a step's rows can be split, of those of the engine."""
         num_attention = self._num_attention
+        most = self.engine.micro_batches
+        if most == 1:
+            return 1
         slices = running / num_attention
         if chunks is not None:
             slices = chunks.slices if chunks.replicas == num_attention else 1.0
-        return max(1, min(self.engine.micro_batches, int(slices + 1e-9)))
+        return max(1, min(most, int(slices + 1e-9)))
 
-    def _layers_s(self, hops: Sequence[HopTimes], m: int, pass_s: float) -> float:
-        turns, ends = self.engine.layout.takes_turns, self.engine.ends
+    def _layers_s(self, hops: Sequence[HopTimes], m: int, widest: float) -> float:
+        turns, ends, model = self.engine.layout.takes_turns, self.engine.ends, self.clock.model
         if ends:
             layers = [hops[idx] for idx in self._kind_of]
+            pass_s = link_s(self._link, widest * model.hidden_size * model.itemsize)
             return chain_s(layers, ends, num_micro_batches=m, pass_s=pass_s)
         if len(hops) == 1:
             return pipeline_s(
@@ -361,18 +365,18 @@ class EngineSteps:
         self, kind: _LayerKind, per_node: Sequence[BatchRows], rows: float, widest: float, m: int
     ) -> HopTimes:
         """Return a layer's times, of the slowest node of each role."""
-        layout, clock = self.engine.layout, self.clock
+        layout, variation = self.engine.layout, self.clock.variation
         t_a = 0.0
         for (slot, count, half_s), own in zip(kind.halves, per_node, strict=True):
-            mean_s = half_s(own)
-            if count > 1 and own.decode and clock.variation:
-                spread = clock.variation / math.sqrt(max(1.0, own.decode))
-                longer = own.context * (1 + spread)
-                wider = BatchRows(own.decode, longer, own.prefill, own.start)
-                mean_s += highest_of(count) * max(0.0, half_s(wider) - mean_s)
+            each_s, decode = half_s(own), own.decode
+            if count > 1 and decode and variation:
+                spread = variation / math.sqrt(decode if decode > 1.0 else 1.0)
+                wider = BatchRows(decode, own.context * (1 + spread), own.prefill, own.start)
+                longer_s = half_s(wider)
+                each_s += highest_of(count) * (longer_s - each_s) if longer_s > each_s else 0.0
             if self.is_rallied:
-                mean_s *= self._factor(slot, m, own.total).attention
-            t_a = max(t_a, mean_s)
+                each_s *= self._factor(slot, m, own.total).attention
+            t_a = each_s if each_s > t_a else t_a
         if kind.local:
             local_s = (each(own.total) for each, own in zip(kind.local, per_node, strict=True))
             return HopTimes(t_a + max(local_s), 0.0, 0.0)
@@ -383,7 +387,7 @@ class EngineSteps:
             each_s = experts_s(rows)
             if self.is_rallied:
                 each_s *= self._factor(slot, m, rows).experts
-            t_e = max(t_e, each_s)
+            t_e = each_s if each_s > t_e else t_e
         if layout.is_colocated:
             return HopTimes(t_a + t_e, 0.0, 0.0)
         if layout.kind == "one_process":
