@@ -112,6 +112,7 @@ MODULES: Final = {
     "peers-smollm2-moe": "load.compare",
     "pingpong": "transport.pingpong",
     "placement": "engine.placement",
+    "plan_search": "engine.plan_search",
     "published": "engine.published",
     "quantization": "quality.quantization",
     "retrieval": "retrieval.command",

@@ -49,7 +49,7 @@ CLOSE = 1.01
 
 
 class ImpossibleError(TopspinError):
-    """No fleet meets the targets; says the best there is and what binds."""
+    """No fleet meets the targets; the report says the best there is and what binds."""
 
 
 class FleetMember(NamedTuple):
