@@ -58,6 +58,8 @@ def values(kind: kinds.Type) -> st.SearchStrategy[Any]:
             return st.one_of(map(values, kind.types))
         case kinds.VarTupleType():
             return st.lists(values(kind.item_type), max_size=2).map(tuple)
+        case kinds.TupleType():
+            return st.tuples(*map(values, kind.item_types))
         case kinds.DictType():
             return st.dictionaries(values(kind.key_type), values(kind.value_type), max_size=2)
         case kinds.LiteralType():
@@ -66,7 +68,9 @@ def values(kind: kinds.Type) -> st.SearchStrategy[Any]:
             low, high = -(2**63), 2**64 - 1
             return st.integers(low if kind.ge is None else kind.ge, kind.le or high)
         case kinds.FloatType():
-            return st.floats(kind.ge, kind.le, allow_nan=False)
+            low = kind.ge if kind.gt is None else kind.gt
+            is_open = kind.gt is not None
+            return st.floats(low, kind.le, exclude_min=is_open, allow_nan=False)
     plain = {
         kinds.StrType: st.text(max_size=5),
         kinds.BytesType: st.binary(max_size=8),
