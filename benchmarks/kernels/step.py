@@ -28,14 +28,15 @@ from kernels.cpu.compiled.matmul import experts, quantised, quantised_experts
 from kernels.cpu.compiled.matmul import linear as matmul
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.recorder import CpuRuntime
-from kernels.cpu.simd.integers import GROUP
+from kernels.cpu.simd.integers import CENTRED_BITS, GROUP, group_bytes
+from kernels.cpu.simd.lanes import LANES
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 from topspin.messages import StepResult
 from topspin.plan.precision import LM_HEAD_FORMATS, PrecisionRule
 
 # Steps of each kind that are not measured: caches fill, the second is recorded.
 NUM_WARM_UP: Final = 4
-NAMES: Final = {bits: name for name, bits in BITS.items()}
+NAMES: Final = {bits: name for name, bits in BITS.items()} | {CENTRED_BITS: "centred int4"}
 
 
 class Decoding:
@@ -83,7 +84,8 @@ def label_of(kernel: str, block: np.ndarray) -> tuple[str, float]:
     if kernel == "quantised_linear":
         num_in, num_out = word(quantised.L_INPUTS), word(quantised.L_OUTPUTS)
         bits = word(quantised.L_BITS)
-        return f"{NAMES[bits]} linear {num_in} to {num_out}", weight_bytes(num_out, num_in, bits)
+        num_bytes = _quantised_bytes(num_out, num_in, bits)
+        return f"{NAMES[bits]} linear {num_in} to {num_out}", num_bytes
     if kernel == "_multiply_heads":
         num_in, num_out = word(matmul.HEADS_INPUTS), word(matmul.HEADS_OUTPUTS)
         num_bytes = word(matmul.HEADS_COUNT) * weight_bytes(num_out, num_in, 16)
@@ -96,10 +98,14 @@ def label_of(kernel: str, block: np.ndarray) -> tuple[str, float]:
         shape = word(quantised_experts.E_WIDTH), GROUP * word(quantised_experts.E_UNITS)
         pairs = word(quantised_experts.E_CHOICES) * word(quantised_experts.E_ROWS)
         first = ctypes.c_int64.from_address(
-            word(quantised_experts.E_TABLE) + quantised_experts.T_BITS
+            word(quantised_experts.E_TABLE) + quantised_experts.T_DOWN_BITS
         )
-        return f"{NAMES[first.value]} experts", 3 * pairs * weight_bytes(*shape, first.value)
+        return f"{NAMES[first.value]} experts", 3 * pairs * _quantised_bytes(*shape, first.value)
     return name, 0
+
+
+def _quantised_bytes(num_out: int, num_in: int, bits: int) -> int:
+    return num_out * -(-num_in // GROUP) * group_bytes(bits) // LANES
 
 
 def per_op(program: Program, times: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
