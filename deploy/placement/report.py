@@ -238,7 +238,9 @@ def draw(report: PlanReport, path: Path) -> None:
     lines = []
     for number, (point, is_taken) in enumerate(zip(front, taken, strict=True), 1):
         at = (prices[number - 1], times_ms[number - 1])
-        axes.annotate(f"{number}", at, (9, 5 if number % 2 else -11), textcoords="offset points", fontsize=9)
+        axes.annotate(
+            f"{number}", at, (9, 5 if number % 2 else -11), textcoords="offset points", fontsize=9
+        )
         name = f"{point.copies} times {point.engine}" if point.copies > 1 else point.engine
         told = f"{number}  {name}: {point.tokens_per_s:.4g} tokens/s"
         lines.append(f"{told} (the plan)" if is_taken else told)
