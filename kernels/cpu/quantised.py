@@ -95,8 +95,7 @@ class QuantisedExperts(PackedExperts):
 def quantise(weight: Tensor, weight_format: Format, arena: Arena | None = None) -> QuantisedWeight:
     """Quantise a matrix [O, I], fp32 or bf16, in `arena`.
 
-    With scales the result has 5 (int4), 9 (int8) or 4.25 (mxfp4) bits per number; int4 of a coded
-    matrix whose zeros are all CENTRE, 4.5.
+    With scales the result has 5 (int4), 9 (int8) or 4.25 (mxfp4) bits per number.
     """
     if weight_format == "mxfp4":
         return lay_out(*mxfp4_codes(weight), weight_format, arena)
@@ -127,7 +126,11 @@ def quantise(weight: Tensor, weight_format: Format, arena: Arena | None = None) 
 def lay_out(
     codes: Tensor, scales: Tensor, weight_format: Format, arena: Arena | None = None
 ) -> QuantisedWeight:
-    """Return a weight of codes u8[O, I] with the bytes u8[O, groups * n] of scales, in `arena`."""
+    """Return a weight of codes u8[O, I] with the bytes u8[O, groups * n] of scales, in `arena`.
+
+    n is 4 (low and step), 2 (step alone: int4 whose zeros are all CENTRE, 4.5 bits per number) or 1
+    (mxfp4).
+    """
     num_out, num_in = codes.shape
     bits, groups = BITS[weight_format], -(-num_in // GROUP)
     if scales.shape[1] == groups * scale_bytes(CENTRED_BITS) // LANES:
