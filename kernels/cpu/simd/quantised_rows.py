@@ -7,6 +7,7 @@ Quantises rows, and multiplies any number of them by a block of outputs. The lay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from kernels.cpu.compiled.runtime import inlined
@@ -41,10 +42,27 @@ rows_on_stack = stack(8 * MAX_TILE)
 tile_on_stack = stack(TILE_BYTES)
 """Products fp32 of a tile."""
 
-_tile_1_4, _tile_2_4, _tile_4_4, _tile_8_4 = (dot_tile(rows, 4) for rows in (1, 2, 4, 8))
-_tile_1_5, _tile_2_5, _tile_4_5, _tile_8_5 = (dot_tile(rows, MXFP4_BITS) for rows in (1, 2, 4, 8))
-_tile_1_6, _tile_2_6, _tile_4_6, _tile_8_6 = (dot_tile(rows, CENTRED_BITS) for rows in (1, 2, 4, 8))
-_tile_1_8, _tile_2_8, _tile_4_8, _tile_8_8 = (dot_tile(rows, 8) for rows in (1, 2, 4, 8))
+
+def _multiplier(bits: int) -> Callable[[int, int, int, int, int], None]:
+    """Make multiply() of weights of `bits`."""
+    one, two, four, eight = (dot_tile(rows, bits) for rows in (1, 2, 4, 8))
+
+    @inlined
+    def multiply_block(weights: int, num_groups: int, rows: int, count: int, out: int) -> None:
+        if count == 1:
+            one(weights, num_groups, rows, out)
+        elif count == 2:
+            two(weights, num_groups, rows, out)
+        elif count <= 4:
+            four(weights, num_groups, rows, out)
+        elif MAX_TILE == 8:
+            eight(weights, num_groups, rows, out)
+
+    return multiply_block
+
+
+_multiply_4, _multiply_8 = _multiplier(4), _multiplier(8)
+_multiply_mxfp4, _multiply_centred = _multiplier(MXFP4_BITS), _multiplier(CENTRED_BITS)
 
 
 @inlined
@@ -100,37 +118,10 @@ def multiply(weights: int, num_groups: int, bits: int, rows: int, count: int, ou
     `rows` must have valid addresses up to the next tile size.
     """
     if bits == 4:
-        if count == 1:
-            _tile_1_4(weights, num_groups, rows, out)
-        elif count == 2:
-            _tile_2_4(weights, num_groups, rows, out)
-        elif count <= 4:
-            _tile_4_4(weights, num_groups, rows, out)
-        elif MAX_TILE == 8:
-            _tile_8_4(weights, num_groups, rows, out)
+        _multiply_4(weights, num_groups, rows, count, out)
     elif bits == MXFP4_BITS:
-        if count == 1:
-            _tile_1_5(weights, num_groups, rows, out)
-        elif count == 2:
-            _tile_2_5(weights, num_groups, rows, out)
-        elif count <= 4:
-            _tile_4_5(weights, num_groups, rows, out)
-        elif MAX_TILE == 8:
-            _tile_8_5(weights, num_groups, rows, out)
+        _multiply_mxfp4(weights, num_groups, rows, count, out)
     elif bits == CENTRED_BITS:
-        if count == 1:
-            _tile_1_6(weights, num_groups, rows, out)
-        elif count == 2:
-            _tile_2_6(weights, num_groups, rows, out)
-        elif count <= 4:
-            _tile_4_6(weights, num_groups, rows, out)
-        elif MAX_TILE == 8:
-            _tile_8_6(weights, num_groups, rows, out)
-    elif count == 1:
-        _tile_1_8(weights, num_groups, rows, out)
-    elif count == 2:
-        _tile_2_8(weights, num_groups, rows, out)
-    elif count <= 4:
-        _tile_4_8(weights, num_groups, rows, out)
-    elif MAX_TILE == 8:
-        _tile_8_8(weights, num_groups, rows, out)
+        _multiply_centred(weights, num_groups, rows, count, out)
+    else:
+        _multiply_8(weights, num_groups, rows, count, out)
