@@ -63,7 +63,7 @@ def make(directory: Path, *, num_layers: int = 12, dtype: str = "bfloat16", seed
         num_hidden_layers=num_layers,
         num_attention_heads=16,
         num_key_value_heads=4,
-        max_position_embeddings=8192,
+        max_position_embeddings=40960,
         num_experts=32,
         num_experts_per_tok=4,
         norm_topk_prob=True,

@@ -2,7 +2,7 @@
 
 Owns the rows of the comparison, the files that they need (checkpoints with random weights, and
 GGUF files made of them by llama.cpp's own tools), and the start commands of the peers for a fair
-one: all cores, the same precision, 16 places. Leaves the rest to `topspin bench compare`: every
+one: all cores, the same precision, as many places. Leaves the rest to `topspin bench compare`: every
 server is started for its turn and stopped after it, and turns alternate. How to install the peers
 is in benchmarks/README.md. Run as `make bench-peers`, or
 
@@ -29,8 +29,6 @@ from benchmarks.load.started_server import free_port
 from benchmarks.report import RESULTS
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 
-PLACES = 16
-TOKENS_PER_PLACE = 512
 NAME = "model"
 
 Peer = Literal["llama.cpp", "ik_llama.cpp", "vllm"]
@@ -48,16 +46,40 @@ class Row(NamedTuple):
     """Of the GGUF file; of q4_0 Topspin serves the file itself, otherwise the checkpoint."""
     flags: str = ""
     """Of every `topspin serve`."""
+    prompt_len: int = 128
+    output_len: int = 64
+    at_once: tuple[int, ...] = (1, 16)
+    """Requests; the peers have a place for each of the most."""
+    num_prompts: int | None = None
+    """Of each run (None: as `topspin bench compare` has it, for short prompts)."""
+    retrieval: bool = False
+    """Whether a third server of ours attends to retrieved keys only."""
+
+    @property
+    def tokens_per_place(self) -> int:
+        """Return for how many tokens of each request a peer keeps room."""
+        return (-(-(self.prompt_len + self.output_len) // 256) + 1) * 256
 
 
+ALL_PEERS: Final[tuple[Peer, ...]] = ("llama.cpp", "ik_llama.cpp", "vllm")
 ROWS: Final = {
     "smollm2-moe": Row(None, ("llama.cpp", "vllm")),
-    "qwen3-moe-686m": Row("qwen3-moe", ("llama.cpp", "ik_llama.cpp", "vllm")),
+    "qwen3-moe-686m": Row("qwen3-moe", ALL_PEERS),
     "qwen3-moe-686m-int4": Row("qwen3-moe", ("llama.cpp", "ik_llama.cpp"), "q4_0"),
     "gpt-oss-3": Row("gpt-oss", ("llama.cpp",), flags="--max-model-len 512"),
     "deepseek-v2-lite-4": Row("deepseek-v2-lite", ("llama.cpp",), flags="--max-model-len 512"),
+    "qwen3-moe-686m-2k": Row(
+        "qwen3-moe", ALL_PEERS, prompt_len=2048, output_len=32, at_once=(1, 8), num_prompts=8
+    ),
+    "qwen3-moe-686m-8k": Row(
+        "qwen3-moe", ALL_PEERS, prompt_len=8192, at_once=(1,), num_prompts=2, retrieval=True
+    ),
+    "qwen3-moe-686m-32k": Row(
+        "qwen3-moe", ALL_PEERS, prompt_len=32000, at_once=(1,), num_prompts=1, retrieval=True
+    ),
 }
 TOPSPIN: Final = {"topspin": "", "topspin-one-process": "--transport local"}
+RETRIEVAL: Final = {"topspin-retrieval": "--kv-retrieval-tokens 1024"}
 
 
 class Files:
@@ -112,11 +134,11 @@ def _make(
 
 def start_lines(row: Row, args: argparse.Namespace, files: Files) -> dict[str, list[str]]:
     """Return the command of each target of a row, Topspin's first, without its port."""
-    cores = str(len(os.sched_getaffinity(0)))
+    cores, places = str(len(os.sched_getaffinity(0))), row.at_once[-1]
     reads_gguf = row.file_type != "bf16"
     model = str(files.gguf(row) if reads_gguf else files.checkpoint(row))
     lines = {}
-    for name, flags in TOPSPIN.items():
+    for name, flags in (TOPSPIN | RETRIEVAL if row.retrieval else TOPSPIN).items():
         lines[name] = [
             *(sys.executable, "-m", "topspin", "serve", model, "--served-model-name", NAME),
             *("--max-ttft", "0"),  # no peer refuses who would wait long
@@ -130,14 +152,14 @@ def start_lines(row: Row, args: argparse.Namespace, files: Files) -> dict[str, l
         if name in row.peers and folder is not None:
             lines[name] = [
                 *(str(folder / "build" / "bin" / "llama-server"), "-m", str(files.gguf(row))),
-                *("--alias", NAME, "-t", cores, "-np", str(PLACES)),
-                *("-c", str(PLACES * TOKENS_PER_PLACE), "--host", "127.0.0.1", *more),
+                *("--alias", NAME, "-t", cores, "-np", str(places)),
+                *("-c", str(places * row.tokens_per_place), "--host", "127.0.0.1", *more),
             ]
     if "vllm" in row.peers and args.vllm is not None:
         lines["vllm"] = [
             *("env", "VLLM_CPU_KVCACHE_SPACE=2", "HF_HUB_OFFLINE=1"),
             *(str(args.vllm), "serve", model, "--served-model-name", NAME),
-            *("--max-num-seqs", str(PLACES), "--host", "127.0.0.1"),
+            *("--max-num-seqs", str(places), "--host", "127.0.0.1"),
         ]
     return lines
 
@@ -154,7 +176,10 @@ def compare_row(name: str, args: argparse.Namespace, files: Files, rest: Sequenc
     flags += ["--tokenizer", checkpoint, "--floor-model", checkpoint]
     if row.file_type == "q4_0":
         flags += ["--floor-quantization", "int4"]
-    flags += ["--random-input-len", "128", "--random-output-len", "64", "--start-timeout", "300"]
+    flags += ["--random-input-len", str(row.prompt_len), "--random-output-len", str(row.output_len)]
+    flags += ["--concurrencies", ",".join(map(str, row.at_once)), "--start-timeout", "300"]
+    if row.num_prompts is not None:
+        flags += ["--num-prompts", str(row.num_prompts), "--num-warmups", "1"]
     return compare.main([*flags, *rest])
 
 

@@ -104,10 +104,10 @@ MODULES: Final = {
     "payload": "quality.payload",
     "peers-deepseek-v2-lite-4": "load.compare",
     "peers-gpt-oss-3": "load.compare",
-    "peers-one-user-qwen3-moe-686m": "load.compare",
-    "peers-one-user-qwen3-moe-686m-int4": "load.compare",
-    "peers-one-user-smollm2-moe": "load.compare",
     "peers-qwen3-moe-686m": "load.compare",
+    "peers-qwen3-moe-686m-2k": "load.compare",
+    "peers-qwen3-moe-686m-32k": "load.compare",
+    "peers-qwen3-moe-686m-8k": "load.compare",
     "peers-qwen3-moe-686m-int4": "load.compare",
     "peers-smollm2-moe": "load.compare",
     "pingpong": "transport.pingpong",
@@ -161,36 +161,46 @@ def render(text: str, results: Path) -> str:
 
 PEERS: Final = "peers"
 _SERVERS: Final = ("topspin", "topspin-one-process", "llama.cpp", "ik_llama.cpp", "vllm")
+_SHORT_PROMPT: Final = 1024
+_SUMMARIES: Final = {
+    "tokens/s (TPOT, ms)": ("output_throughput", "median_tpot_ms"),
+    "prompt tokens/s (TTFT, ms)": ("prefill_throughput", "median_ttft_ms"),
+}
 
 
 def peers_summary(results: Path) -> str:
-    """Return output tokens/s and median TPOT of each server, a line per comparison and load."""
-    rows, origins = [], []
-    names = [each for each in MODULES if each.startswith(f"{PEERS}-") and "one-user" not in each]
-    for name in names:
+    """Return each server's figures, a line per comparison and load.
+
+    Output tokens/s and median TPOT; of long prompts the prompt's tokens/s and median TTFT.
+    """
+    rows: dict[str, list[list[str]]] = {title: [] for title in _SUMMARIES}
+    origins = []
+    for name in (each for each in MODULES if each.startswith(f"{PEERS}-")):
         path = result_path(name, results)
         if path is None:
             continue
         result = json.loads(path.read_text(encoding="utf-8"))
         origins.append(origin(result))
+        title = list(_SUMMARIES)[result["dataset"]["random_input_len"] > _SHORT_PROMPT]
         for at, servers in result["concurrencies"].items():
             users = f"{at} {'user' if at == '1' else 'users'}"
-            rows.append(
+            rows[title].append(
                 [
                     f"{name.removeprefix(f'{PEERS}-')}, {users}",
-                    *(_output_and_tpot(servers.get(server, {})) for server in _SERVERS),
+                    *(_pair(servers.get(server, {}), *_SUMMARIES[title]) for server in _SERVERS),
                 ]
             )
-    parts = [TextTable(["tokens/s (TPOT, ms)", *_SERVERS], rows).markdown()]
+    parts = [
+        TextTable([title, *_SERVERS], lines).markdown() for title, lines in rows.items() if lines
+    ]
     return "\n\n".join([*parts, *(f"*{each}*" for each in dict.fromkeys(origins))])
 
 
-def _output_and_tpot(figures: Mapping[str, Any]) -> str:
-    if "output_throughput" not in figures:
+def _pair(figures: Mapping[str, Any], rate: str, time: str) -> str:
+    if rate not in figures:
         return ""
-    output = number(figures["output_throughput"]["median"])
-    tpot = figures.get("median_tpot_ms")
-    return output if tpot is None else f"{output} ({number(tpot['median'])})"
+    found = number(figures[rate]["median"])
+    return found if figures.get(time) is None else f"{found} ({number(figures[time]['median'])})"
 
 
 def block(name: str, results: Path) -> str:

@@ -82,7 +82,22 @@ def test_every_server_of_a_row_is_started_on_its_own_port(world: World, tmp_path
     assert values(flags, "--rounds") == ["2"]
     assert values(flags, "--floor-model") == [f"{models}/qwen3-moe"]
     assert values(flags, "--name") == ["peers-qwen3-moe-686m"]
+    assert "-np 16 -c 8192 " in starts["llama.cpp"]
     assert world.num_tables == 1
+
+
+def test_peers_have_room_for_long_prompts_and_we_retrieval(world: World, tmp_path: Path) -> None:
+    assert peers.main(flags_of(tmp_path, "--row", "qwen3-moe-686m-8k")) == 0
+    [flags] = world.compared
+    assert values(flags, "--random-input-len") == ["8192"]
+    assert values(flags, "--concurrencies") == ["1"]
+    assert values(flags, "--num-prompts") == ["2"]
+    starts = dict(start.split("=", 1) for start in values(flags, "--start"))
+    assert "-np 1 -c 8704 " in starts["ik_llama.cpp"]
+    assert "--max-num-seqs 1 " in starts["vllm"]
+    assert [name for name, each in starts.items() if "--kv-retrieval" in each] == [
+        "topspin-retrieval"
+    ]
 
 
 def test_all_rows_read_files_that_are_made_once(world: World, tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def test_a_comparison_shows_what_was_not_measured_and_the_floor_of_one_request()
 
 def test_the_first_page_has_a_line_for_each_comparison_and_load(tmp_path: Path) -> None:
     rounds = [{"topspin": RoundFigures(100.0, 50.0, 9.0), "vllm": RoundFigures(80.0, 60.0)}]
-    result = {**ENVELOPE, "concurrencies": {"1": summarise(rounds), "16": summarise(rounds)}}
+    loads = {"1": summarise(rounds), "16": summarise(rounds)}
+    result = {**ENVELOPE, "dataset": {"random_input_len": 128}, "concurrencies": loads}
     for name in ("peers-smollm2-moe", "peers-gpt-oss-3"):
         _write(tmp_path, name, result)
     shown = block("peers", tmp_path).splitlines()
@@ -132,6 +133,21 @@ def test_the_first_page_has_a_line_for_each_comparison_and_load(tmp_path: Path) 
         for users in ("1 user", "16 users")
     ]
     assert len(shown) == 8  # both have one origin
+
+
+def test_of_long_prompts_the_first_page_shows_the_time_of_the_prompt(tmp_path: Path) -> None:
+    figures = RoundFigures(
+        100.0, 50.0, 9.0, prefill_throughput=2000.0, decode_throughput=None
+    )
+    result = {
+        **ENVELOPE,
+        "dataset": {"random_input_len": 8192},
+        "concurrencies": {"1": summarise([{"topspin": figures}])},
+    }
+    _write(tmp_path, "peers-qwen3-moe-686m-8k", result)
+    title, _, line, *_ = block("peers", tmp_path).splitlines()
+    assert title.startswith("| prompt tokens/s (TTFT, ms) | topspin |")
+    assert line == "| qwen3-moe-686m-8k, 1 user | 2000 (50.0) |  |  |  |  |"
 
 
 def test_the_command_writes_and_checks(
