@@ -29,6 +29,7 @@ from kernels.contracts import (
     RoutingRule,
 )
 from kernels.dispatch import Ops
+from kernels.recordings import SINGLE_ROWS
 from models.checkpoints.weights import AttentionWeights, LayerWeights, take
 from models.description.config import ModelConfig
 from models.description.parts import RouterConfig
@@ -166,7 +167,7 @@ class NodeLayers:
         if torch.float8_e4m3fn not in dtypes:
             return
         layer = dtypes.index(torch.float8_e4m3fn)
-        config, num_rows = self.config, 16
+        config, num_rows = self.config, SINGLE_ROWS + 1
         meta = AttentionMeta(
             query_start=torch.tensor([0, num_rows], dtype=torch.int32),
             context_lens=torch.tensor([num_rows], dtype=torch.int32),

@@ -136,14 +136,17 @@ def test_steps_and_passes_with_trees_are_recorded_too(
     assert "not recorded" not in caplog.text
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_steps_that_attend_in_groups_are_recorded_too(
+@pytest.mark.parametrize(("single_rows", "kv_cache_dtype"), [(8, "auto"), (8, "fp8"), (32, "auto")])
+def test_steps_of_parts_of_prompts_are_recorded_too(
     tmp_path: Path,
+    single_rows: int,
     kv_cache_dtype: KvDtype,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Pieces of prompts of 9 to 32 rows: whole ones, and the ends of longer ones."""
+    """Of 9 to 32 rows: whole ones, and the ends of longer ones; in groups, and one by one."""
+    monkeypatch.setattr("kernels.cpu.attention.SINGLE_ROWS", single_rows)
+    monkeypatch.setattr("attention_nodes.step.recorded_steps.SINGLE_ROWS", single_rows)
     caplog.set_level("INFO", "recordings")
     path = make_checkpoint(tmp_path, "qwen3_moe", **SIZES)
     monkeypatch.setattr("kernels.cpu.attention.renew", renew := mock.Mock(wraps=attention.renew))

@@ -30,7 +30,10 @@ def test_a_step_is_recorded_by_its_rows_whatever_sequences_have_them() -> None:
     assert key_of([slices([], 0), slices([1], 1)]) == ((0, 1), plain, plain, 1)
 
 
-def test_steps_with_rows_that_attend_in_groups_are_recorded_apart() -> None:
+def test_steps_with_rows_that_attend_in_groups_are_recorded_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("attention_nodes.step.recorded_steps.SINGLE_ROWS", 8)
     plain, joins = (False, False), (False, True)
     assert key_of([slices([8], 1), slices([9, 4], 2)]) == ((8, 13), plain, joins, 3)
     assert key_of([slices([8], 1), slices([1, 12], 2)]) == ((8, 13), plain, joins, 3)

@@ -47,6 +47,7 @@ def test_pieces_too_different_for_one_group() -> None:
 
 
 def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.cpu.attention.SINGLE_ROWS", 8)
     case = attention_case([1500] * 5, [9] * 5, heads=Heads(8, 8, 64), block_size=16)
     gathered = []
 
@@ -109,7 +110,7 @@ def test_small_trees_are_computed_row_by_row_and_renewed(
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_trees_and_chains_in_groups(num_rows: int, heads: Heads, window: int | None) -> None:
-    """Rows of heads of an odd size are never computed one by one, rows beyond 8 neither."""
+    """Rows of heads of an odd size are never computed one by one, nor those of long pieces."""
     tree = (None, *((node - 1) // 2 for node in range(1, num_rows)))
     for parents in (None, (tree, (None, 0))):
         compare(
@@ -122,8 +123,11 @@ def test_trees_and_chains_in_groups(num_rows: int, heads: Heads, window: int | N
 
 @pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(4, 2, 21), Heads(20, 1, 96, rank=64)])
 @pytest.mark.parametrize("window", [None, 7])
-def test_groups_are_renewed(heads: Heads, window: int | None) -> None:
+def test_groups_are_renewed(
+    heads: Heads, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With other pieces, rows that are computed one by one beside them, and trees."""
+    monkeypatch.setattr("kernels.cpu.attention.SINGLE_ROWS", 8)
     tree = (None, *((node - 1) // 2 for node in range(1, 17)))
     steps: Sequence[tuple[list[int], list[int], Any]] = (
         ([40, 30], [14, 10], None),
@@ -152,6 +156,7 @@ def test_layers_with_different_windows_share_one_meta() -> None:
 
 
 def test_the_plan_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.cpu.attention.SINGLE_ROWS", 8)
     case = attention_case([50, 60], [9, 10], heads=Heads(4, 2, 64), block_size=4)
     compare(case)
 
