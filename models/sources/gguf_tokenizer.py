@@ -25,6 +25,7 @@ from tokenizers import (
 )
 
 from models.sources.gguf_file import GgufFile
+from models.text.rank_file import PATTERNS
 from topspin.errors import ConfigError
 
 _NORMAL: Final = 1
@@ -67,14 +68,16 @@ class _Splitting(NamedTuple):
     """How text becomes words: by `pattern`; None: GPT-2's, after single digits if `by_digit`.
 
     `first` are patterns that cut it before, one after the other. composes: characters are composed
-    first. whole_words: a word that is a token is not put together by merges. adds_bos: a text
-    begins with that token unless the metadata says otherwise.
+    first. whole_words: a word that is a token is not put together by merges. by_rank: the merges are
+    those that make tokens, the lowest token first, whatever the file lists (tiktoken's rule).
+    adds_bos: a text begins with that token unless the metadata says otherwise.
     """
 
     pattern: str | None = None
     by_digit: bool = False
     composes: bool = False
     whole_words: bool = False
+    by_rank: bool = False
     adds_bos: bool = False
     first: tuple[str, ...] = ()
 
@@ -107,6 +110,7 @@ SPLITTINGS: Final[Mapping[str, _Splitting]] = {
     "glm4": _Splitting(_words(r"\p{N}{1,3}"), whole_words=True),
     "gpt-2": _Splitting(),
     "gpt-4o": _Splitting(_CASED),
+    "kimi-k2": _Splitting(PATTERNS["kimi_k2"], whole_words=True, by_rank=True),
     "llama-bpe": _LLAMA_3,
     "llama-v3": _LLAMA_3,
     "llama3": _LLAMA_3,
@@ -156,7 +160,11 @@ def _read_byte_level(file: GgufFile, vocab: dict[str, int]) -> tuple[tokenizers.
         raise ConfigError(
             f"{file.path}: tokenizer.ggml.pre = {pre!r}: supported: {', '.join(SPLITTINGS)}"
         )
-    merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
+    if splitting.by_rank:
+        _, types = _tokens(file)
+        merges = _merges({each: -idx for each, idx in vocab.items() if types[idx] == _NORMAL})
+    else:
+        merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
     try:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=splitting.whole_words)
     except Exception as error:  # the library raises bare Exception
@@ -201,9 +209,10 @@ def _read_sentencepiece(file: GgufFile, vocab: dict[str, int]) -> tuple[tokenize
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return BPE's merges of a vocabulary of sentencepiece, the first ones first.
+    """Return BPE's merges of a vocabulary with scores, the first ones first.
 
-    Sentencepiece joins the two neighbours whose whole has the highest score.
+    Sentencepiece joins the two neighbours whose whole has the highest score, tiktoken those whose
+    whole is the lowest token.
     """
     found = []
     for whole in sorted(scores, key=scores.__getitem__, reverse=True):

@@ -1,4 +1,4 @@
-"""Sentencepiece's vocabularies in GGUF files: its own tokens, and where a turn ends."""
+"""Vocabularies of sentencepiece and of tiktoken in GGUF files: the libraries' own tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import tokenizers
 
 from models.sources.gguf_file import GgufFile
 from models.sources.gguf_tokenizer import read_tokenizer
-from tests.models.text.test_rank_file import TEXTS
+from models.text.byte_level import byte_of_letter
+from tests.models.text.test_rank_file import ORACLE, RANKS, SPECIAL, TEXTS
 from topspin.errors import ConfigError
 
 CORPUS = Path(__file__).parents[3] / "docs" / "concepts.md"
@@ -97,3 +98,26 @@ def test_a_vocabulary_may_put_no_space_before_a_text(tmp_path: Path, trained: An
 def test_scores_that_are_missing_are_named(tmp_path: Path, trained: Any) -> None:
     with pytest.raises(ConfigError, match="scores has 900 entries for 901 tokens"):
         write(tmp_path / "a.gguf", trained, cut=-1)
+
+
+@pytest.mark.parametrize("has_merges", [True, False])
+def test_tokens_are_those_of_tiktoken(tmp_path: Path, has_merges: bool) -> None:
+    """As Kimi-K2's converter writes them, and older ones, without merges."""
+    letter_of = {byte: letter for letter, byte in byte_of_letter().items()}
+    spelt = ["".join(map(letter_of.__getitem__, token)) for token in RANKS]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "deepseek2")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("kimi-k2")
+    writer.add_token_list([*spelt, *SPECIAL])
+    writer.add_token_types([1] * len(spelt) + [3] * len(SPECIAL))
+    if has_merges:
+        writer.add_token_merges([f"{each[0]} {each[1:]}" for each in spelt if len(each) > 1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_tokenizer(GgufFile(tmp_path / "model.gguf"))
+    for text in (*TEXTS, "a[EOS]b<|im_end|>", "<|tool_call_begin|>f<|reserved_"):
+        ids = ORACLE.encode(text, allowed_special="all")
+        assert found.encode(text, add_special_tokens=False).ids == ids
+        assert found.decode(ids, skip_special_tokens=False) == text
