@@ -2,9 +2,9 @@
 
 Owns the rows of the comparison, the files that they need (checkpoints with random weights, and
 GGUF files made of them by llama.cpp's own tools), and the start commands of the peers for a fair
-one: all cores, the same precision, as many places. Leaves the rest to `topspin bench compare`: every
-server is started for its turn and stopped after it, and turns alternate. How to install the peers
-is in benchmarks/README.md. Run as `make bench-peers`, or
+one: all cores, the same precision, as many places. Leaves the rest to `topspin bench compare`:
+every server is started for its turn and stopped after it, and turns alternate. How to install the
+peers is in benchmarks/README.md. Run as `make bench-peers`, or
 
     python -m benchmarks.peers [--row ROW ...] --llama-cpp DIR --ik-llama-cpp DIR --vllm FILE
 

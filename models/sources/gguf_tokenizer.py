@@ -68,8 +68,8 @@ class _Splitting(NamedTuple):
     """How text becomes words: by `pattern`; None: GPT-2's, after single digits if `by_digit`.
 
     `first` are patterns that cut it before, one after the other. composes: characters are composed
-    first. whole_words: a word that is a token is not put together by merges. by_rank: the merges are
-    those that make tokens, the lowest token first, whatever the file lists (tiktoken's rule).
+    first. whole_words: a word that is a token is not put together by merges. by_rank: the merges
+    are those that make tokens, the lowest token first, whatever the file lists (tiktoken's rule).
     adds_bos: a text begins with that token unless the metadata says otherwise.
     """
 

@@ -136,9 +136,7 @@ def test_the_first_page_has_a_line_for_each_comparison_and_load(tmp_path: Path) 
 
 
 def test_of_long_prompts_the_first_page_shows_the_time_of_the_prompt(tmp_path: Path) -> None:
-    figures = RoundFigures(
-        100.0, 50.0, 9.0, prefill_throughput=2000.0, decode_throughput=None
-    )
+    figures = RoundFigures(100.0, 50.0, 9.0, prefill_throughput=2000.0, decode_throughput=None)
     result = {
         **ENVELOPE,
         "dataset": {"random_input_len": 8192},

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from benchmarks.engine import served
 from benchmarks.engine.local_layers import predicted_s
 from benchmarks.engine.served import ENGINES, errors
 from benchmarks.servers.topspin import Streams
@@ -32,6 +35,28 @@ def test_several_nodes_on_the_same_cores_take_no_less_time(tmp_path: Path) -> No
         return predicted_s(LAPTOP, path, latency_us=0, num_local=0, load=load, num_nodes=num_nodes)
 
     assert step_s((1, 1)) < step_s((1, 2)) < step_s((2, 2)) < 3 * step_s((1, 1))
+
+
+def test_outputs_get_longer_until_all_requests_decode_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = []
+
+    def generate(streams: Streams, turn: int) -> Any:
+        lengths.append(streams.output_len)
+        return SimpleNamespace(records=[streams.output_len])
+
+    def rate(records: list[int], *, streams: int) -> float | None:
+        return 5.0 if records[0] > 40 else None
+
+    monkeypatch.setattr(served, "decode_rate", rate)
+    monkeypatch.setattr(served, "tpot_s", lambda record: 0.1)
+    server: Any = SimpleNamespace(generate=generate)
+    assert served.measured(server, Streams(2, 4, 16, 10), rounds=2) == (5.0, 0.1)
+    assert lengths == [16, 32, 64, 64, 64]
+    monkeypatch.setattr(served, "decode_rate", lambda records, streams: None)
+    with pytest.raises(SystemExit, match="2 requests never decoded all at once"):
+        served.measured(server, Streams(2, 4, 16, 10), rounds=2)
 
 
 def test_errors_are_told_by_model_with_their_bound() -> None:
