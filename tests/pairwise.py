@@ -1,7 +1,8 @@
 """A few rows of a large matrix: each pair of values of two factors is in some row.
 
 A full product repeats itself: most faults need only one or two settings together. Knows no test;
-deterministic, so that a row's name means the same in every run.
+deterministic, so that a row's name means the same in every run. And parameters of tests of which
+few run by default, the others with `make test-slow`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 # (factor, index of its value) twice, the lower factor first.
 Pair = tuple[tuple[int, int], tuple[int, int]]
@@ -57,3 +60,14 @@ def cover_values(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return as many rows as the longest factor has values; each value of each factor occurs."""
     longest = max(map(len, factors))
     return [tuple(factor[row % len(factor)] for factor in factors) for row in range(longest)]
+
+
+def few(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Return `values`, with all but those that are `fast` marked slow."""
+    return [each if each in fast else pytest.param(each, marks=pytest.mark.slow) for each in values]
+
+
+def slow_rows(rows: Iterable[tuple[Any, ...]], *, beside: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the rows `beside`, and those of `rows` that are not among them marked slow."""
+    others = (row for row in rows if row not in beside)
+    return [*beside, *(pytest.param(*row, marks=pytest.mark.slow) for row in others)]

@@ -284,3 +284,6 @@ VARIANTS: dict[str, Variant] = {
 MOE_VARIANTS: tuple[str, ...] = tuple(
     name for name, variant in VARIANTS.items() if variant.model_type != "llama"
 )
+
+DIFFERENT = ("llama_yarn", "mixtral_sliding_window", "qwen2_moe", "gpt_oss", "deepseek_v3")
+"""Those that differ most: dense, with windows, shared experts, sinks, and latents."""

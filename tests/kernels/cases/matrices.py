@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-from tests.pairwise import cover_pairs, cover_values
-
-
-def slow_rows(rows: Iterable[tuple[Any, ...]], *, beside: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return the rows `beside`, and those of `rows` that are not among them marked slow."""
-    others = (row for row in rows if row not in beside)
-    return [*beside, *(pytest.param(*row, marks=pytest.mark.slow) for row in others)]
+from tests.pairwise import cover_pairs, cover_values, slow_rows
 
 
 def values_then_pairs(*factors: Sequence[Any]) -> list[Any]:
