@@ -19,6 +19,7 @@ from spec_decode.draft import Draft, DraftRequest, DraftText
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine import engine_config
 from tests.mtp_heads import add_head, drafted_by, final_rows_of, head_oracle
+from tests.pairwise import few
 from tests.structs import changed
 from topspin.errors import CheckpointError, ConfigError
 from topspin.plan.speculation import Speculation
@@ -65,7 +66,7 @@ def without_logps(drafts: list[Draft]) -> list[Draft]:
     return [each._replace(logps=()) for each in drafts]
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=few(VARIANTS, "glm4_moe"))
 def heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Heads:
     path = make_checkpoint(tmp_path_factory.mktemp("mtp"), request.param)
     return Heads(add_head(path))
@@ -162,6 +163,7 @@ def test_a_checkpoint_without_the_head_is_refused(tmp_path: Path) -> None:
         make_drafter(config, path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not block_width(), reason="this processor leaves bf16 products to oneDNN")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_its_passes_are_recorded_and_draft_what_plain_ones_do(

@@ -110,7 +110,7 @@ class Script:
         self.ask()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_order_of_events_gives_the_tokens_of_plain_decoding(data: st.DataObject) -> None:
     script = Script([[0, 1], [3, 2, 2]])
@@ -329,7 +329,7 @@ SAID = st.builds(
 ).map(encode)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.lists(damaged(VERDICTS) | SAID | st.binary(max_size=50), min_size=1, max_size=6))
 def test_any_verdicts_are_answered_or_refused(said: list[bytes]) -> None:
     """Between those of a target that keeps to the rules, which notices nothing."""

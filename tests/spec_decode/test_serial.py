@@ -7,12 +7,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_decode.draft import Draft, DraftRequest, accepted
 from spec_decode.forest import MAX_CHUNK, MIN_CHUNK, Growth
 from spec_decode.serial import SerialDrafter
+from tests.pairwise import slow_rows
 from tests.spec_decode.table import VOCAB, Table, logps_after, request
 
 TREE = Growth(passes=32, width=3, num_top=VOCAB)
@@ -40,7 +41,7 @@ def draft_of(drafter: SerialDrafter, *requests: DraftRequest) -> Sequence[Draft]
     return drafter.draft(requests)
 
 
-@pytest.mark.parametrize(("width", "count"), [(1, 4), (2, 1), (5, 4)])
+@pytest.mark.parametrize(("width", "count"), slow_rows([(1, 4), (2, 1)], beside=[(5, 4)]))
 def test_the_draft_is_the_best_tree_whatever_grew_before(width: int, count: int) -> None:
     """Also after verdicts of every kind: on a miss, in the tree, and at its end."""
     rng = random.Random(3)
@@ -55,6 +56,7 @@ def test_the_draft_is_the_best_tree_whatever_grew_before(width: int, count: int)
         text = [*text, *path[: rng.randint(0, len(path))], rng.randrange(VOCAB)]
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_random_verdicts_of_several_requests(data: st.DataObject) -> None:
     """The table refuses rows without ancestors, and its answers are those of the whole text."""

@@ -39,10 +39,11 @@ TREES = {"num_speculative_tokens": 6, "branches": True, "draft_width": 3}
 LAYOUTS = (
     ("local", (1, 1), 1, {}),
     ("shm", (2, 2), 2, TREES),
-    pytest.param("shm", (1, 3), 3, {**TREES, "draft_passes": 2}, marks=slow),
+    ("shm", (1, 3), 3, {**TREES, "draft_passes": 2}),
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "topology", "micro_batches", "settings"), LAYOUTS)
 def test_a_perfect_draft_gives_transformers_tokens_in_few_steps(
     case_of: CaseOf,
@@ -68,6 +69,7 @@ def test_a_perfect_draft_gives_transformers_tokens_in_few_steps(
     assert accepted(stats) > num_tokens // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [
@@ -89,6 +91,7 @@ def test_another_checkpoint_changes_no_token(
     assert stats.num_drafts > len(case.prompts) * NUM_TOKENS // 2
 
 
+@pytest.mark.slow
 def test_a_suffix_and_a_model_feed_one_tree(case_of: CaseOf, tmp_path: Any) -> None:
     """The model is mostly wrong; what was answered before is right, and is believed."""
     case = case_of(VARIANT)
@@ -129,6 +132,7 @@ def test_few_blocks_preemptions_and_prompts_in_pieces(case_of: CaseOf) -> None:
         generate_until(engine, case, was_preempted)
 
 
+@pytest.mark.slow
 def test_self_int4_and_the_controller(tmp_path: Any, case_of: CaseOf) -> None:
     case = _with_rows_for_int4(tmp_path)
     speculation = speculation_of("self-int4", adaptive=True)

@@ -35,6 +35,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "topology", "micro_batches", "nodes", "settings"), LAYOUTS)
 def test_a_perfect_draft_gives_transformers_tokens_in_few_steps(
     case_of: CaseOf,
@@ -91,6 +92,7 @@ def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf) -> None:
             assert time.monotonic() < deadline_s
 
 
+@pytest.mark.slow
 def test_preempted_requests_begin_again_on_the_draft_node(case_of: CaseOf) -> None:
     case = case_of(VARIANT)
     config = crowded_config_of(case, draft_nodes=1, speculation=speculation_of(case.path))

@@ -92,6 +92,7 @@ def expected(case_of: CaseOf) -> list[list[int]]:
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "topology", "micro_batches", "speculation"),
     [
@@ -124,9 +125,8 @@ def test_tokens_are_the_same_with_drafts_and_on_every_layout(
     assert (accepted(stats) > 20) == (speculation is not None)
 
 
-@pytest.mark.parametrize(
-    "speculation", [pytest.param(None, marks=pytest.mark.slow), TREES], ids=["plain", "trees"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("speculation", [None, TREES], ids=["plain", "trees"])
 def test_a_preempted_sequence_goes_on_in_its_grammar(
     case_of: CaseOf, expected: list[list[int]], speculation: Speculation | None
 ) -> None:
@@ -167,6 +167,7 @@ def test_a_lost_node_changes_no_bit(case_of: CaseOf, role: str) -> None:
         assert [each.tokens for each in requests] == undisturbed
 
 
+@pytest.mark.slow
 def test_no_stream_waits_for_a_compilation(
     case_of: CaseOf, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +202,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_request_that_cannot_be_followed_fails_alone_with_the_reason(
     case_of: CaseOf, expected: list[list[int]]
 ) -> None:

@@ -54,6 +54,7 @@ def _make_case(directory: Path, variant: str) -> Case:
     return Case(path, [prompts[idx] for idx in clear], [result.tokens[idx] for idx in clear])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("settings", LAYOUTS, ids=["chains", "trees"])
 def test_greedy_output_is_that_of_transformers(
@@ -75,6 +76,7 @@ def test_greedy_output_is_that_of_transformers(
         assert num_drafted >= num_accepted > most // 5, (num_drafted, num_accepted)
 
 
+@pytest.mark.slow
 def test_as_many_drafts_are_accepted_as_of_transformers_head(head_case: MadeCase) -> None:
     """So each of its rows joins a token with the model's own row of the token before it."""
     case = head_case("glm4_moe")
@@ -102,6 +104,7 @@ def test_as_many_drafts_are_accepted_as_of_transformers_head(head_case: MadeCase
     assert num_accepted < num_drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sequences_that_are_preempted_go_on(head_case: MadeCase, variant: str) -> None:
     case = head_case(variant)
@@ -109,6 +112,7 @@ def test_sequences_that_are_preempted_go_on(head_case: MadeCase, variant: str) -
         generate_until(engine, case, was_preempted)
 
 
+@pytest.mark.slow
 def test_a_head_that_knows_nothing_changes_nothing(tmp_path: Path, head_case: MadeCase) -> None:
     path = add_head(make_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=2))
     prompts = head_case("glm4_moe").prompts

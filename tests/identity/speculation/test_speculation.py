@@ -39,7 +39,7 @@ NGRAMS = Speculation(
 )
 LAYOUTS = (
     ("local", (1, 1), 1, CHAINS),
-    ("shm", (2, 2), 2, TREES),
+    pytest.param("shm", (2, 2), 2, TREES, marks=slow),
 )
 # Tokens that occur again and again, so that something can be found in what was written.
 FEW = dict.fromkeys(range(40, 44), 18.0)
@@ -151,11 +151,8 @@ def plain(case_of: CaseOf) -> list[list[Collected]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param(CHAINS, marks=slow), TREES, pytest.param(NGRAMS, marks=slow)],
-    ids=["chains", "trees", "ngrams"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [CHAINS, TREES, NGRAMS], ids=["chains", "trees", "ngrams"])
 def test_seeded_draws_are_those_of_plain_decoding(
     case_of: CaseOf, plain: list[list[Collected]], method: Speculation
 ) -> None:
@@ -203,6 +200,7 @@ def test_a_deterministic_engine_gives_the_same_bits(case_of: CaseOf) -> None:
             assert accepted(engine.stats()) > len(plain) * NUM_TOKENS // 4
 
 
+@pytest.mark.slow
 def test_preempted_requests_and_prompts_in_pieces(case_of: CaseOf) -> None:
     case = case_of(VARIANT)
     with Engine(crowded_config_of(case, speculation=CHAINS)) as engine:
@@ -226,6 +224,7 @@ def test_a_tenant_learns_nothing_of_anothers_outputs(case_of: CaseOf) -> None:
         assert gained(engine, "a") > alone + len(case.prompts) * NUM_TOKENS // 2
 
 
+@pytest.mark.slow
 def test_the_controller_changes_no_token(case_of: CaseOf) -> None:
     case = case_of(VARIANT)
     adaptive = Speculation(method="suffix", num_speculative_tokens=5)
