@@ -97,7 +97,7 @@ SETTINGS = (
     {"num_threads": 3, "window_rows": 3, "max_num_batched_tokens": 200},
 )
 # One with nodes and micro-batches, one with other steps and threads.
-BY_DEFAULT = (0, 4)
+BY_DEFAULT = (0,)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,7 @@ def test_families_on_layouts(
     assert result == plain(variant, dtype)
 
 
-@pytest.mark.parametrize(
-    "variant", [VARIANT, SPREAD[0], *(pytest.param(each, marks=slow) for each in SPREAD[1:])]
-)
+@pytest.mark.parametrize("variant", [VARIANT, *(pytest.param(each, marks=slow) for each in SPREAD)])
 def test_fp32_is_transformers_within_a_tolerance(
     case_of: CaseOf, plain: Plain, variant: str
 ) -> None:
@@ -168,6 +166,7 @@ def test_fp32_is_transformers_within_a_tolerance(
             torch.testing.assert_close(got, row, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_bf16_is_near_fp32_and_not_it(plain: Plain) -> None:
     for wide, narrow in zip(plain(VARIANT, "float32"), plain(VARIANT, "bfloat16"), strict=True):
         first, second = wide.logprobs[0], narrow.logprobs[0]
@@ -193,7 +192,8 @@ def test_companions_and_cached_prefixes(case_of: CaseOf, plain: Plain, dtype: st
     assert together == wanted
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_preemption(case_of: CaseOf, plain: Plain, dtype: str) -> None:
     """A pool little larger than the longest request forces recomputation."""
     case = case_of(VARIANT)
@@ -208,7 +208,8 @@ def test_preemption(case_of: CaseOf, plain: Plain, dtype: str) -> None:
         assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("redundant", [3, pytest.param(8, marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("redundant", [3, 8])
 def test_any_choice_of_replicas(case_of: CaseOf, plain: Plain, redundant: int) -> None:
     """Second copies change which node computes a pair, and with which other pairs."""
     copies = {"redundant_experts": redundant, "balance": BalancePolicy(interval_s=0.0)}

@@ -68,13 +68,8 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("role", "copies", "transport", "dtype"),
-    [
-        pytest.param(*row, marks=[pytest.mark.slow] if idx >= 1 else [])
-        for idx, row in enumerate(ROWS)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "copies", "transport", "dtype"), ROWS)
 def test_continued_streams_have_the_same_bits(
     case: Case,
     undisturbed: Callable[[str], list[Answer]],

@@ -62,7 +62,9 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Extended:
     ("layout", "draft_nodes"),
     [
         pytest.param({"transport": "local"}, None, marks=pytest.mark.slow),
-        ({"transport": "shm", "attention_nodes": 2, "expert_nodes": 2}, 0),
+        pytest.param(
+            {"transport": "shm", "attention_nodes": 2, "expert_nodes": 2}, 0, marks=pytest.mark.slow
+        ),
         ({"transport": "shm", "expert_nodes": 2}, 1),
     ],
 )

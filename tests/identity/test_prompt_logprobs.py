@@ -85,6 +85,7 @@ def test_chunks_cached_prefixes_and_prompts_without_output(case_of: CaseOf) -> N
         assert engine.stats().prompt_tokens == 2 * (sum(map(len, case.prompts)) + len(longest)) + 1
 
 
+@pytest.mark.slow
 def test_preempted_prompts_are_scored_once(case_of: CaseOf) -> None:
     case = case_of("mixtral")
     expected = logprobs_of(case.path, case.prompts)

@@ -22,6 +22,7 @@ from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine import Engine, engine_config
+from tests.pairwise import few, slow_rows
 from topspin.plan.precision import Format, PrecisionRule
 from topspin.plan.settings import KvDtype, Transport
 from topspin.plan.speculation import Speculation
@@ -61,17 +62,17 @@ def run(path: Path, weights: Format, *, recordings: bool, **settings: Any) -> An
     ("variant", "weights", "expert_nodes", "kv_cache_dtype"),
     [
         ("qwen3_moe", "none", 1, "auto"),
-        ("mixtral", "int4", 2, "fp8"),
+        pytest.param("mixtral", "int4", 2, "fp8", marks=pytest.mark.slow),
         pytest.param("llama", "none", 1, "auto", marks=pytest.mark.slow),
         pytest.param("olmoe_clip_qkv", "none", 1, "fp8", marks=pytest.mark.slow),
-        ("qwen2_moe", "none", 1, "auto"),
-        ("gpt_oss", "none", 1, "auto"),
-        ("gpt_oss", "mxfp4", 1, "auto"),
-        ("glm4_moe", "none", 1, "auto"),
-        ("minimax_m2", "none", 2, "auto"),
-        ("ernie4_5_moe", "none", 1, "auto"),
-        ("deepseek_v2_lite", "none", 1, "auto"),
-        ("deepseek_v3", "int8", 2, "fp8"),
+        pytest.param("qwen2_moe", "none", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "none", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "mxfp4", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", "none", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("minimax_m2", "none", 2, "auto", marks=pytest.mark.slow),
+        pytest.param("ernie4_5_moe", "none", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("deepseek_v2_lite", "none", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "int8", 2, "fp8", marks=pytest.mark.slow),
         pytest.param("glm4_moe_lite", "none", 1, "auto", marks=pytest.mark.slow),
         pytest.param("olmoe", "none", 2, "auto", marks=pytest.mark.slow),
         pytest.param("mixtral", "none", 2, "auto", marks=pytest.mark.slow),
@@ -111,6 +112,7 @@ DRAFT_MODEL = Speculation(
 )
 
 
+@pytest.mark.slow
 def test_steps_and_passes_with_trees_are_recorded_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,7 +138,10 @@ def test_steps_and_passes_with_trees_are_recorded_too(
     assert "not recorded" not in caplog.text
 
 
-@pytest.mark.parametrize(("single_rows", "kv_cache_dtype"), [(8, "auto"), (8, "fp8"), (32, "auto")])
+@pytest.mark.parametrize(
+    ("single_rows", "kv_cache_dtype"),
+    slow_rows([(8, "fp8")], beside=[(8, "auto"), (32, "auto")]),
+)
 def test_steps_of_parts_of_prompts_are_recorded_too(
     tmp_path: Path,
     single_rows: int,
@@ -173,7 +178,8 @@ def test_steps_of_parts_of_prompts_are_recorded_too(
     assert "not recorded" not in caplog.text
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_steps_that_retrieve_are_recorded_too(
     tmp_path: Path,
     kv_cache_dtype: KvDtype,
@@ -216,6 +222,7 @@ def test_steps_that_retrieve_are_recorded_too(
     assert "not recorded" not in caplog.text
 
 
+@pytest.mark.slow
 def test_steps_of_heads_whose_keys_are_searched_in_plain_torch_are_called_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,6 +249,7 @@ def test_steps_of_heads_whose_keys_are_searched_in_plain_torch_are_called_again(
     assert "steps of this kind are not recorded" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_recording_that_was_forgotten_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +261,7 @@ def test_a_recording_that_was_forgotten_is_made_again(
     assert runs > NUM_TOKENS
 
 
+@pytest.mark.slow
 def test_heads_that_share_long_keys_are_recorded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,10 +276,11 @@ def test_heads_that_share_long_keys_are_recorded(
     assert runs > 2 * NUM_TOKENS - 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "attention_nodes", "expert_nodes", "micro_batches"),
     [
-        pytest.param("shm", 1, 1, 1, marks=pytest.mark.slow),
+        ("shm", 1, 1, 1),
         ("shm", 2, 2, 2),
         ("tcp", 1, 3, 2),
     ],

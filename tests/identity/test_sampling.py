@@ -54,6 +54,7 @@ def test_draws_differ_between_seeds_and_choices_and_from_greedy(
     assert drawn[::2] != case.tokens
 
 
+@pytest.mark.slow
 def test_seeded_draws_are_the_same_on_another_layout(
     case_of: CaseOf, drawn: list[list[int]]
 ) -> None:
@@ -63,6 +64,7 @@ def test_seeded_draws_are_the_same_on_another_layout(
         assert run(engine, case) == drawn
 
 
+@pytest.mark.slow
 def test_a_preempted_request_draws_the_same(case_of: CaseOf, drawn: list[list[int]]) -> None:
     case = case_of(VARIANT)
     with Engine(crowded_config(case, transport="shm")) as engine:

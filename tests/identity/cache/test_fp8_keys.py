@@ -91,9 +91,13 @@ def expected(path: Path, layers: tuple[int, ...]) -> list[list[int]]:
     ("variant", "settings"),
     [
         ("qwen3_moe", {}),
-        ("qwen3_moe", {"deterministic": True, "transport": "shm", "attention_nodes": 2}),
-        ("mixtral_sliding_window", {"kv_cache_dtype": "fp8_e4m3"}),
-        ("qwen3_moe", {"speculation": TREES}),
+        pytest.param(
+            "qwen3_moe",
+            {"deterministic": True, "transport": "shm", "attention_nodes": 2},
+            marks=slow,
+        ),
+        pytest.param("mixtral_sliding_window", {"kv_cache_dtype": "fp8_e4m3"}, marks=slow),
+        pytest.param("qwen3_moe", {"speculation": TREES}, marks=slow),
         pytest.param("mixtral", {"speculation": SUFFIXES}, marks=slow),
     ],
 )
@@ -111,6 +115,7 @@ def test_tokens_are_those_of_transformers_with_rounded_keys(
         assert sum(stats.num_accepted_tokens) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 def test_single_layers_are_kept_in_fp8(rounded: Rounded, kernels: KernelName) -> None:
     path, wanted = rounded("qwen3_moe", 0)
@@ -121,6 +126,7 @@ def test_single_layers_are_kept_in_fp8(rounded: Rounded, kernels: KernelName) ->
         assert engine.generate(PROMPTS, max_tokens=NUM_TOKENS) == wanted
 
 
+@pytest.mark.slow
 def test_preempted_sequences_go_on(rounded: Rounded) -> None:
     path, wanted = rounded("qwen3_moe")
     case = Case(path, PROMPTS, wanted)

@@ -187,18 +187,24 @@ def config_of(path: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("variant", "kernels", "kv_cache_dtype"),
+    ("variant", "kernels", "kv_cache_dtype", "lengths"),
     [
-        ("qwen3_moe", "cpu", "auto"),
-        pytest.param("llama", "reference", "auto", marks=pytest.mark.slow),
-        pytest.param("llama", "cpu", "fp8", marks=pytest.mark.slow),
+        ("qwen3_moe", "cpu", "auto", (SEGMENT_KEYS + 250, 300)),
+        pytest.param("qwen3_moe", "cpu", "auto", PROMPT_LENS, marks=pytest.mark.slow),
+        pytest.param("llama", "reference", "auto", PROMPT_LENS, marks=pytest.mark.slow),
+        pytest.param("llama", "cpu", "fp8", PROMPT_LENS, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_transformers_with_the_same_selection(
-    tmp_path: Any, oracle: Oracle, variant: str, kernels: Any, kv_cache_dtype: Any
+    tmp_path: Any,
+    oracle: Oracle,
+    variant: str,
+    kernels: Any,
+    kv_cache_dtype: Any,
+    lengths: tuple[int, ...],
 ) -> None:
     path = make_checkpoint(tmp_path, variant, max_position_embeddings=4096)
-    prompts = prompts_of()
+    prompts = prompts_of(lengths)
     dense = generate(path, prompts, "eager")
     oracle.in_fp8 = kv_cache_dtype == "fp8"
     expected = generate(path, prompts, "retrieving")
@@ -210,10 +216,12 @@ def test_tokens_are_those_of_transformers_with_the_same_selection(
     with Engine(config) as engine:
         assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
         stats = engine.stats()
-    assert stats.kv.num_selected_rows > 2 * NUM_TOKENS
-    assert stats.kv.num_coded_segments == 3
+    closed = [length // SEGMENT_KEYS for length in lengths]
+    assert stats.kv.num_selected_rows > sum(map(bool, closed)) * NUM_TOKENS
+    assert stats.kv.num_coded_segments == sum(closed)
 
 
+@pytest.mark.slow
 def test_layers_choose_whether_they_retrieve_and_how_they_are_kept(
     path: Path, oracle: Oracle
 ) -> None:
@@ -285,6 +293,7 @@ def test_recall_is_that_of_a_search_of_all_keys(
         assert stats.kv.recall_sum / len(wanted) == pytest.approx(np.mean(wanted), abs=tolerance)
 
 
+@pytest.mark.slow
 def test_a_budget_for_the_whole_context_is_plain_attention(path: Path) -> None:
     prompts = prompts_of()
     with Engine(config_of(path)) as engine:
@@ -294,6 +303,7 @@ def test_a_budget_for_the_whole_context_is_plain_attention(path: Path) -> None:
         assert engine.stats().kv.num_selected_rows == 0
 
 
+@pytest.mark.slow
 def test_shared_prefixes_share_codes(path: Path) -> None:
     (prompt,) = prompts_of((2 * SEGMENT_KEYS + 90,))
     with Engine(config_of(path, kv_retrieval_tokens=BUDGET)) as engine:
@@ -305,7 +315,8 @@ def test_shared_prefixes_share_codes(path: Path) -> None:
     assert coded == stats.kv.num_coded_segments == 2
 
 
-@pytest.mark.parametrize("recordings", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recordings", [True, False])
 def test_search_and_attention_are_apart_in_the_trace(path: Path, recordings: bool) -> None:
     config = config_of(
         path, kv_retrieval_tokens=BUDGET, transport="shm", num_threads=2, recordings=recordings
@@ -346,6 +357,7 @@ def test_codebooks_are_learnt_while_rows_are_with_experts(
     assert num_learnt[1] == 0
 
 
+@pytest.mark.slow
 def test_preempted_sequences_are_coded_again(path: Path) -> None:
     """Two do not fit: one is preempted and begins again; the other answers the same.
 

@@ -93,13 +93,14 @@ def switch_until(engine: Engine, case: Case, versions: int) -> None:
         assert [each.tokens for each in requests] == case.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [
         (VARIANT, {"transport": "shm", "attention_nodes": 2, "expert_nodes": 2}),
         ("mixtral", {"transport": "local", "latency_us": 20.0, "attention_nodes": 2}),
-        pytest.param("olmoe", {"transport": "local", "recordings": False}, marks=slow),
-        pytest.param("qwen3_moe", {"transport": "tcp", "micro_batches": 4}, marks=slow),
+        ("olmoe", {"transport": "local", "recordings": False}),
+        ("qwen3_moe", {"transport": "tcp", "micro_batches": 4}),
     ],
 )
 def test_switched_while_requests_run(

@@ -61,28 +61,26 @@ def staged(plan: EnginePlan, *ends: int, cache_bytes: Sequence[int] = ()) -> Eng
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "ends", "settings"),
     [
         ("gpt_oss", (1, 3), {"transport": "shm", "micro_batches": 1}),
         # A dense layer, a shared expert; three unequal stages of two nodes each.
-        pytest.param(
+        (
             "qwen2_moe",
             (1, 3, 4),
             {"transport": "tcp", "micro_batches": 3, "attention_nodes": 2, "expert_nodes": 2},
-            marks=slow,
         ),
-        pytest.param(
+        (
             "qwen2_moe_sparse_step",
             (3, 4),
             {"transport": "shm", "micro_batches": 2, "expert_nodes": 3},
-            marks=slow,
         ),
-        pytest.param(
+        (
             "qwen3_moe_unnormalised",
             (1, 2, 3),
             {"transport": "shm", "micro_batches": None, "latency_us": 50.0},
-            marks=slow,
         ),
     ],
 )
@@ -95,15 +93,15 @@ def test_every_cut_gives_the_tokens_of_transformers(
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "settings", "dtype"),
     [
         ((1, 4), {"transport": "shm", "micro_batches": 2, "attention_nodes": 2}, "bfloat16"),
-        pytest.param(
+        (
             (1, 2, 4),
             {"transport": "shm", "micro_batches": 3, "attention_nodes": 2, "expert_nodes": 2},
             "float32",
-            marks=slow,
         ),
     ],
 )
@@ -200,6 +198,7 @@ def test_recorded_steps_have_the_bits_of_an_engine_without_stages(
     assert "not recorded" not in caplog.text
 
 
+@pytest.mark.slow
 def test_steps_are_recorded_anew_when_tables_change_under_load(
     tmp_path: Path, replays: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,14 +239,15 @@ def test_the_smallest_cache_counts(case_of: CaseOf) -> None:
         assert engine.stats().num_blocks == num_blocks // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "sender", "num_attention"),
     [
         ("stage", 1, 1),
-        pytest.param("stage", 3, 2, marks=slow),
-        pytest.param("attention", 1, 2, marks=slow),
-        pytest.param("attention", 0, 1, marks=slow),
-        pytest.param("expert", 1, 2, marks=slow),
+        ("stage", 3, 2),
+        ("attention", 1, 2),
+        ("attention", 0, 1),
+        ("expert", 1, 2),
     ],
 )
 def test_streams_go_on_after_the_loss_of_any_node(

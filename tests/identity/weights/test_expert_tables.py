@@ -64,17 +64,12 @@ CHANGES = (
     ("mixtral", "tcp", (2, 2), 3, 1),
     ("olmoe", "shm", (1, 2), 2, 1),  # experts joined in one matrix, in bfloat16
 )
-# A single process; copies and micro-batches; joined experts.
-BY_DEFAULT = {(0, "float32"), (1, "float32"), (4, "bfloat16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "transport", "topology", "redundant", "micro_batches", "dtype"),
-    [
-        pytest.param(*row, dtype, marks=[] if (idx, dtype) in BY_DEFAULT else [slow])
-        for idx, row in enumerate(CHANGES)
-        for dtype in ("float32", "bfloat16")
-    ],
+    [(*row, dtype) for row in CHANGES for dtype in ("float32", "bfloat16")],
 )
 def test_tables_change_while_streams_go_on(
     case_of: CaseOf,
@@ -142,7 +137,8 @@ def counted(engine: Engine, num_pairs: int) -> Stats:
     raise AssertionError(f"{totals} pairs reported instead of {num_pairs} per layer")
 
 
-@pytest.mark.parametrize("transport", [pytest.param("local", marks=slow), "shm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["local", "shm"])
 def test_every_routed_pair_is_reported_once(case_of: CaseOf, transport: str) -> None:
     """The nodes' own clock sends all reports, without a request to wake them."""
     case = case_of("mixtral")
@@ -209,6 +205,7 @@ def test_a_skewed_model_is_balanced_live(
     assert balance(now, loads) < 1 + (balance(first, loads) - 1) / 2
 
 
+@pytest.mark.slow
 def test_the_clock_asks_for_balance_by_itself(skewed: Case) -> None:
     """When the interval has always passed, the table changes once there are enough counts."""
     config = config_of(

@@ -52,8 +52,8 @@ def made(path: Path, variant: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) 
     ("variant", "kind", "settings"),
     [
         ("llama", Kind.Q8_0, {}),
-        ("qwen3_moe", Kind.Q4_0, {"expert_nodes": 2, "transport": "shm"}),
-        ("deepseek_v2_lite", Kind.F32, {}),
+        pytest.param("qwen3_moe", Kind.Q4_0, {"expert_nodes": 2, "transport": "shm"}, marks=MANY),
+        pytest.param("deepseek_v2_lite", Kind.F32, {}, marks=MANY),
         pytest.param("deepseek_v2", Kind.Q4_0, {"transport": "shm"}, marks=MANY),
         pytest.param("deepseek_v3", Kind.F16, {"expert_nodes": 2}, marks=MANY),
         pytest.param("deepseek_v3", Kind.Q8_0, {"attention_nodes": 2}, marks=MANY),

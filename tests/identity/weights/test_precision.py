@@ -131,9 +131,8 @@ def plan_of(
     return planned
 
 
-@pytest.mark.parametrize(
-    "path", ["qwen2_moe", pytest.param("qwen3_moe", marks=pytest.mark.slow)], indirect=True
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["qwen2_moe", "qwen3_moe"], indirect=True)
 def test_one_node_of_each_role(path: Path) -> None:
     """Also in the MLPs of dense layers and shared experts, which only qwen2_moe has."""
     model = oracle_model(path)
@@ -146,9 +145,8 @@ def test_one_node_of_each_role(path: Path) -> None:
     assert [tokens[: len(want)] for tokens, want in zip(found, wanted, strict=True)] == wanted
 
 
-@pytest.mark.parametrize(
-    ("transport", "num_attention"), [("shm", 1), pytest.param("tcp", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "num_attention"), [("shm", 1), ("tcp", 2)])
 def test_tables_change_while_streams_go_on(
     path: Path, undisturbed: list[Answer], transport: str, num_attention: int
 ) -> None:
@@ -165,6 +163,7 @@ def test_tables_change_while_streams_go_on(
         assert stats.expert_migrations > 0
 
 
+@pytest.mark.slow
 def test_a_lost_nodes_copies_take_over_and_it_returns(
     path: Path, undisturbed: list[Answer]
 ) -> None:

@@ -42,9 +42,11 @@ def clear_tokens(model: Any, prompt: list[int], margin: float = CLEAR_MARGIN) ->
     ("variant", "mode", "transport", "topology"),
     [
         ("qwen3_moe", "int4", "local", (1, 1)),
-        ("qwen2_moe", "int8", "shm", (1, 2)),
+        pytest.param("qwen2_moe", "int8", "shm", (1, 2), marks=pytest.mark.slow),
         # Tied to the embeddings, which keep their precision, and not.
-        ("mixtral_sliding_window", "int4-head", "local", (1, 1)),
+        pytest.param(
+            "mixtral_sliding_window", "int4-head", "local", (1, 1), marks=pytest.mark.slow
+        ),
         pytest.param("llama_bias", "int4", "local", (1, 1), marks=pytest.mark.slow),
     ],
 )

@@ -39,10 +39,9 @@ USUAL_KL = (0.005, 0.06)
 # A sigmoid router has more near ties, and what latents are made of is rounded twice.
 MOST_KL = {"glm4_moe": (0.005, 0.1), "deepseek_v3": (0.008, 0.15)}
 MXFP4 = ("gpt_oss", "mxfp4")
-FAST = (("qwen2_moe", "awq"), ("deepseek_v3", "nvfp4"), MXFP4)
 CASES = [
-    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
-    for case in (*itertools.product(FAMILIES, FORMS), MXFP4)
+    MXFP4,
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(FAMILIES, FORMS)),
 ]
 
 
@@ -100,13 +99,14 @@ def divergence(wanted: torch.Tensor, ids: tuple[int, ...], logprobs: tuple[float
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "transport"),
     [
         ("ct-int4-groups", "shm"),
-        pytest.param("mxfp4", "shm", marks=pytest.mark.slow),
-        pytest.param("gptq-4-desc-act", "tcp", marks=pytest.mark.slow),
-        pytest.param("fp8-blocks", "local", marks=pytest.mark.slow),
+        ("mxfp4", "shm"),
+        ("gptq-4-desc-act", "tcp"),
+        ("fp8-blocks", "local"),
     ],
 )
 def test_moved_experts_keep_their_codes(tmp_path: Path, form: str, transport: str) -> None:
