@@ -99,8 +99,8 @@ def serve(*flags: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("flags", "device"),
     [
-        (("--attention-device", "cuda"), "cuda:0"),
-        (("--expert-device", "cuda:3"), "cuda:3"),
+        pytest.param(("--attention-device", "cuda"), "cuda:0", marks=pytest.mark.slow),
+        pytest.param(("--expert-device", "cuda:3"), "cuda:3", marks=pytest.mark.slow),
         (("--attention-device", "cuda", "--expert-device", "cuda"), "cuda:0"),
     ],
     ids=["attention", "experts", "both"],

@@ -168,6 +168,7 @@ def test_a_killed_node_on_the_other_host_costs_no_request(
     assert engine.services[name].num_starts == starts + 1
 
 
+@pytest.mark.slow
 def test_a_partition_costs_no_request(engine: Engine, tiny: Tiny) -> None:
     """Nobody is told: both ends find out by themselves, and come together again."""
     with Load(engine.urls, tiny) as load:

@@ -104,6 +104,7 @@ def changed_by(component: Path, objects: list[Object]) -> list[Object]:
     return [*left, *objects_in(component)]
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_plan_serve(tiny: Tiny, tmp_path: Path) -> None:
     engines = Engines(tiny, tmp_path)
     objects = engines.render(plan_for(tiny, transport="tcp", counts=(1, 1)), gateways=1)

@@ -26,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("transport", "topology", "m"),
     [
         ("local", (1, 2), 2),
-        ("shm", (2, 2), 2),
+        pytest.param("shm", (2, 2), 2, marks=pytest.mark.slow),
         pytest.param("tcp", (1, 1), 1, marks=pytest.mark.slow),
     ],
 )

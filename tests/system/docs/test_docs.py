@@ -136,6 +136,7 @@ def serve(command: str, directory: Path) -> None:
         answers(server.url)
 
 
+@pytest.mark.slow
 def test_dashboard_and_alerts_are_written(tmp_path: Path) -> None:
     ((_, text),) = commands_of("runbook.md")
     run(text, tmp_path)
@@ -143,6 +144,7 @@ def test_dashboard_and_alerts_are_written(tmp_path: Path) -> None:
     assert "TopspinEngineDown" in (tmp_path / "alerts.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_facts_for_a_report(tmp_path: Path) -> None:
     ((_, text),) = commands_of("troubleshooting.md")
     assert "torch" in run(text, tmp_path)

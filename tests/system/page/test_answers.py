@@ -245,6 +245,7 @@ def test_a_wrong_key_is_told_and_an_operators_alone_shows_the_engine(
     runner.run(test())
 
 
+@pytest.mark.slow
 def test_two_tabs_show_the_same_conversations(runner: asyncio.Runner, browser: Browser) -> None:
     async def test() -> None:
         async with loopback(FakeEngine(saying("hello")), deadline_s=None) as port:

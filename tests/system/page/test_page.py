@@ -118,6 +118,7 @@ def test_the_rally_moves_and_its_numbers_are_those_of_the_trace(
     runner.run(test())
 
 
+@pytest.mark.slow
 def test_a_killed_node_turns_red_then_green_and_the_answer_goes_on(
     runner: asyncio.Runner, browser: Browser, server: Server, question: tuple[str, str]
 ) -> None:

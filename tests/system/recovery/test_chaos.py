@@ -106,6 +106,7 @@ def test_every_process_names_a_request_by_its_id_also_after_a_loss(
     assert all(line.startswith(("Topspin is ready", "Try: ")) for line in plain), plain
 
 
+@pytest.mark.slow
 def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
     model: Tiny, two_attention_nodes: Server
 ) -> None:

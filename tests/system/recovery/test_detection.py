@@ -124,14 +124,15 @@ def test_a_process_that_ends_or_freezes(tiny: Tiny, number: int, within_s: float
         assert engine.dead == [first.pid]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "cut"),
     [
         ("expert", {}),
-        pytest.param("attention", {"outbound": False}, marks=SLOW),
-        pytest.param("attention", {}, marks=SLOW),
-        pytest.param("attention", {"inbound": False}, marks=SLOW),
-        *(pytest.param("expert", cut, marks=SLOW) for cut in ONE_WAY),
+        ("attention", {"outbound": False}),
+        ("attention", {}),
+        ("attention", {"inbound": False}),
+        *(("expert", cut) for cut in ONE_WAY),
     ],
 )
 def test_a_control_link_that_carries_nothing_more(
@@ -213,7 +214,8 @@ def test_a_data_link_that_carries_nothing_more(tiny: Tiny, cut: dict[str, bool])
         assert engine.dead == []
 
 
-@pytest.mark.parametrize("role", [pytest.param("attention", marks=SLOW), "expert"])
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["attention", "expert"])
 def test_a_node_that_answers_pings_and_does_nothing(tiny: Tiny, role: str) -> None:
     """Its main thread is stuck, its heartbeat thread is not."""
     release = threading.Event()
@@ -237,6 +239,7 @@ def test_a_node_that_answers_pings_and_does_nothing(tiny: Tiny, role: str) -> No
         assert "it has not got on with step" in entry
 
 
+@pytest.mark.slow
 def test_a_long_step_is_no_hang(tmp_path: Path) -> None:
     """A step of eight hops of 0.3 s is longer than a node may be silent."""
     deadline_s, latency_s = 2.0, 0.3

@@ -62,14 +62,10 @@ def make_config(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "transport"),
-    [
-        pytest.param("attention", "tcp", marks=slow),
-        ("expert", "shm"),
-        pytest.param("attention", "shm", marks=slow),
-        pytest.param("expert", "tcp", marks=slow),
-    ],
+    [("attention", "tcp"), ("expert", "shm"), ("attention", "shm"), ("expert", "tcp")],
 )
 def test_every_fault_of_a_frame_is_recovered_from(
     tiny: Tiny, role: str, transport: Literal["shm", "tcp"]
