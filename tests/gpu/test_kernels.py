@@ -157,7 +157,7 @@ def test_attention_to_latents_of_deepseek(in_fp8: bool, device: torch.device) ->
         torch.testing.assert_close(found.float(), wanted, **BF16)
 
 
-@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("window", [None, pytest.param(10, marks=pytest.mark.slow)])
 def test_attention_of_trees_that_grow(window: int | None, device: torch.device) -> None:
     """Of each tree's nodes the last ones are rows; a node follows any node before it, or none.
 
@@ -190,6 +190,7 @@ def test_attention_of_trees_that_grow(window: int | None, device: torch.device) 
     torch.testing.assert_close(found.float(), wanted, **BF16)
 
 
+@pytest.mark.slow
 def test_attention_of_decode_with_retrieval(device: torch.device) -> None:
     """Of three sequences two select keys, one of them with the rows of a draft."""
     longest = 5000 if ON_GPU else 1040

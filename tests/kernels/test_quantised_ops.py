@@ -25,6 +25,7 @@ from tests.kernels.cases.ops import CLAMPED
 from tests.kernels.cases.quantised import dequantise
 from tests.kernels.cpu.test_matmul import unpacked
 from tests.kernels.generators import finish
+from tests.pairwise import few
 from topspin.expert_activation import SWIGLU
 from topspin.plan.precision import Format
 
@@ -69,7 +70,7 @@ def kernels_of(name: str, device: torch.device) -> Kernels:
     return Kernels(ops, torch.device("cpu"), meant_on_cpu)
 
 
-@pytest.fixture(params=["cpu", "triton"])
+@pytest.fixture(params=few(["cpu", "triton"], "cpu"))
 def kernels(request: pytest.FixtureRequest, device: torch.device) -> Kernels:
     return kernels_of(request.param, device)
 
@@ -147,10 +148,9 @@ def test_experts_are_those_of_what_their_weights_stand_for(
 @pytest.mark.parametrize(
     ("name", "asked"),
     slow_rows(
-        product(["triton"], [["int4"] * 6, ["fp8"] * 6]),
+        product(["triton"], [["int4"] * 6, ["fp8"] * 6, MIXED, ["none"] * 6]),
         beside=[
-            *product(["cpu", "triton"], [MIXED, ["none"] * 6]),
-            *product(["cpu"], [["int4"] * 6, ["int8"] * 6]),
+            *product(["cpu"], [MIXED, ["none"] * 6, ["int4"] * 6, ["int8"] * 6]),
             *product(["reference", "deterministic"], [["none"] * 6]),
         ],
     ),

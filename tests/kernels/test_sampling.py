@@ -35,6 +35,7 @@ from kernels.sampling import (
 from kernels.sampling import sample as define
 from tests.kernels.cases.sampling import batch, integers, mixed_batch
 from tests.kernels.triton.tiles import small_splits
+from tests.pairwise import few
 
 # What the interpreter computes with is numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -165,7 +166,7 @@ def test_a_tiny_temperature_is_greedy(sample: Sample, temperature: float) -> Non
     [
         (0.0, {}),
         (1.0, {}),
-        (1.0, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}),
+        pytest.param(1.0, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}, marks=pytest.mark.slow),
     ],
 )
 def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
@@ -360,7 +361,7 @@ def test_borders_of_the_cdf_belong_to_the_next_token_with_any_probability(
     assert define(logits, batch(1)).tokens.tolist() == [token]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_logprobs_are_of_the_model_not_of_the_processing(
     dtype: torch.dtype, any_sample: Sample
 ) -> None:

@@ -64,9 +64,9 @@ def test_the_best_keys_are_selected(
 @pytest.mark.parametrize(
     ("heads", "dtype", "num_rows", "block_size", "coding"),
     [
-        (Heads(9, 3, 32), FP32, 1, 16, (1300, 90, 4)),
-        (Heads(8, 1, 80), BF16, 3, 48, (1025, 300, 0)),
-        (Heads(2, 2, 16), BF16, 1, 1, (5, 1, 1)),
+        pytest.param(Heads(9, 3, 32), FP32, 1, 16, (1300, 90, 4), marks=pytest.mark.slow),
+        pytest.param(Heads(8, 1, 80), BF16, 3, 48, (1025, 300, 0), marks=pytest.mark.slow),
+        pytest.param(Heads(2, 2, 16), BF16, 1, 1, (5, 1, 1), marks=pytest.mark.slow),
         (Heads(17, 1, 64), FP32, 2, 32, (1390, 77, 1100)),
     ],
 )
@@ -116,7 +116,7 @@ def test_only_the_best_segments_are_searched(
     ("kernels", "number", "kept"),
     [
         *product(["cpu"], [float("nan"), float("inf"), 0.0, 1e38], [None, 1]),
-        ("triton", float("nan"), 1),
+        pytest.param("triton", float("nan"), 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_row_that_cannot_be_compared_selects_keys_that_exist_and_spoils_no_other(
@@ -141,7 +141,10 @@ def test_a_row_that_cannot_be_compared_selects_keys_that_exist_and_spoils_no_oth
 
 @pytest.mark.parametrize(
     ("kernels", "budget", "dtype"),
-    [*product(["cpu"], [1107, 5000], [FP32, BF16]), ("triton", 5000, FP32)],
+    [
+        *product(["cpu"], [1107, 5000], [FP32, BF16]),
+        pytest.param("triton", 5000, FP32, marks=pytest.mark.slow),
+    ],
 )
 def test_a_budget_for_all_keys_is_attention_to_all(
     kernels: str, budget: int, dtype: torch.dtype, device: torch.device

@@ -34,6 +34,7 @@ def test_more_than_a_chunk_and_systems_that_refuse_the_advice(
     assert cut.sum() == 0
 
 
+@pytest.mark.slow
 def test_a_chunk_goes_with_its_last_cut() -> None:
     def resident_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

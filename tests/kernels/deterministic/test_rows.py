@@ -16,6 +16,7 @@ from kernels.cpu.plain import rotate
 from tests.kernels.cases.matrices import values_then_pairs
 from tests.kernels.cases.ops import CLAMPED
 from tests.kernels.generators import finish
+from tests.pairwise import slow_rows
 from topspin.expert_activation import SWIGLU, ExpertActivation
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -167,7 +168,8 @@ def test_pairs_follow_the_reference(share: float, num_rows: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [SWIGLU, CLAMPED])
 @pytest.mark.parametrize(
-    ("num_experts", "top_k", "hidden_size", "ffn_size"), [(16, 8, 576, 192), (8, 2, 64, 32)]
+    ("num_experts", "top_k", "hidden_size", "ffn_size"),
+    slow_rows([(16, 8, 576, 192)], beside=[(8, 2, 64, 32)]),
 )
 def test_a_pair_among_others(
     num_experts: int,

@@ -39,6 +39,7 @@ def compare(
     torch.testing.assert_close(result, wanted, **TOLERANCE[case.q.dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_tiles_that_a_gpu_gets(dtype: torch.dtype, device: torch.device) -> None:
     case = attention_case(

@@ -100,7 +100,7 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, **fields: int) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "swap"),
     # Rows beyond a tile, sizes that no tile divides, one row.
-    slow_rows([(35, (72, 40), 0), (6, (64, 32), 1)], beside=[(35, (72, 40), 1), (1, (33, 5), 0)]),
+    slow_rows([(35, (72, 40), 0), (6, (64, 32), 1), (35, (72, 40), 1)], beside=[(1, (33, 5), 0)]),
 )
 def test_any_tiles(
     num_rows: int,
@@ -114,7 +114,9 @@ def test_any_tiles(
     compare_all(OPS["grouped_mlp"], TritonOps(), device, [row])
 
 
-@pytest.mark.parametrize(("swap", "weight_format"), cover_values([0, 1], QUANTISED))
+@pytest.mark.parametrize(
+    ("swap", "weight_format"), slow_rows(cover_values([0, 1], QUANTISED), beside=[(1, "int8")])
+)
 def test_quantised_weights_are_multiplied_as_what_they_stand_for(
     weight_format: Format, swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -186,6 +188,7 @@ def test_sizes_of_formats() -> None:
         assert 8 * (packed.data.nbytes + packed.scales.nbytes) == bits * weight.numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_few_pairs_need_no_grouping(
     top_k: int, monkeypatch: pytest.MonkeyPatch, device: torch.device

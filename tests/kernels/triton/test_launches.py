@@ -117,11 +117,13 @@ def test_a_layers_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert short == [*BEFORE_ATTENTION, *AFTER_ATTENTION, *ROUTED]
 
 
+@pytest.mark.slow
 def test_long_contexts_are_split_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     long = decode_layer(4096, monkeypatch)
     assert long == [*BEFORE_ATTENTION, "combine_splits", *AFTER_ATTENTION, *ROUTED]
 
 
+@pytest.mark.slow
 def test_quantised_weights_take_as_many_where_a_product_is_one_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

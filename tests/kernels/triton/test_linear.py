@@ -33,7 +33,9 @@ def product(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "out_dtype", "weight_format"),
     [
-        (*shape, weight_format)
+        pytest.param(*shape, weight_format, marks=pytest.mark.slow)
+        if weight_format == "mxfp4"
+        else (*shape, weight_format)
         for shape, weight_format in cover_values(
             [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
             QUANTISED,
@@ -63,7 +65,13 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize(("tiles", "weight_format"), cover_values(TILES, FORMATS))
+@pytest.mark.parametrize(
+    ("tiles", "weight_format"),
+    [
+        row if row[1] not in ("int8", "mxfp4") else pytest.param(*row, marks=pytest.mark.slow)
+        for row in cover_values(TILES, FORMATS)
+    ],
+)
 def test_any_tiles_and_splits(
     weight_format: Format, tiles: LinearTiles, device: torch.device
 ) -> None:

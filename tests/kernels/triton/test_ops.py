@@ -17,11 +17,15 @@ from tests.kernels.cases.ops import OPS
 from tests.kernels.triton.tiles import SMALL_TILES
 from tests.pairwise import cover_pairs, cover_values
 
+# What tests of their own call by default.
+LONG = ("paged_attention", "grouped_mlp", "rotate_and_store", "norm_rotate_and_store", "route")
+
 
 @pytest.mark.parametrize(
     ("cover", "name"),
     [
-        *((cover_values, name) for name in OPS),
+        *((cover_values, name) for name in OPS if name not in LONG),
+        *(pytest.param(cover_values, name, marks=pytest.mark.slow) for name in LONG),
         *(pytest.param(cover_pairs, name, marks=pytest.mark.slow) for name in OPS),
     ],
 )

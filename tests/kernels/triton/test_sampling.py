@@ -17,7 +17,6 @@ from kernels.runtime import NoSync
 from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, process_logits
 from kernels.triton.sampling import launches as triton_sampling
 from kernels.triton.sampling.launches import plan_sampling, processed
-from tests.kernels.cases.matrices import slow_rows
 from tests.kernels.cases.sampling import any_batch, any_logits, batch
 from tests.kernels.triton.tiles import small_splits
 
@@ -36,9 +35,11 @@ def draw_logits(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
     [
         {},
         {"top_k": 1000},
-        {"top_p": 0.0},
-        {"min_p": 0.02, "top_k": 30, "top_p": 0.9, "temperature": 1.3},
-        # By default in rows of one batch: see below.
+        pytest.param({"top_p": 0.0}, marks=pytest.mark.slow),
+        pytest.param(
+            {"min_p": 0.02, "top_k": 30, "top_p": 0.9, "temperature": 1.3}, marks=pytest.mark.slow
+        ),
+        # In rows of one batch, too: see below.
         pytest.param({"top_k": 7, "temperature": 2.5}, marks=pytest.mark.slow),
         pytest.param({"top_p": 0.95, "temperature": 0.7}, marks=pytest.mark.slow),
         pytest.param({"top_p": 0.999}, marks=pytest.mark.slow),
@@ -58,12 +59,10 @@ def test_tokens_are_those_of_the_definition(
     assert result.valid.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spread", "step", "processed_too"),
-    slow_rows(
-        [*product((2.0,), (0.0, 0.25), (False, True)), (8.0, 2.0, False), (8.0, 2.0, True)],
-        beside=[(2.0, 0.25, True)],
-    ),
+    [*product((2.0,), (0.0, 0.25), (False, True)), (8.0, 2.0, False), (8.0, 2.0, True)],
 )
 def test_any_batch_is_sampled_as_on_the_host(
     spread: float, step: float, processed_too: bool, device: torch.device

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from kernels.cpu.simd.attention import CHUNK_KEYS
 from kernels.cpu.simd.matmul import may_use_tiles
 from tests.kernels.cases.attention import AttentionCase, Heads, attention_case
 from tests.kernels.cases.matrices import values_then_pairs
+from tests.pairwise import cover_pairs, cover_values, slow_rows
 
 LENS = [1, 2, 15, 16, 17, 33, 65, CHUNK_KEYS, CHUNK_KEYS + 1, SPLIT_KEYS, SPLIT_KEYS + 1, 1100]
 HEADS = [
@@ -90,12 +93,18 @@ def check(case: AttentionCase, window: int | None = None, sinks: Tensor | None =
     torch.testing.assert_close(result.float(), expected, rtol=tolerance, atol=atol)
 
 
+FACTORS: tuple[Sequence[Any], ...] = (
+    HEADS,
+    [*product([torch.float32, torch.bfloat16], [False, True])],
+    [None, 0.0, 200.0, -200.0, float("-inf")],
+)
+LONG = (HEADS[9], HEADS[10], HEADS[14])
+
+
 @pytest.mark.parametrize(
     ("heads", "cache", "sinks"),
-    values_then_pairs(
-        HEADS,
-        [*product([torch.float32, torch.bfloat16], [False, True])],
-        [None, 0.0, 200.0, -200.0, float("-inf")],
+    slow_rows(
+        cover_pairs(*FACTORS), beside=[row for row in cover_values(*FACTORS) if row[0] not in LONG]
     ),
 )
 def test_shapes(heads: Heads, cache: tuple[torch.dtype, bool], sinks: float | None) -> None:

@@ -42,6 +42,7 @@ def as_row_groups(codes: Tensor) -> Tensor:
         beside=[
             (processor, mode, 4 if row % 2 else 1)
             for row, (processor, mode) in enumerate(product(FORMS, sorted(BITS)))
+            if (processor, mode) not in (("x86-64", "int4"), ("x86-64", "mxfp4"))
         ],
     ),
 )

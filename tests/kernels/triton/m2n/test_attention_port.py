@@ -262,11 +262,16 @@ def test_a_late_node_that_got_no_rows_is_awaited_too(device: torch.device) -> No
     ("fault", "word", "value", "wanted"),
     [
         (Fault.HEADER, ROWS, 77, None),
-        (Fault.HEADER, STEP, 1, 2),
-        (Fault.HEADER, VERSION, 77, 1),
-        (Fault.HEADER, LAYER, 3, 4),
-        (Fault.HEADER, PART, 77, 0),
-        (Fault.HEADER, INCARNATION, EXPERT, EXPERT + 1),
+        *(
+            pytest.param(Fault.HEADER, *each, marks=pytest.mark.slow)
+            for each in (
+                (STEP, 1, 2),
+                (VERSION, 77, 1),
+                (LAYER, 3, 4),
+                (PART, 77, 0),
+                (INCARNATION, EXPERT, EXPERT + 1),
+            )
+        ),
         (Fault.LATE, FLAG, 0, 1),
         (Fault.STALE, FLAG, 2, 1),  # ahead of its request
     ],
