@@ -25,6 +25,7 @@ from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.attention_nodes.plans import BLOCK_SIZE, Planner, ahead, one_by_one, tokens_of
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
+from tests.pairwise import few
 from tests.structs import changed
 from tests.weights import load_attention_weights
 from topspin.messages import StepResult
@@ -33,7 +34,7 @@ from topspin.plan.spec import NodeConfig
 NUM_BLOCKS = 64
 
 
-@pytest.fixture(scope="module", params=["llama", "llama_dynamic_ntk"])
+@pytest.fixture(scope="module", params=few(["llama", "llama_dynamic_ntk"], "llama"))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -106,6 +107,7 @@ def test_two_steps_under_way_give_the_tokens_of_one(
     assert runtime.num_waits == len(plans)  # waits nowhere but in collect()
 
 
+@pytest.mark.slow
 def test_selections_of_steps_under_way_are_those_of_steps_one_by_one(
     tmp_path: Path, runtime: DelayedRuntime
 ) -> None:

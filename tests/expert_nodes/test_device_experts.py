@@ -114,10 +114,8 @@ def meant(weights: list[object]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "quantization",
-    ["none", "fp8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int8", "int4"])
 def test_partial_sums_and_counts_equal_plain_torchs_under_several_tables(
     path: Path, quantization: Format
 ) -> None:
@@ -157,6 +155,7 @@ def test_counts_are_added_on_the_device_and_start_again_when_they_are_taken(path
     assert taken(experts) == {}
 
 
+@pytest.mark.slow
 def test_counting_can_be_left_out(path: Path) -> None:
     experts = load(path, FIRST, counts=False)
     compute(experts, FIRST, 1)
@@ -292,6 +291,7 @@ ALL: Held = (tuple(range(8)),) * 2
 """Held by the other node."""
 
 
+@pytest.mark.slow
 def test_a_table_that_does_not_fit_is_not_prepared(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -181,6 +181,7 @@ def test_tickets_of_one_shape_are_one_recording_whatever_rows_come(world: World)
     assert world.net.calls == ["begin", "finish"] * 4
 
 
+@pytest.mark.slow
 def test_other_buckets_or_numbers_of_participants_are_other_recordings(world: World) -> None:
     for _ in range(2):
         world.serve(2)
@@ -190,6 +191,7 @@ def test_other_buckets_or_numbers_of_participants_are_other_recordings(world: Wo
     assert len(world.graphs) == 3
 
 
+@pytest.mark.slow
 def test_a_table_switch_makes_recordings_anew_and_counts_by_version(world: World) -> None:
     for _ in range(2):
         world.serve(2)
@@ -210,6 +212,7 @@ def test_a_net_that_cannot_be_recorded_is_served_batch_by_batch(world: World) ->
     assert world.recorded == (0, 0)
 
 
+@pytest.mark.slow
 def test_another_epoch_or_net_and_a_closed_one_leave_no_recording(world: World) -> None:
     for _ in range(2):
         world.serve(2)

@@ -172,6 +172,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
     node = Node(mixtral, recordings=True)
     planner = Planner()
@@ -201,6 +202,7 @@ def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
         assert set(changed) == written
 
 
+@pytest.mark.slow
 def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
     """With a fixed number of micro-batches for that number, else for one."""
     node = Node(mixtral, recordings=True)
@@ -221,6 +223,7 @@ def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
             assert {number for number, _ in recorded} == {m}
 
 
+@pytest.mark.slow
 def test_recorded_steps_run_ahead_of_a_device_that_is_late(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +248,7 @@ def test_recorded_steps_run_ahead_of_a_device_that_is_late(
     assert tokens_of(results) == {**tokens, 1: tokens[1][:5]}
 
 
+@pytest.mark.slow
 def test_another_table_makes_recordings_anew(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,6 +227,7 @@ def test_a_process_that_dies_takes_its_own_sequences_only(cache: Grammars) -> No
     assert dead.may_retry, "the system may have had too little memory"
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_dies_is_started_again(cache: Grammars) -> None:
     compile_all(cache, DIGITS)
     mine = cache.matcher(DIGITS, soon_s())
@@ -249,6 +250,7 @@ def test_a_grammar_that_is_not_compiled_in_time_fails_for_now(cache: Grammars) -
         cache.matcher(heavy, time.monotonic() + 0.05)
 
 
+@pytest.mark.slow
 def test_all_ends_with_the_node(cache: Grammars) -> None:
     compile_all(cache, DIGITS)
     pid = pid_of(cache, DIGITS)

@@ -103,7 +103,7 @@ class Frames(RuleBasedStateMachine):
             assert (self.frames[frame] if frame >= 0 else self.file[block]) == content
 
 
-Frames.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
+Frames.TestCase.settings = settings(max_examples=15, stateful_step_count=30)
 TestFrames = Frames.TestCase
 
 

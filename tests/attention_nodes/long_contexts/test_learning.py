@@ -231,7 +231,7 @@ class Sequences(RuleBasedStateMachine):
                     assert torch.equal(own, wanted_codes)
 
 
-Sequences.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
+Sequences.TestCase.settings = settings(max_examples=30, stateful_step_count=20)
 TestSequences = Sequences.TestCase
 
 

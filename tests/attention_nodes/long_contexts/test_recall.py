@@ -9,12 +9,13 @@ from attention_nodes.long_contexts import recall
 from attention_nodes.long_contexts.recall import best_keys, share_found
 from tests.kernels.cases.attention import Heads, attention_case
 from tests.kernels.cases.retrieval import coded, queries_of
+from tests.pairwise import few
 
 SINKS, COUNT = 4, 50
 
 
 @pytest.mark.parametrize("chunk", [64, 4096])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_the_best_keys_have_the_greatest_products(
     monkeypatch: pytest.MonkeyPatch, chunk: int, dtype: torch.dtype
 ) -> None:

@@ -90,7 +90,7 @@ class Segments(RuleBasedStateMachine):
         assert self.pool.num_used == len(used) + len(opened) <= NUM_PLACES
 
 
-Segments.TestCase.settings = settings(max_examples=40)
+Segments.TestCase.settings = settings(max_examples=20)
 TestSegments = Segments.TestCase
 
 

@@ -188,6 +188,7 @@ def test_sampling_and_penalties_follow_each_path(
             assert {seq_id: len(each) for seq_id, each in result.logprobs.items()} == counts
 
 
+@pytest.mark.slow
 def test_nothing_is_fed_or_drafted_beyond_the_greatest_length(checkpoint: Path) -> None:
     truth = plain(runner_of(checkpoint))
     for max_length in range(len(PROMPTS[1]) + 1, len(PROMPTS[1]) + NUM_TOKENS):
@@ -209,6 +210,7 @@ def test_a_node_without_a_drafter_decodes_one_by_one(checkpoint: Path) -> None:
     assert not any(result.counts for result in results)
 
 
+@pytest.mark.slow
 def test_a_step_ahead_begins_where_the_draft_ended(tmp_path: Path) -> None:
     """On a device (Triton's kernels, interpreted): the next step is planned before the result."""
     path = make_checkpoint(

@@ -29,6 +29,8 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.description.config import load_model_config
 from tests.attention_nodes.plans import micro_batch, new_sequence
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
+from tests.pairwise import few
+from tests.variants import DIFFERENT
 from tests.weights import load_attention_weights, load_expert_weights
 from topspin.messages import pack_ints
 from topspin.plan.kv_cache import BlockNeeds
@@ -123,7 +125,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("cpu", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("variant", few(sorted(VARIANTS), *DIFFERENT))
 @torch.inference_mode()
 def test_logits_equal_transformers_for_any_chunking(
     tmp_path: Path, variant: str, kernels: str
