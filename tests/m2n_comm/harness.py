@@ -32,10 +32,11 @@ from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertPeer, StepTicket
 
 Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc", "staged-local", "staged-shm"]
-_HAS_NIXL = pytest.mark.skipif(
+HAS_NIXL = pytest.mark.skipif(
     find_spec("nixl") is None, reason="nixl is not installed: pip install -e .[rdma]"
 )
-NIXL = pytest.param("nixl", marks=_HAS_NIXL)
+# By default there are sums over it (test_contract.py), what is its own, and engines.
+NIXL = pytest.param("nixl", marks=[HAS_NIXL, pytest.mark.slow])
 TRANSPORTS = ("local", "shm", "tcp", NIXL)
 # Nets for a device over nets for the host.
 STAGED: dict[str, Transport] = {"staged-local": "local", "staged-shm": "shm"}

@@ -44,9 +44,9 @@ ON_A_GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
 @pytest.mark.parametrize(
     ("transport", "away"),
     [
-        ("shm", False),
+        pytest.param("shm", False, marks=pytest.mark.slow),
         ("tcp", True),
-        pytest.param("nixl", False, marks=[*NIXL.marks, pytest.mark.slow]),
+        pytest.param("nixl", False, marks=NIXL.marks),
         pytest.param("cuda_ipc", False, marks=[*ON_A_GPU, pytest.mark.slow]),
     ],
 )

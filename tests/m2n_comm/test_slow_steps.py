@@ -14,7 +14,7 @@ from m2n_comm.open import CONNECT_TIMEOUT_S, connect_attention, listen_expert
 from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
-    TRANSPORTS,
+    NIXL,
     Fleet,
     Transport,
     few_rows,
@@ -43,13 +43,21 @@ def check_slowly(fleet: Fleet, tickets: list[StepTicket]) -> None:
     fleet.check(tickets, few_rows)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport",
+    [
+        *("shm", "tcp"),
+        pytest.param("local", marks=pytest.mark.slow),
+        NIXL,
+    ],
+)
 def test_a_step_of_many_slow_layers_is_not_late(transport: Transport) -> None:
     with fleet_of(transport, shape=make_shape(num_layers=2, deadline_s=DEADLINE_S)) as fleet:
         check_slowly(fleet, [make_ticket(1)])
 
 
-@pytest.mark.parametrize("transport", [pytest.param("local", marks=pytest.mark.slow), "tcp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["local", "tcp"])
 def test_a_node_that_begins_the_next_step_early_waits_for_its_turn(transport: Transport) -> None:
     """Attention 1 takes no part in step 1, which takes longer than the deadline."""
     shape = make_shape(num_layers=2, deadline_s=DEADLINE_S)
@@ -78,6 +86,7 @@ def test_a_silent_peer_is_late_after_progress_too(transport: Transport) -> None:
     assert "expert 0" in str(failures["attention 0"])
 
 
+@pytest.mark.slow
 def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention node has connected to an expert node that accepts ten minutes later."""
     shape = make_shape()

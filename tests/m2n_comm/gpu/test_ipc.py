@@ -42,8 +42,8 @@ pytestmark = NEEDS_INTERPRETER
     ("m", "n", "payload", "buckets"),
     [
         (1, 1, torch.float32, (4, 2, 1)),
-        (2, 2, torch.float32, (2, 2)),
-        (1, 3, torch.bfloat16, (3, 1)),
+        pytest.param(2, 2, torch.float32, (2, 2), marks=pytest.mark.slow),
+        pytest.param(1, 3, torch.bfloat16, (3, 1), marks=pytest.mark.slow),
     ],
 )
 def test_sums_equal_the_dense_reference(
@@ -125,6 +125,7 @@ def serving(fleet: IpcFleet, tables: tuple[ExpertTable, ...]) -> None:
         fleet.serves[node] = lambda batch, serves=by_version: serves[batch.table_version](batch)
 
 
+@pytest.mark.slow
 def test_a_step_is_routed_by_the_table_of_its_ticket() -> None:
     shape = ipc_shape()
     old, new = two_tables()

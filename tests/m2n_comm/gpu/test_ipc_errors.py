@@ -281,6 +281,7 @@ class OddMemory(HostMemory):
     kind = "odd"  # type: ignore[misc,assignment]
 
 
+@pytest.mark.slow
 def test_memory_of_another_kind_is_refused_and_nothing_stays_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -92,7 +92,7 @@ def test_rows_in_use_are_not_overwritten_by_a_frame_that_never_ends(keyed: bool)
         assert torch.equal(wire.reader.inbox(0, 0).hidden[:ROWS], rows)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.binary(max_size=2000), keyed=st.booleans())
 def test_random_bytes_are_refused(data: bytes, keyed: bool) -> None:
     with between(keyed=keyed) as wire:
@@ -102,7 +102,7 @@ def test_random_bytes_are_refused(data: bytes, keyed: bool) -> None:
             wire.reader.receive(hop(), (0,))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     fields=st.dictionaries(
         st.sampled_from(["rows", "payload_bytes", "micro_batch", "sequence", "part", "num_parts"]),

@@ -25,7 +25,7 @@ from m2n_comm.pairing.handshake import Meeting
 from m2n_comm.pairing.hello import Identity, PairMemory
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
-    NIXL,
+    HAS_NIXL,
     few_rows,
     fleet_of,
     make_shape,
@@ -36,13 +36,6 @@ from tests.m2n_comm.harness import (
 from topspin.errors import ConfigError, FrameError, PeerLost
 from topspin.messages import ExpertPeer
 from topspin.processes.node_network import NodeNetwork
-
-
-def mark(function: Any) -> Any:
-    """Skip `function` where nixl is not installed."""
-    for each in NIXL.marks:
-        function = each(function)
-    return function
 
 
 @pytest.mark.parametrize("window_rows", [1, 2, 3, 8, 100, 256, 65536])
@@ -81,7 +74,7 @@ def test_expert_nodes_must_all_use_nixl_or_none() -> None:
         connect_attention(me, peers, make_table(shape, 2), Waits(timeout_s=1.0))
 
 
-@mark
+@HAS_NIXL
 def test_a_host_makes_it_the_address_of_a_handshake_over_tcp() -> None:
     listener = listen_expert("nixl", NodeNetwork("127.0.0.1"))
     assert listener.address.startswith("nixl:tcp:127.0.0.1:")
@@ -100,7 +93,7 @@ def forming() -> Iterator[NixlForming]:
     forming.close()
 
 
-@mark
+@HAS_NIXL
 def test_memory_that_does_not_fit_is_refused(forming: NixlForming) -> None:
     me = Identity(role="attention", index=0, incarnation=1, shape=make_shape())
     hello, _ = forming.offer(0, me.hello(0, 2))
@@ -123,7 +116,7 @@ def test_memory_that_does_not_fit_is_refused(forming: NixlForming) -> None:
 STEPS = [make_ticket(step, m=2) for step in (1, 2, 3)]
 
 
-@mark
+@HAS_NIXL
 def test_hosts_apart_use_tcp_and_find_dead_peers_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,7 +134,7 @@ def test_hosts_apart_use_tcp_and_find_dead_peers_by_themselves(
     assert modes == [True, True]
 
 
-@mark
+@HAS_NIXL
 def test_only_the_bucket_of_a_frame_travels() -> None:
     shape = make_shape(window_rows=64)
     with fleet_of("nixl", shape=shape) as fleet:
@@ -164,7 +157,7 @@ def mapped(address: int) -> bool:
     return False
 
 
-@mark
+@HAS_NIXL
 def test_memory_of_a_closed_net_is_never_used_for_anything_else() -> None:
     """A peer stopped during a write could still complete it, by address alone."""
     addresses = []
@@ -177,7 +170,7 @@ def test_memory_of_a_closed_net_is_never_used_for_anything_else() -> None:
     assert all(mapped(address) for address in addresses)
 
 
-@mark
+@HAS_NIXL
 def test_a_peer_that_leaves_while_its_line_is_proved_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,7 +211,7 @@ print("survived", flush=True)
 """
 
 
-@mark
+@HAS_NIXL
 @pytest.mark.slow
 def test_a_node_outlives_its_peer_to_an_orderly_exit() -> None:
     """UCX can abort a process that destroys an endpoint with requests of a dead peer."""

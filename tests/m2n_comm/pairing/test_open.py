@@ -194,7 +194,8 @@ def test_who_says_nothing_is_refused_while_the_others_are_waited_for(
             expert.result(10)
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_refusal_by_the_second_expert_gives_back_what_the_first_sent(transport: Between) -> None:
     _refuse_at_the_second_expert(transport)
     # The errors are gone after the call; their tracebacks may be cycles that hold mappings.

@@ -12,7 +12,7 @@ from m2n_comm.open import connect_attention, listen_expert
 from m2n_comm.pairing.addresses import Between
 from m2n_comm.pairing.hello import Identity
 from m2n_comm.waits import Waits
-from tests.m2n_comm.harness import make_shape, make_table
+from tests.m2n_comm.harness import NIXL, make_shape, make_table
 from tests.m2n_comm.pairing.meetings import Meeting
 from tests.m2n_comm.pairing.test_open import BETWEEN
 from topspin.errors import DeadlineExceeded, Interrupted, ProtocolError, StaleFrame
@@ -96,7 +96,7 @@ def test_an_address_is_used_again_and_tells_generations_apart(transport: Between
         meeting.close()
 
 
-@pytest.mark.parametrize("transport", BETWEEN)
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow), NIXL])
 def test_meetings_and_steps_can_be_given_up(transport: Between) -> None:
     with ThreadPoolExecutor(3) as pool:
         meeting = Meeting(transport, pool)
@@ -109,7 +109,7 @@ def test_meetings_and_steps_can_be_given_up(transport: Between) -> None:
         meeting.close()
 
 
-@pytest.mark.parametrize("transport", BETWEEN)
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "tcp", NIXL])
 def test_a_step_that_waits_is_given_up(transport: Between) -> None:
     shape = make_shape()
     given_up: list[bool] = []

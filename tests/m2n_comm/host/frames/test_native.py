@@ -333,7 +333,7 @@ def routings(draw: st.DrawFn) -> tuple[ExpertTable, int, list[list[int]]]:
     st.booleans(),
     st.sampled_from([{}, {"per_expert_answers": True}, {"compressed": torch.int8}]),
 )
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_every_choice_goes_once_to_one_of_its_replicas_and_its_row_comes_back(
     routing: tuple[ExpertTable, int, list[list[int]]],
     window_rows: int,
