@@ -13,13 +13,20 @@ from models.checkpoints.expert_reader import ExpertReader
 from models.description.config import load_model_config
 from tests.checkpoints import MOE_VARIANTS, make_checkpoint, oracle_model
 from tests.kernels.generators import finish
-from tests.pairwise import cover_pairs
+from tests.pairwise import cover_pairs, slow_rows
 from tests.weights import load_expert_weights
 
 
 @pytest.mark.parametrize(
     ("variant", "layout", "dtype"),
-    cover_pairs(MOE_VARIANTS[::2], ["single", "fused"], [torch.float32, torch.bfloat16]),
+    slow_rows(
+        cover_pairs(MOE_VARIANTS[::2], ["single", "fused"], [torch.float32, torch.bfloat16]),
+        beside=[
+            ("qwen3_moe", "single", torch.float32),
+            ("olmoe", "fused", torch.bfloat16),
+            ("gpt_oss", "fused", torch.float32),
+        ],
+    ),
 )
 def test_an_expert_equals_the_one_that_is_loaded_at_start(
     tmp_path: Path,

@@ -12,6 +12,7 @@ import pytest
 from models.description.config import load_model_config
 from models.rope import inverse_frequencies
 from tests.checkpoints import make_checkpoint, oracle_model
+from tests.pairwise import few
 from topspin.errors import ConfigError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -42,7 +43,7 @@ def rewrite(path: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", few(STYLES, "scaled already"))
 def test_frequencies_are_those_of_a_checkpoint_with_the_fields(
     tmp_path: Path, style: str, override: str
 ) -> None:

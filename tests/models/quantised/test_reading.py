@@ -31,13 +31,8 @@ FAST = (
     ("llama_bias", "gptq-8-v2"),
     ("qwen2_moe", "fp8-blocks"),
     ("glm4_moe", "gptq-4"),
-    ("minimax_m2", "ct-int4-groups"),
-    ("ernie4_5_moe", "ct-w8-zeros"),
-    ("deepseek_v3", "fp8-blocks"),
     ("deepseek_v3", "fp8-ue8m0"),
     ("deepseek_v3", "nvfp4"),
-    ("qwen3_moe", "modelopt-nvfp4"),
-    ("deepseek_v3", "routed-only"),
 )
 # transformers stacks experts, and knows no zeros, plain integers or blocks for that.
 OF_TRANSFORMERS = ("ct-int4-groups", "ct-int8-channels", "ct-fp8-tensors", "ct-fp8-channels")

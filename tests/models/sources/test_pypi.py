@@ -57,6 +57,7 @@ def test_pips_own_words_explain_a_failure(
         pinned.fetch(tmp_path, wheel=None)
 
 
+@pytest.mark.slow
 def test_a_real_pip_without_an_index_fails_clearly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

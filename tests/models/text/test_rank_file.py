@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.text.rank_file import NUM_RESERVED, PATTERNS
@@ -101,6 +101,7 @@ def test_there_are_as_many_tokens(tokenizer: Tokenizer) -> None:
         assert tokenizer.token_id(name) == idx
 
 
+@settings(max_examples=50)
 @given(text=ANY_TEXT)
 def test_texts_have_the_tokens_of_tiktoken(tokenizer: Tokenizer, text: str) -> None:
     found = tokenizer.encode(text, add_special_tokens=False)
