@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import yaml
@@ -48,8 +49,13 @@ class Container(NamedTuple):
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return what `topspin` takes arguments for."""
-    return _parser(arguments).parse_args(arguments)
+    """Return what `topspin` takes arguments for, which nobody may change."""
+    return _parsed(tuple(arguments))
+
+
+@cache
+def _parsed(arguments: tuple[str, ...]) -> argparse.Namespace:
+    return _parser([*arguments]).parse_args([*arguments])
 
 
 def containers(form: str, files: Mapping[str, str]) -> list[Container]:

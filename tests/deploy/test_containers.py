@@ -14,13 +14,14 @@ from deploy.services.engine import HTTP_PORT, DeployOptions, Engine
 from deploy.services.processes import GRACE_S
 from tests.deploy.containers import Container, containers, parse
 from tests.deploy.kubernetes.renders import APART, IMAGE, WHOLE, plan_named, spilling
+from tests.pairwise import few
 from tests.server.gateway.fakes import FakeEngine, gateway
 from topspin.plan.spec import EnginePlan
 
 NAMES = (*APART, "drafts, gpus", *WHOLE)
 FORMS: tuple[Format, ...] = ("kubernetes", "compose")
 
-every_plan = pytest.mark.parametrize("name", NAMES)
+every_plan = pytest.mark.parametrize("name", few(NAMES, "stages, tcp", "drafts, gpus", *WHOLE))
 both_forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -139,8 +140,9 @@ def test_gpus_are_one_per_node_and_all_of_a_whole_engine(name: str, form: Format
         indices = [int(each.device.partition(":")[2]) for each in plan_named(name).nodes]
         assert {each.gpus for each in found if each.parsed.command == "serve"} == {max(indices) + 1}
         return
+    containers_of = nodes_of(engine.plan, found)
     for node in engine.plan.nodes:
-        own = nodes_of(engine.plan, found)[node.role, node.index]
+        own = containers_of[node.role, node.index]
         assert own.gpus == (1 if node.place.is_gpu else 0)
         assert node.device in ("cpu", "cuda:0")
     assert sum(each.gpus for each in found if each.parsed.command != "node") == 0

@@ -97,6 +97,7 @@ def test_targets_get_the_same_prompts_in_turn_and_new_ones_each_round(
     assert "Greedy answers of b that are the same: 100% of 8" in output
 
 
+@pytest.mark.slow
 def test_the_byte_floor_of_one_request_is_shown_and_written(
     servers: Servers,
     tmp_path: Path,
@@ -117,6 +118,7 @@ def test_the_byte_floor_of_one_request_is_shown_and_written(
     assert capsys.readouterr().out.count("TPOT / byte floor") == 1
 
 
+@pytest.mark.slow
 def test_questions_are_asked_greedily_one_at_a_time(servers: Servers, tmp_path: Path) -> None:
     flags = ("--rounds", "1", "--concurrencies", "1", "--check-tokens", "5", "--temperature", "1")
     assert compare.main(_flags(servers, tmp_path, *flags)) == 0
@@ -206,6 +208,7 @@ def test_started_targets_never_run_at_the_same_time(ports: list[int], tmp_path: 
     assert _result(tmp_path)["rounds_measured"] == 1
 
 
+@pytest.mark.slow
 def test_a_started_target_that_dies_is_reported_with_its_log(
     ports: list[int], tmp_path: Path
 ) -> None:
@@ -226,6 +229,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_an_ended_comparison_leaves_no_server_behind(ports: list[int], tmp_path: Path) -> None:
     """It runs under nohup: losing its terminal does not end it, SIGTERM does."""
     script = "import sys; from benchmarks.load.compare import main; sys.exit(main(sys.argv[1:]))"

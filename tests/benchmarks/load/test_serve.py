@@ -76,6 +76,7 @@ def test_a_checkpoint_on_this_host_gives_its_tokenizer(tmp_path: Path) -> None:
     assert len(content.split()) == 6
 
 
+@pytest.mark.slow
 def test_a_report_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with ScriptedServer() as server:
@@ -224,6 +225,7 @@ def test_progress_says_what_is_happening(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err.count("done") == 1
 
 
+@pytest.mark.slow
 def test_the_client_needs_no_torch() -> None:
     code = "import sys, benchmarks.load.serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

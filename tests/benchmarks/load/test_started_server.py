@@ -45,6 +45,7 @@ def make(tmp_path: Path, port: int) -> Make:
     return started
 
 
+@pytest.mark.slow
 def test_it_answers_inside_the_block_and_its_whole_group_is_gone_after(
     make: Make, port: int, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_point_that_fails_is_reported_and_the_rest_goes_on(
     assert "request rate 4000: failed requests by kind: {'http_503': 1}" in output
 
 
+@pytest.mark.slow
 def test_factors_of_the_capacity_that_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ def test_each_range_has_its_own_tokens() -> None:
     assert perplexities([-1.0, -3.0]) == [pytest.approx((0, 3, math.exp(2)))]
 
 
+@pytest.mark.slow
 def test_a_servers_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_checkpoint(tmp_path / "tiny", "qwen3_moe")
     text = tmp_path / "text"

@@ -20,6 +20,7 @@ from benchmarks.quality.quantization import (
 from benchmarks.quality.transformers_names import CACHE
 from kernels.dispatch import select_ops
 from tests.checkpoints import make_checkpoint, oracle_model
+from tests.pairwise import few
 from topspin.plan.precision import Format
 
 
@@ -40,7 +41,7 @@ def test_figures_of_distributions_that_can_be_counted() -> None:
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        ("qwen2_moe", {"shared_expert_intermediate_size": 64}),
+        pytest.param("qwen2_moe", {"shared_expert_intermediate_size": 64}, marks=pytest.mark.slow),
         ("llama_bias", {}),
         pytest.param("gpt_oss", {"head_dim": 32}, marks=pytest.mark.slow),
         pytest.param(
@@ -73,7 +74,7 @@ def test_every_mode_moves_the_logits_by_its_own_measure(
     assert torch.equal(model(tokens).logits, plain)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("quantization", few(["fp8", "int8", "int4"], "int4"))
 @torch.inference_mode()
 def test_a_gpus_products_are_those_of_its_kernels(quantization: Format) -> None:
     """For whole groups and partial ones, of matrices and of the rows that fp8 experts round."""

@@ -228,6 +228,7 @@ def _rounds(monkeypatch: pytest.MonkeyPatch, *accepted: int | BaseException) -> 
     monkeypatch.setattr(spec, "_round", measured)
 
 
+@pytest.mark.slow
 def test_a_refused_run_is_written_with_its_reason_and_fails(
     checkpoint: Path,
     tmp_path: Path,
@@ -245,7 +246,13 @@ def test_a_refused_run_is_written_with_its_reason_and_fails(
         block("spec", tmp_path)
 
 
-@pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (KeyboardInterrupt(), 130),
+        pytest.param(SystemExit(143), 143, marks=pytest.mark.slow),
+    ],
+)
 def test_complete_rounds_are_kept_after_an_interrupt(
     checkpoint: Path,
     tmp_path: Path,

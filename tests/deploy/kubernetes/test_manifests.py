@@ -37,6 +37,7 @@ from tests.deploy.kubernetes.renders import (
     spilling,
     templates,
 )
+from tests.pairwise import slow_rows
 from tests.structs import changed
 from topspin.plan.network import NetworkSpec
 
@@ -76,7 +77,10 @@ def check_object(found: Object, version: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [*((name, VERSIONS[-1]) for name in NAMES), ("kubernetes", VERSIONS[0])],
+    slow_rows(
+        [*((name, VERSIONS[-1]) for name in NAMES), ("kubernetes", VERSIONS[0])],
+        beside=[(name, VERSIONS[-1]) for name in ("drafts, gpus", "stages, tcp", OVER_HOSTS)],
+    ),
 )
 def test_every_object_is_valid(name: str, version: str) -> None:
     _, files = render(name)
@@ -119,13 +123,15 @@ def test_kustomizations_list_their_files_and_no_others(name: str) -> None:
 KUSTOMIZE = os.environ.get("TOPSPIN_KUSTOMIZE") or shutil.which("kustomize")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(KUSTOMIZE is None, reason="there is no kustomize here")
 @pytest.mark.parametrize(
     "name",
     [
         "kubernetes",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("unequal", WHOLE[0])),
-        pytest.param("two cut in three", marks=pytest.mark.slow),
+        "unequal",
+        WHOLE[0],
+        "two cut in three",
     ],
 )
 def test_kustomize_builds_every_folder(name: str, tmp_path: Path) -> None:

@@ -109,21 +109,23 @@ def test_quantised_weights_have_their_bits() -> None:
             {"experts": "mxfp4"},
             36 * 128 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 4),
         ),
-        ("glm-4.6", {}, 89 * 160 * 3 * 5120 * 1536 * 2),
-        (
+        pytest.param("glm-4.6", {}, 89 * 160 * 3 * 5120 * 1536 * 2, marks=pytest.mark.slow),
+        pytest.param(
             "minimax-m2",
             {"attention": "int8", "experts": "int8"},
             62 * 256 * 3 * 3072 * 1536 * 9 // 8,
+            marks=pytest.mark.slow,
         ),
         (
             "deepseek-v3",
             {"attention": "int8", "mlp": "int8", "experts": "int8"},
             58 * 256 * 3 * 7168 * 2048 * 9 // 8,
         ),
-        (
+        pytest.param(
             "kimi-k2",
             {"attention": "int8", "mlp": "int8", "experts": "int8"},
             60 * 384 * 3 * 7168 * 2048 * 9 // 8,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -14,6 +14,7 @@ from deploy.placement.routing import (
     shares_of_nodes,
     touched,
 )
+from tests.pairwise import slow_rows
 
 
 def drawn(weights: list[float], top_k: int, rng: random.Random) -> list[int]:
@@ -33,7 +34,9 @@ def test_touched_experts_of_even_routing_are_those_of_all_outcomes(
 
 
 @pytest.mark.parametrize("skew", [0.5, 1.0, 1.5])
-@pytest.mark.parametrize(("experts", "top_k", "rows"), [(16, 8, 2), (32, 4, 6), (128, 8, 16)])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "rows"), slow_rows([(128, 8, 16)], beside=[(16, 8, 2), (32, 4, 6)])
+)
 def test_touched_experts_of_skewed_routing_are_the_simulations(
     experts: int, top_k: int, rows: int, skew: float
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.placement.devices import (
@@ -65,6 +65,7 @@ def profile(**changes: object) -> DeviceProfile:
     return msgspec.structs.replace(found, **changes)
 
 
+@settings(max_examples=50)
 @given(table=tables())
 def test_it_is_exact_on_the_points_of_the_grid(table: Table) -> None:
     width = len(table.axes[1])
@@ -74,6 +75,7 @@ def test_it_is_exact_on_the_points_of_the_grid(table: Table) -> None:
             assert found == pytest.approx(table.seconds[i * width + j])
 
 
+@settings(max_examples=50)
 @given(table=tables(rising=True), data=st.data())
 def test_it_rises_where_the_table_does(table: Table, data: st.DataObject) -> None:
     place = st.floats(0, 20_000)
@@ -88,6 +90,7 @@ def test_it_rises_where_the_table_does(table: Table, data: st.DataObject) -> Non
     assert seconds_at(table, low) <= seconds_at(table, high) * (1 + 1e-9) + 1e-12
 
 
+@settings(max_examples=50)
 @given(table=tables(), point=st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)))
 def test_it_is_never_negative_nor_less_than_at_the_tables_end(
     table: Table, point: tuple[float, float]
@@ -141,6 +144,7 @@ def test_factors_of_a_rally_hold_beyond_their_rows() -> None:
     assert found(3.0, 1) == (1.0, 1.0, 1.0)
 
 
+@settings(max_examples=50)
 @given(table=tables())
 def test_a_file_is_read_as_it_was_written(
     table: Table, tmp_path_factory: pytest.TempPathFactory

@@ -23,6 +23,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_a_parts_divergence_is_that_of_a_checkpoint(tmp_path: Path, name: str) -> None:
     """Heads are in another order in memory than in the checkpoint that is written."""

@@ -15,6 +15,8 @@ from deploy.rig.random_weights import RandomWeights
 from models.checkpoints.checkpoint import Checkpoint
 from models.description.config import ModelConfig, load_model_config
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
+from tests.pairwise import few
+from tests.variants import DIFFERENT
 from tests.weights import load_attention_weights, load_expert_weights
 
 
@@ -33,7 +35,7 @@ def shapes_of(weights: Any) -> Any:
     return {each.name: shapes_of(getattr(weights, each.name)) for each in fields(weights)}
 
 
-@pytest.fixture(params=sorted(VARIANTS))
+@pytest.fixture(params=few(sorted(VARIANTS), *DIFFERENT))
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path, request.param)
 

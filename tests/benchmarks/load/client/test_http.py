@@ -153,6 +153,7 @@ def test_a_hang_ends_at_the_timeout() -> None:
     assert record.end_s - record.sent_s >= 0.3 - EARLY_S
 
 
+@pytest.mark.slow
 def test_a_body_left_open_after_done_is_a_success() -> None:
     record = sent_one(lambda received: Reply([*stream_reply(received).steps, 600.0]))
     assert record.ok

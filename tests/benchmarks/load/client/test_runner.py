@@ -121,6 +121,7 @@ def test_replayed_requests_are_due_at_their_timestamps() -> None:
     assert run.duration_s >= 0.2
 
 
+@pytest.mark.slow
 def test_a_stalled_client_says_so_and_counts_from_the_intended_time() -> None:
     def stall(snapshot: Snapshot) -> None:
         time.sleep(0.6)

@@ -23,7 +23,7 @@ def parse(blocks: list[bytes]) -> list[bytes]:
 
 
 @given(st.lists(st.integers(0, len(STREAM))))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_events_do_not_depend_on_where_the_bytes_are_cut(cuts: list[int]) -> None:
     marks = [0, *sorted(cuts), len(STREAM)]
     blocks = [STREAM[a:b] for a, b in pairwise(marks)]

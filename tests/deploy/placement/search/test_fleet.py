@@ -50,7 +50,7 @@ def clusters(draw: st.DrawFn) -> list[FleetHost]:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(clusters(), st.integers(1, 30), st.integers(1, 20))
 def test_fleets_are_the_best_of_all(hosts: list[FleetHost], rate: int, price: int) -> None:
     fleets = list(all_fleets(hosts))

@@ -203,6 +203,7 @@ def asking(inputs: Inputs, factor: float) -> Inputs:
     return dataclasses.replace(inputs, workload=asked)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     two_kinds(),
@@ -227,6 +228,7 @@ def test_more_memory_a_faster_link_or_a_cheaper_device_never_gives_a_worse_plan(
         assert after.load >= 0.95 * before.load
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(two_kinds(), st.sampled_from((0.1, 7.0)))
 def test_scaling_all_prices_changes_nothing_else(inputs: Inputs, factor: float) -> None:
@@ -247,6 +249,7 @@ def test_scaling_all_prices_changes_nothing_else(inputs: Inputs, factor: float) 
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(two_kinds())
 def test_a_plan_keeps_its_own_bounds(inputs: Inputs) -> None:
