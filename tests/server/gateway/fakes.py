@@ -27,7 +27,7 @@ from server.gateway.bodies.sampling_defaults import SamplingDefaults
 from server.gateway.engine_client import EngineClient
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.http.listener import http_config
-from server.gateway.parsing.formats import message_formats
+from server.gateway.parsing.formats import MessageFormats, message_formats
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -218,6 +218,7 @@ class FakeEngine:
         self.say(EngineState(state="ready", max_request_tokens=max_request_tokens))
 
 
+@cache
 def template_of(source: str) -> ChatTemplate:
     """Return a chat template."""
     return ChatTemplate({"default": source}, special_tokens={}, source="test")
@@ -236,8 +237,15 @@ def served_model(**own: Any) -> ServedModel:
         "template": template(),
     }
     facts |= own
-    facts.setdefault("formats", message_formats(GatewaySection(), facts["template"]))
+    if "formats" not in facts:
+        facts["formats"] = formats_of(facts["template"])
     return ServedModel(**facts)
+
+
+@cache
+def formats_of(template: ChatTemplate | None) -> MessageFormats:
+    """Return the formats of a template."""
+    return message_formats(GatewaySection(), template)
 
 
 def make_app(engine: EngineClient, **options: Any) -> ASGIApp:

@@ -207,6 +207,7 @@ def scheduler() -> Iterator[Scheduler]:
     made.close()
 
 
+@pytest.mark.slow
 def test_it_reads_the_model_with_the_plans_overrides(
     checkpoint: Path, scheduler: Scheduler
 ) -> None:
@@ -276,6 +277,7 @@ def test_requests_in_flight_may_end_within_the_shutdown_timeout(
         assert ended(gateway.process)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_cuts_the_requests_in_flight(
     checkpoint: Path, scheduler: Scheduler
 ) -> None:
@@ -291,6 +293,7 @@ def test_a_second_signal_cuts_the_requests_in_flight(
         assert pending.exception() or pending.result().status_code == 503
 
 
+@pytest.mark.slow
 def test_clients_of_a_gateway_that_is_gone_wait_for_the_state_of_the_engine(
     checkpoint: Path, scheduler: Scheduler
 ) -> None:
@@ -327,6 +330,7 @@ def test_a_lost_scheduler_ends_requests_within_a_second(
         assert gateway.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_gateway_that_was_frozen_connects_anew_until_it_is_refused(
     checkpoint: Path, scheduler: Scheduler
 ) -> None:

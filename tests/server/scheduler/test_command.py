@@ -75,6 +75,7 @@ def say_hello(client: ControlClient, role: Role, revision: str = __version__) ->
     return client.recv(TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_stop_by_signal(process: subprocess.Popen[str], client: ControlClient) -> None:
     state = say_hello(client, "gateway")
     assert isinstance(state, EngineState)

@@ -237,7 +237,7 @@ DEFINITIONS = {
 TEXTS = st.text(max_size=4) | st.sampled_from(["\n", "</", "</arg_value>", "</parameter>", '"\\'])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @example(calls=TAGGED[0], arguments={"text": "a", "number": 0, "name": "\x7f"}, is_strict=False)
 @given(
     calls=st.sampled_from(TAGGED),

@@ -20,6 +20,7 @@ from server.gateway.dialects.chat.request import decode_chat
 from server.gateway.dialects.chat.tools import tool_use
 from server.gateway.parsing.formats import message_formats
 from tests.checkpoints import write_tokenizer
+from tests.pairwise import few
 from tests.server.gateway.calls import CHAT as CHAT_PATH
 from tests.server.gateway.calls import CHAT_BODY, USER, post, prompt_of
 from tests.server.gateway.fakes import (
@@ -35,7 +36,6 @@ from tests.server.gateway.templates import TEMPLATES
 from topspin.messages import AddRequest, RequestOutput
 from topspin.plan.settings import GatewaySection
 
-EACH = pytest.mark.parametrize("name", TEMPLATES)
 TOOLS = [
     {
         "type": "function",
@@ -99,7 +99,7 @@ def in_form(name: str, message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": [{"function": each} for each in objects]}
 
 
-@EACH
+@pytest.mark.parametrize("name", few(TEMPLATES, "glm47"))
 def test_prompts_are_as_transformers_writes_them(tmp_path: Path, name: str) -> None:
     write_tokenizer(tmp_path)
     auto = importlib.import_module("transformers").AutoTokenizer.from_pretrained(tmp_path)

@@ -74,7 +74,11 @@ def continuing(text: str, **more: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("fields", "answer"),
-    [(CHOICE, "yes"), ({**TOOLS, "tool_choice": "required"}, CALL), (STRICT, f"So: {CALL}")],
+    [
+        (CHOICE, "yes"),
+        pytest.param({**TOOLS, "tool_choice": "required"}, CALL, marks=pytest.mark.slow),
+        pytest.param(STRICT, f"So: {CALL}", marks=pytest.mark.slow),
+    ],
     ids=["choice", "required", "strict"],
 )
 @pytest.mark.parametrize(

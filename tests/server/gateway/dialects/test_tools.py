@@ -25,6 +25,7 @@ from server.gateway.parsing.call_formats import (
     call_format,
 )
 from server.gateway.parsing.formats import message_formats
+from tests.pairwise import few
 from tests.server.gateway.calls import (
     CHAT,
     CHAT_BODY,
@@ -354,7 +355,7 @@ def in_steps(text: str, step: int) -> FakeEngine:
     return FakeEngine(script)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("step", few([1, 2, 3, 7, 100], 1, 7))
 @pytest.mark.parametrize(
     ("said", "opens", "shown"),
     [

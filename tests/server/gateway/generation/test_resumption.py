@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.pairwise import slow_rows
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, answer_to
 from tests.server.gateway.fakes import FakeEngine, Script, ids, output, saying
 from topspin.messages import AddRequest, RequestOutput
@@ -58,7 +59,10 @@ def text_of(path: str, stream: list[tuple[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(("before", "size"), [(1, 1), (1, 3), (1, 99), (3, 1), (3, 2), (99, 2)])
+@pytest.mark.parametrize(
+    ("before", "size"),
+    slow_rows([(1, 1), (1, 99), (3, 2)], beside=[(1, 3), (3, 1), (99, 2)]),
+)
 def test_a_stream_goes_on_behind_any_event(path: str, before: int, size: int) -> None:
     first = FakeEngine(in_pieces(TEXT, before))
     whole = events(answer_to(path, BODIES[path], fake=first, headers=KEY))

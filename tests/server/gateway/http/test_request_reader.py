@@ -299,7 +299,7 @@ def lowered(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
     return [(n, v.lower() if n == b"transfer-encoding" else v) for n, v in headers]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(sent=streams, data=st.data())
 def test_valid_requests_are_read_as_h11_reads_them_however_they_are_cut(
     sent: list[bytes], data: st.DataObject
@@ -328,7 +328,7 @@ SEEDS = [
 ]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(whole=damaged(SEEDS), data=st.data())
 def test_damaged_requests_are_the_same_however_they_are_cut(
     whole: bytes, data: st.DataObject

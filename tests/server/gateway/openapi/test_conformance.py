@@ -18,7 +18,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.server.gateway.calls import scored
+from tests.pairwise import slow_rows
+from tests.server.gateway.calls import CHAT, scored
 from tests.server.gateway.fakes import FakeEngine, loopback
 from tests.server.gateway.openapi.test_document import EXAMPLES, described
 from topspin.messages import AddRequest, RequestFailed, RequestOutput
@@ -113,7 +114,23 @@ def check(url: str, method: str, path: str, *, num_examples: int) -> None:
     assert 200 in statuses or path.endswith("/cancel"), "only refusals were checked"
 
 
-@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+LONG = (
+    ("post", f"{CHAT}/batch"),
+    ("post", "/v1/messages/count_tokens"),
+    ("post", "/v1/responses/input_tokens"),
+    ("post", "/v1/responses/{response_id}/cancel"),
+    ("get", "/v1/responses/{response_id}/input_items"),
+    ("delete", "/v1/responses/{response_id}"),
+    ("get", "/ping"),
+    ("post", "/v1/completions"),
+)
+"""What takes long by default; operations like them are among the others."""
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    slow_rows(OPERATIONS, beside=[each for each in OPERATIONS if each not in LONG]),
+)
 def test_answers_are_as_described(url: str, method: str, path: str) -> None:
     check(url, method, path, num_examples=10)
 

@@ -112,7 +112,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(NAMES),
     arguments=st.lists(st.dictionaries(st.text(), VALUES, max_size=3), min_size=1, max_size=3),
@@ -139,7 +139,7 @@ PIECES = sorted(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     text=st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
     name=st.sampled_from(NAMES),

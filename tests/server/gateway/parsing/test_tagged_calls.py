@@ -97,7 +97,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     name=st.sampled_from(NAMES),
     arguments=st.lists(

@@ -37,7 +37,7 @@ def clusters(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(clusters())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_a_placement_fills_every_slot_and_holds_every_expert(
     cluster: tuple[list[int], list[int]],
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_placement_fills_every_slot_and_holds_every_expert(
 
 
 @given(clusters())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_a_refinement_never_raises_the_peak_and_keeps_sizes(
     cluster: tuple[list[int], list[int]],
 ) -> None:
@@ -69,7 +69,7 @@ def test_a_refinement_never_raises_the_peak_and_keeps_sizes(
     extra=st.integers(0, 12),
     max_copies=st.integers(1, 4),
 )
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_copies_minimise_the_highest_load_per_copy(
     loads: list[int], extra: int, max_copies: int
 ) -> None:

@@ -66,6 +66,7 @@ def test_equal_sides_do_not_alternate() -> None:
     assert changes(sides) <= 16
 
 
+@pytest.mark.slow
 def test_what_the_trials_of_a_worse_side_cost_is_little() -> None:
     steps = 20_000
     sides = run(lambda step, rows, here: 0.03 if here else 0.01, steps=steps, noise=0.1)

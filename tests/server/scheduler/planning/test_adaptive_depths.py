@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from server.scheduler.planning.adaptive_depths import LOSING_STEPS
+import pytest
+
+from server.scheduler.planning.adaptive_depths import LOSING_STEPS, AdaptiveDepths
 from spec_decode.controller import Controller
 from tests.server.scheduler.engine import Engine, make_config, make_request
 
@@ -42,6 +45,7 @@ def run(
     return engine
 
 
+@pytest.mark.slow
 def test_drafts_that_are_accepted_make_steps_fewer() -> None:
     plain = run(None, accepts=lambda most: most, step_s=flat)
     controller = Controller(MOST)
@@ -51,6 +55,7 @@ def test_drafts_that_are_accepted_make_steps_fewer() -> None:
     assert not controller._speculators, "a request has ended"
 
 
+@pytest.mark.slow
 def test_drafts_that_are_refused_cost_next_to_nothing_and_the_user_hears_of_it_once() -> None:
     def refused(most: int) -> int:
         return 0
@@ -64,6 +69,18 @@ def test_drafts_that_are_refused_cost_next_to_nothing_and_the_user_hears_of_it_o
     assert warning is not None
     assert "--speculative-config: drafts would have made" in warning
     assert engine.policy.take_warning() is None
+
+
+def test_the_user_hears_once_that_drafts_do_not_pay() -> None:
+    off = LOSING_STEPS - 1
+    controller: Any = SimpleNamespace(num_steps=off, num_steps_off=off)
+    depths = AdaptiveDepths(controller)
+    assert depths.take_warning() is None
+    controller.num_steps = LOSING_STEPS
+    warning = depths.take_warning()
+    assert warning is not None
+    assert f"drafts would have made {off} of {LOSING_STEPS} steps slower" in warning
+    assert depths.take_warning() is None
 
 
 def test_each_request_is_judged_by_itself() -> None:

@@ -148,7 +148,7 @@ ADDED = [
 ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(damaged(ADDED))
 def test_any_request_of_a_gateway_is_taken_within_its_limits_or_refused(data: bytes) -> None:
     try:

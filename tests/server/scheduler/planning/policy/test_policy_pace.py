@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.planning.load_balancing import MIN_PACED, PACE, UNPACED_S
 from tests.server.scheduler.engine import Engine, make_config, make_request, num_tokens_of
@@ -58,6 +60,7 @@ def test_a_long_prompt_makes_steps_half_as_long_again() -> None:
     assert entered < LONG / 2
 
 
+@pytest.mark.slow
 def test_its_end_enters_at_once_when_streams_hardly_notice() -> None:
     engine = streaming()
     send(engine, "long", LONG)
