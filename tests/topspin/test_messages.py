@@ -219,6 +219,7 @@ def test_values_of_any_type_are_bounded_too(head: bytes, depth: int) -> None:
         tracemalloc.stop()
 
 
+@settings(max_examples=50)
 @given(ANY_MESSAGE, st.data())
 def test_a_damaged_message_is_a_message_or_a_protocol_error(
     message: AnyMessage, data: st.DataObject
@@ -233,6 +234,7 @@ def test_a_damaged_message_is_a_message_or_a_protocol_error(
     assert isinstance(again, get_args(AnyMessage))
 
 
+@settings(max_examples=50)
 @given(ANY_MESSAGE, st.data())
 def test_a_cut_message_is_a_protocol_error(message: AnyMessage, data: st.DataObject) -> None:
     encoded = encode(message)

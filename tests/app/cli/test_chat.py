@@ -256,12 +256,14 @@ def test_a_pipe_gives_one_answer_per_line() -> None:
     assert done.stderr == "the conversation begins anew\n"
 
 
+@pytest.mark.slow
 def test_flags_are_the_settings() -> None:
     with echo_server() as url:
         done = run_chat(url, "hi", "--temperature", "0.5", "--max-tokens", "7")
     assert done.stdout == "HI {'temperature': 0.5, 'max_tokens': 7}\n"
 
 
+@pytest.mark.slow
 def test_a_pipe_without_a_server_fails_with_status_1() -> None:
     done = run_chat(URL, "good\n")
     assert (done.returncode, done.stdout) == (1, "")

@@ -119,7 +119,10 @@ def test_an_engine_is_announced_when_it_is_healthy_and_stops_with_status_0() -> 
     ("behaviour", "status", "ending", "last_lines"),
     [
         ("crash", 1, "status 3", [f"line {n}" for n in range(5, 25)]),
-        ("refuse_configuration", 2, "status 2", ["--port 1: Permission denied"]),
+        pytest.param(
+            *("refuse_configuration", 2, "status 2", ["--port 1: Permission denied"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_role_that_fails_while_starting_ends_the_start(
@@ -152,6 +155,7 @@ def test_a_role_that_dies_later_ends_the_engine(tmp_path: Path) -> None:
     assert display.lines[told + 1] == "    (it wrote nothing)"
 
 
+@pytest.mark.slow
 def test_a_silent_scheduler_is_killed_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +276,7 @@ def running_engine() -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
         process.stderr.close()
 
 
+@pytest.mark.slow
 def test_the_launcher_ends_in_order_on_a_signal() -> None:
     with running_engine() as (process, pids):
         process.send_signal(signal.SIGTERM)
@@ -290,6 +295,7 @@ def test_roles_die_with_a_killed_launcher() -> None:
         assert all(wait_until_gone(pid) for pid in pids.values())
 
 
+@pytest.mark.slow
 def test_a_launcher_whose_output_nobody_reads_goes_on() -> None:
     with running_engine() as (process, pids):
         assert process.stdout is not None

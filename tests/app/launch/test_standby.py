@@ -90,6 +90,7 @@ def test_a_role_is_forked_again_when_it_was_killed() -> None:
     assert watched.count("expert 0 was killed by SIGKILL") == 1
 
 
+@pytest.mark.slow
 def test_without_its_standby_process_a_role_is_executed_and_the_next_one_forked_again() -> None:
     with Watched() as watched:
         watched.restart("worker")
@@ -109,7 +110,13 @@ def with_import(command: RoleCommand, directory: Path, text: str) -> RoleCommand
 
 
 @pytest.mark.parametrize(
-    "text", ["import no.such.module", "import threading\nthreading.Timer(60, print).start()"]
+    "text",
+    [
+        "import no.such.module",
+        pytest.param(
+            "import threading\nthreading.Timer(60, print).start()", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_after_imports_that_fail_or_leave_threads_roles_are_executed(
     tmp_path: Path, text: str

@@ -14,6 +14,7 @@ from app.launch import supervisor as supervision
 from app.launch.child_process import NUM_TAIL_LINES, Part, RoleCommand
 from app.launch.supervisor import StopGraces, Supervisor
 from tests.app.launch.roles import dummy, wait_until_gone
+from tests.pairwise import few, slow_rows
 from topspin.errors import EngineError
 
 STEP_TIMEOUT_S = 20.0
@@ -133,6 +134,7 @@ def test_a_busy_gateway_may_end_its_requests_while_the_others_stop(fifo: str) ->
     assert watched.lines[-1] == "gateway | saw the others end"
 
 
+@pytest.mark.slow
 def test_while_the_gateway_ends_its_requests_a_node_is_started_again(fifo: str) -> None:
     with Watched(front_s=20.0) as watched:
         watched.restart("worker")
@@ -237,7 +239,7 @@ def test_a_worker_that_ends_is_started_again_later_each_time() -> None:
     assert watched.count("expert 1 | line 24") == 3
 
 
-@pytest.mark.parametrize("part", ["worker", "coordinator", "front", "helper"])
+@pytest.mark.parametrize("part", few(["worker", "coordinator", "front", "helper"], "worker"))
 def test_a_role_that_ends_too_often_is_given_up(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +256,7 @@ def test_a_role_that_ends_too_often_is_given_up(
     assert watched.count("it is not started again") == 1
 
 
+@pytest.mark.slow
 def test_ends_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.0)
     monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
@@ -265,7 +268,7 @@ def test_ends_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("restarted", "part"),
-    [("worker", "front"), ("worker", "coordinator"), ("helper", "worker")],
+    slow_rows([("worker", "coordinator"), ("helper", "worker")], beside=[("worker", "front")]),
 )
 def test_only_roles_of_that_part_are_started_again(restarted: Part, part: Part) -> None:
     with Watched() as watched:
@@ -275,6 +278,7 @@ def test_only_roles_of_that_part_are_started_again(restarted: Part, part: Part) 
         assert watched.ended == [("another", 3)]
 
 
+@pytest.mark.slow
 def test_optional_workers_are_started_again_unless_they_have_left() -> None:
     with Watched() as watched:
         watched.restart("optional")

@@ -268,6 +268,7 @@ def test_a_silent_peer_is_told_from_one_that_closed(address: str) -> None:
     server.close()
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_silent_scheduler_is_told_from_one_that_closed(
     address: str, connect: type[Node | Gateway]

@@ -447,8 +447,12 @@ node.serve()
     ("restart", "num_signals", "status"),
     [
         pytest.param(True, 1, -signal.SIGALRM, id="nobody lets it go"),
-        pytest.param(True, 2, -signal.SIGTERM, id="asked twice"),
-        pytest.param(False, 1, -signal.SIGTERM, id="the engine ends without it anyway"),
+        pytest.param(True, 2, -signal.SIGTERM, id="asked twice", marks=pytest.mark.slow),
+        pytest.param(
+            *(False, 1, -signal.SIGTERM),
+            id="the engine ends without it anyway",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_node_ends_anyway(restart: bool, num_signals: int, status: int) -> None:

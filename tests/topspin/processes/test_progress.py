@@ -196,7 +196,7 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 GOOD = struct.pack("<QQQQ", os.getpid(), _began(os.getpid()), 3, time.monotonic_ns())
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=damaged([GOOD]) | st.binary(max_size=40))
 @example(data=struct.pack("<QQQQ", 2**63, 1, 3, 1))
 @example(data=struct.pack("<QQQQ", 0, 0, 3, 1))
