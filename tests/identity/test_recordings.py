@@ -22,7 +22,7 @@ from kernels.cpu.compiled.matmul.linear import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine import Engine, engine_config
-from tests.pairwise import few, slow_rows
+from tests.pairwise import slow_rows
 from topspin.plan.precision import Format, PrecisionRule
 from topspin.plan.settings import KvDtype, Transport
 from topspin.plan.speculation import Speculation
