@@ -169,31 +169,30 @@ _SUMMARIES: Final = {
 
 
 def peers_summary(results: Path) -> str:
-    """Return each server's figures, a line per comparison and load.
+    """Return each server's figures, a line per comparison and load, a table per origin.
 
     Output tokens/s and median TPOT; of long prompts the prompt's tokens/s and median TTFT.
     """
-    rows: dict[str, list[list[str]]] = {title: [] for title in _SUMMARIES}
-    origins = []
+    tables: dict[tuple[str, str], list[list[str]]] = {}
     for name in (each for each in MODULES if each.startswith(f"{PEERS}-")):
         path = result_path(name, results)
         if path is None:
             continue
         result = json.loads(path.read_text(encoding="utf-8"))
-        origins.append(origin(result))
         title = list(_SUMMARIES)[result["dataset"]["random_input_len"] > _SHORT_PROMPT]
+        rows = tables.setdefault((title, origin(result)), [])
         for at, servers in result["concurrencies"].items():
             users = f"{at} {'user' if at == '1' else 'users'}"
-            rows[title].append(
+            rows.append(
                 [
                     f"{name.removeprefix(f'{PEERS}-')}, {users}",
                     *(_pair(servers.get(server, {}), *_SUMMARIES[title]) for server in _SERVERS),
                 ]
             )
-    parts = [
-        TextTable([title, *_SERVERS], lines).markdown() for title, lines in rows.items() if lines
-    ]
-    return "\n\n".join([*parts, *(f"*{each}*" for each in dict.fromkeys(origins))])
+    return "\n\n".join(
+        f"{TextTable([title, *_SERVERS], rows).markdown()}\n\n*{source}*"
+        for (title, source), rows in tables.items()
+    )
 
 
 def _pair(figures: Mapping[str, Any], rate: str, time: str) -> str:

@@ -101,7 +101,6 @@ def until_joined(engine: Engine, case: Case, name: str) -> None:
         streams_with(engine, case, lambda: None)
 
 
-@pytest.mark.slow
 def test_optional_nodes_join_late_take_load_and_leave(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from m2n_comm.open import ExpertListener, listen_expert
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
 from tests.faults import faulty_node
+from tests.pairwise import few
 from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.recovery.test_failover import expert_process, with_replicas
 from tests.system.rig.links import Link, measured_lateness
@@ -214,8 +215,7 @@ def test_a_data_link_that_carries_nothing_more(tiny: Tiny, cut: dict[str, bool])
         assert engine.dead == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["attention", "expert"])
+@pytest.mark.parametrize("role", few(["attention", "expert"], "expert"))
 def test_a_node_that_answers_pings_and_does_nothing(tiny: Tiny, role: str) -> None:
     """Its main thread is stuck, its heartbeat thread is not."""
     release = threading.Event()
