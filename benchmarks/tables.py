@@ -171,7 +171,8 @@ _SUMMARIES: Final = {
 def peers_summary(results: Path) -> str:
     """Return each server's figures, a line per comparison and load, a table per origin.
 
-    Output tokens/s and median TPOT; of long prompts the prompt's tokens/s and median TTFT.
+    The newest comes first. Output tokens/s and median TPOT; of long prompts the prompt's tokens/s
+    and median TTFT.
     """
     tables: dict[tuple[str, str], list[list[str]]] = {}
     for name in (each for each in MODULES if each.startswith(f"{PEERS}-")):
@@ -191,7 +192,7 @@ def peers_summary(results: Path) -> str:
             )
     return "\n\n".join(
         f"{TextTable([title, *_SERVERS], rows).markdown()}\n\n*{source}*"
-        for (title, source), rows in tables.items()
+        for (title, source), rows in sorted(tables.items(), key=lambda each: each[0][1])[::-1]
     )
 
 

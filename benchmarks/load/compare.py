@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -250,7 +251,11 @@ class Comparison:
             floor = comparison.byte_floor(self.floor_bytes, ceiling(self.read_rates))
         return {
             "targets": [
-                {**asdict(named), "model": self.models[named.name]}
+                {
+                    **asdict(named),
+                    "command": named.command and _anywhere(named.command),
+                    "model": self.models[named.name],
+                }
                 for named in self.targets.values()
             ],
             "dataset": {key: str(v) if isinstance(v, Path) else v for key, v in described.items()},
@@ -263,6 +268,12 @@ class Comparison:
                 for at in self.concurrencies
             },
         }
+
+
+def _anywhere(command: str) -> str:
+    """Return a command with the names of its absolute paths only: they are of this machine."""
+    words = shlex.split(command)
+    return shlex.join(Path(word).name if word.startswith("/") else word for word in words)
 
 
 def _parser() -> argparse.ArgumentParser:

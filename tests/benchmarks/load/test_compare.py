@@ -205,7 +205,11 @@ def test_started_targets_never_run_at_the_same_time(ports: list[int], tmp_path: 
     turns = ["start a", "stop a", "start b", "stop b"]
     assert journal.read_text().splitlines() == turns * 2
     assert (tmp_path / "a.log").read_text().startswith("$ env PYTHONPATH")
-    assert _result(tmp_path)["rounds_measured"] == 1
+    result = _result(tmp_path)
+    assert result["rounds_measured"] == 1
+    command = shlex.split(result["targets"][1]["command"])
+    assert Path(sys.executable).name in command
+    assert not [word for word in command if word.startswith("/")]
 
 
 @pytest.mark.slow
