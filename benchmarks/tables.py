@@ -169,17 +169,20 @@ _SUMMARIES: Final = {
 
 
 def peers_summary(results: Path) -> str:
-    """Return each server's figures, a line per comparison and load, a table per origin.
+    """Return each server's figures of the newest day, a line per comparison and load.
 
-    The newest comes first. Output tokens/s and median TPOT; of long prompts the prompt's tokens/s
-    and median TTFT.
+    Output tokens/s and median TPOT; of long prompts the prompt's tokens/s and median TTFT. A table
+    per origin.
     """
+    paths = {each: result_path(each, results) for each in MODULES if each.startswith(f"{PEERS}-")}
+    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path}
+    if not found:
+        return NOT_MEASURED
+    newest = max(result["date"][:10] for result in found.values())
     tables: dict[tuple[str, str], list[list[str]]] = {}
-    for name in (each for each in MODULES if each.startswith(f"{PEERS}-")):
-        path = result_path(name, results)
-        if path is None:
+    for name, result in found.items():
+        if result["date"][:10] != newest:
             continue
-        result = json.loads(path.read_text(encoding="utf-8"))
         title = list(_SUMMARIES)[result["dataset"]["random_input_len"] > _SHORT_PROMPT]
         rows = tables.setdefault((title, origin(result)), [])
         for at, servers in result["concurrencies"].items():
@@ -192,7 +195,7 @@ def peers_summary(results: Path) -> str:
             )
     return "\n\n".join(
         f"{TextTable([title, *_SERVERS], rows).markdown()}\n\n*{source}*"
-        for (title, source), rows in sorted(tables.items(), key=lambda each: each[0][1])[::-1]
+        for (title, source), rows in sorted(tables.items(), reverse=True)
     )
 
 

@@ -123,6 +123,8 @@ def test_the_first_page_has_a_line_for_each_comparison_and_load(tmp_path: Path) 
     result = {**ENVELOPE, "dataset": {"random_input_len": 128}, "concurrencies": loads}
     for name in ("peers-smollm2-moe", "peers-gpt-oss-3"):
         _write(tmp_path, name, result)
+    older = {**result, "date": "2020-01-01T00:00:00"}
+    _write(tmp_path, "peers-deepseek-v2-lite-4", older)
     shown = block("peers", tmp_path).splitlines()
     assert shown[0] == (
         "| tokens/s (TPOT, ms) | topspin | topspin-one-process | llama.cpp | ik_llama.cpp | vllm |"
