@@ -142,6 +142,8 @@ def test_speculation_and_long_contexts_are_shown_where_there_are_some(
             for stats in (plain, busy):
                 told = {"stats": msgspec.to_builtins(stats), "state": "ready", "detail": ""}
                 told |= {"table_version": 1, "nodes": [], "news": [], "heat": []}
+                link = {"transport": "shm", "payload": "bf16", "latency_us": 0, "gbps": None}
+                told["link"] = link
                 told["history"] = [{"at": 0, "stats": told["stats"]}]
                 panels.append(await tab.run(ENGINE % json.dumps(told)))
             assert {"Speculation", "Long contexts"} == panels[1].keys() - panels[0].keys()
