@@ -25,7 +25,7 @@ from tokenizers import (
 )
 
 from models.sources.gguf_file import GgufFile
-from models.text.rank_file import PATTERNS
+from models.text.rank_file import PATTERNS, merges_of
 from topspin.errors import ConfigError
 
 _NORMAL: Final = 1
@@ -162,7 +162,7 @@ def _read_byte_level(file: GgufFile, vocab: dict[str, int]) -> tuple[tokenizers.
         )
     if splitting.by_rank:
         _, types = _tokens(file)
-        merges = _merges({each: -idx for each, idx in vocab.items() if types[idx] == _NORMAL})
+        merges = merges_of([each for each, idx in vocab.items() if types[idx] == _NORMAL])
     else:
         merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
     try:
@@ -186,9 +186,10 @@ def _read_sentencepiece(file: GgufFile, vocab: dict[str, int]) -> tuple[tokenize
             f"{file.path}: tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
         )
     normal = {each: scores[idx] for idx, each in enumerate(tokens) if types[idx] == _NORMAL}
+    # Sentencepiece joins the two neighbours whose whole has the highest score.
     model = models.BPE(
         vocab=vocab,
-        merges=_merges(normal),
+        merges=merges_of(sorted(normal, key=normal.__getitem__, reverse=True)),
         unk_token=_token(file, tokens, "unknown_token_id"),
         fuse_unk=True,
         byte_fallback=True,
@@ -206,19 +207,6 @@ def _read_sentencepiece(file: GgufFile, vocab: dict[str, int]) -> tuple[tokenize
     backend.normalizer = normalizers.Sequence(steps)
     backend.decoder = decoders.Sequence(pieces)
     return backend, True
-
-
-def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return BPE's merges of a vocabulary with scores, the first ones first.
-
-    Sentencepiece joins the two neighbours whose whole has the highest score, tiktoken those whose
-    whole is the lowest token.
-    """
-    found = []
-    for whole in sorted(scores, key=scores.__getitem__, reverse=True):
-        halves = ((whole[:at], whole[at:]) for at in range(1, len(whole)))
-        found += [(left, right) for left, right in halves if left in scores and right in scores]
-    return found
 
 
 def read_tokenizer_config(file: GgufFile) -> dict[str, Any]:

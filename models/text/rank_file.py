@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -58,14 +58,9 @@ def rank_tokenizer(
     ranks = _read(file)
     letter_of = {byte: letter for letter, byte in byte_of_letter().items()}
     spelt = {token: "".join(map(letter_of.__getitem__, token)) for token in ranks}
-    merges = [
-        (spelt[token[:cut]], spelt[token[cut:]])
-        for token in ranks
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
     vocab = {spelt[token]: rank for token, rank in ranks.items()}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    model = models.BPE(vocab=vocab, merges=merges_of([*vocab]), ignore_merges=True)
+    backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PATTERNS[model_type]), behavior="isolated"),
@@ -78,6 +73,17 @@ def rank_tokenizer(
     names |= {idx: token.content for idx, token in named.items() if idx in names}
     backend.add_special_tokens([AddedToken(name, special=True) for name in names.values()])
     return backend
+
+
+def merges_of(tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """Return BPE's merges, in the order of `tokens`: every two of them that are one together."""
+    known = set(tokens)
+    return [
+        (token[:cut], token[cut:])
+        for token in tokens
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
 
 
 def _read(file: Path) -> dict[bytes, int]:
