@@ -161,10 +161,11 @@ def render(text: str, results: Path) -> str:
 
 PEERS: Final = "peers"
 _SERVERS: Final = ("topspin", "topspin-one-process", "llama.cpp", "ik_llama.cpp", "vllm")
-_SHORT_PROMPT: Final = 1024
-_SUMMARIES: Final = {
-    "tokens/s (TPOT, ms)": ("output_throughput", "median_tpot_ms"),
-    "prompt tokens/s (TTFT, ms)": ("prefill_throughput", "median_ttft_ms"),
+_LONG_PROMPT: Final = 1024
+_OF_SHORT, _OF_LONG = "tokens/s (TPOT, ms)", "prompt tokens/s (TTFT, ms)"
+_FIGURES: Final = {
+    _OF_SHORT: ("output_throughput", "median_tpot_ms"),
+    _OF_LONG: ("prefill_throughput", "median_ttft_ms"),
 }
 
 
@@ -172,7 +173,7 @@ def peers_summary(results: Path) -> str:
     """Return each server's figures of the newest day, a line per comparison and load.
 
     Output tokens/s and median TPOT; of long prompts the prompt's tokens/s and median TTFT. A table
-    per origin.
+    per origin and number of rounds.
     """
     paths = {each: result_path(each, results) for each in MODULES if each.startswith(f"{PEERS}-")}
     found = {name: json.loads(path.read_text()) for name, path in paths.items() if path}
@@ -183,14 +184,16 @@ def peers_summary(results: Path) -> str:
     for name, result in found.items():
         if result["date"][:10] != newest:
             continue
-        title = list(_SUMMARIES)[result["dataset"]["random_input_len"] > _SHORT_PROMPT]
-        rows = tables.setdefault((title, origin(result)), [])
+        is_long = result["dataset"]["random_input_len"] > _LONG_PROMPT
+        title = _OF_LONG if is_long else _OF_SHORT
+        source = f"{origin(result)}; rounds: {result['rounds_measured']}"
+        rows = tables.setdefault((title, source), [])
         for at, servers in result["concurrencies"].items():
             users = f"{at} {'user' if at == '1' else 'users'}"
             rows.append(
                 [
                     f"{name.removeprefix(f'{PEERS}-')}, {users}",
-                    *(_pair(servers.get(server, {}), *_SUMMARIES[title]) for server in _SERVERS),
+                    *(_pair(servers.get(server, {}), *_FIGURES[title]) for server in _SERVERS),
                 ]
             )
     return "\n\n".join(

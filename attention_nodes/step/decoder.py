@@ -161,7 +161,7 @@ class NodeLayers:
     def warm_up(self) -> None:
         """Attend as a prompt does: keys in fp8 are gathered by a kernel of their own.
 
-        Reads block 0. The caller has computed a single token.
+        So many rows do not attend one by one. Reads block 0. The caller has computed one token.
         """
         dtypes = [layer.dtype for layer in self.kv.layers]
         if torch.float8_e4m3fn not in dtypes:

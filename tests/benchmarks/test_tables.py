@@ -120,7 +120,8 @@ def test_a_comparison_shows_what_was_not_measured_and_the_floor_of_one_request()
 def test_the_first_page_has_a_line_for_each_comparison_and_load(tmp_path: Path) -> None:
     rounds = [{"topspin": RoundFigures(100.0, 50.0, 9.0), "vllm": RoundFigures(80.0, 60.0)}]
     loads = {"1": summarise(rounds), "16": summarise(rounds)}
-    result = {**ENVELOPE, "dataset": {"random_input_len": 128}, "concurrencies": loads}
+    own = {"dataset": {"random_input_len": 128}, "rounds_measured": 3, "concurrencies": loads}
+    result = {**ENVELOPE, **own}
     for name in ("peers-smollm2-moe", "peers-gpt-oss-3"):
         _write(tmp_path, name, result)
     older = {**result, "date": "2020-01-01T00:00:00"}
@@ -135,6 +136,7 @@ def test_the_first_page_has_a_line_for_each_comparison_and_load(tmp_path: Path) 
         for users in ("1 user", "16 users")
     ]
     assert len(shown) == 8  # both have one origin
+    assert shown[7].endswith("torch 2.13.0; rounds: 3*")
 
 
 def test_of_long_prompts_the_first_page_shows_the_time_of_the_prompt(tmp_path: Path) -> None:
@@ -142,6 +144,7 @@ def test_of_long_prompts_the_first_page_shows_the_time_of_the_prompt(tmp_path: P
     result = {
         **ENVELOPE,
         "dataset": {"random_input_len": 8192},
+        "rounds_measured": 1,
         "concurrencies": {"1": summarise([{"topspin": figures}])},
     }
     _write(tmp_path, "peers-qwen3-moe-686m-8k", result)
