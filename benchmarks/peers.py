@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
     @property
     def tokens_per_place(self) -> int:
-        """Return for how many tokens of each request a peer keeps room."""
+        """Return for how many tokens of each request a peer keeps room: 256 or more to spare."""
         return (-(-(self.prompt_len + self.output_len) // 256) + 1) * 256
 
 
