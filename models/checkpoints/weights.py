@@ -118,7 +118,7 @@ class _Attention(TypedDict):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
     """All but the routed experts: embed [V, H], lm_head [V, H] (the same tensor object as embed
-    when tied), final_norm [H]. If `layers` is not a list, each is read when it is taken."""
+    when tied, unless that was coded), final_norm [H]. If `layers` is not a list, each is read when it is taken."""
 
     embed: Tensor
     lm_head: Matrix
@@ -325,18 +325,22 @@ def _embed_name(reader: _Reader) -> str:
 
 
 def _load_lm_head(reader: _Reader, embed: Tensor) -> Matrix:
-    """Return `embed` itself when tied, else the checkpoint's lm_head.
+    """Return the checkpoint's lm_head; when tied `embed` itself, or the codes that it was made of.
 
     As in transformers, a checkpoint that claims to be tied and stores two different matrices
     is not.
     """
     config, matrices = reader.config, reader.matrices
-    if config.tie_word_embeddings:
-        if not (EMBED in matrices and LM_HEAD in matrices):
-            return embed
-        lm_head = reader.read(LM_HEAD, config.vocab_size, config.hidden_size)
+    shape = (config.vocab_size, config.hidden_size)
+    if not config.tie_word_embeddings:
+        return reader.matrix_of("lm_head", None, [(LM_HEAD, shape[0])], shape[1])
+    if EMBED in matrices and LM_HEAD in matrices:
+        lm_head = reader.read(LM_HEAD, *shape)
         return embed if torch.equal(lm_head, embed) else lm_head
-    return reader.matrix_of("lm_head", None, [(LM_HEAD, config.vocab_size)], config.hidden_size)
+    coded = None
+    if format_of(reader.precision, "lm_head") != UNQUANTISED:
+        coded = matrices.coded([Source(_embed_name(reader), shape[0])], shape[1])
+    return embed if coded is None else coded
 
 
 def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:

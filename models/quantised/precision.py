@@ -16,7 +16,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from models.checkpoints.checkpoint_index import TensorEntry, read_index
-from models.checkpoints.tensor_names import LM_HEAD, expert_name, fused_expert_name, layer_name
+from models.checkpoints.tensor_names import EMBED, LM_HEAD, expert_name, fused_expert_name, layer_name
 from models.description.config import ModelConfig
 from models.description.parts import LatentConfig
 from models.quantised.scheme import Scheme, find_stored
@@ -111,6 +111,10 @@ class _Model:
         ]
         return self.of_names(names + stacked)
 
+    def head(self) -> Format:
+        """Return that of the LM head, which a tied checkpoint may hold as its embedding."""
+        return self.of_names([LM_HEAD, EMBED] if self.config.tie_word_embeddings else [LM_HEAD])
+
     def of_names(self, names: Iterable[str], *, is_whole: bool = True) -> Format:
         """Return the format that serves all those of the matrices `names` that there are.
 
@@ -191,7 +195,7 @@ def _rules(model: _Model) -> Rules:
     mlps = {idx: model.mlp(idx) for idx in layers}
     rules += _of_layers("mlp", {idx: each for idx, each in mlps.items() if each is not None})
     rules += _of_experts(model)
-    head = model.of_names([LM_HEAD])
+    head = model.head()
     if head in LM_HEAD_FORMATS and head != UNQUANTISED:
         rules.append(PrecisionRule(format=head, part="lm_head"))
     return tuple(rules)

@@ -32,6 +32,7 @@ from tests.mtp_heads import add_head
 from tests.pairwise import few
 from tests.weights import load_attention_weights, load_expert_weights
 from topspin.errors import CheckpointError, ConfigError
+from topspin.plan.precision import format_of
 
 PROMPT = [5, 17, 200, 33, 8, 120, 64, 91, 2, 77]
 MODELS: dict[str, Mapping[str, Any]] = {
@@ -126,6 +127,21 @@ def test_numbers_of_large_blocks_are_transformers(tmp_path: Path, kind: Kind) ->
     small = "int4" if kind == Kind.Q4_K else "int8"
     # Where a part has matrices of two kinds, it has the larger format.
     assert on_cpu == {"attention": "int8", "experts": small, "lm_head": small}
+
+
+def test_a_tied_head_keeps_the_codes_of_the_embedding(tmp_path: Path) -> None:
+    """Half of the bytes of a small model's step are its head's."""
+    _, file = made(tmp_path, "qwen3_moe", Kind.Q8_0)
+    path = resolve_model(str(file))
+    config = load_model_config(path)
+    rules = checkpoint_rules(path, config)["cpu"]
+    assert format_of(rules, "lm_head") == "int8"
+    with Checkpoint(path) as checkpoint:
+        served = load_attention_weights(checkpoint, config, dtype=torch.float32, precision=rules)
+        exact = load_attention_weights(checkpoint, config, dtype=torch.float32)
+    assert not isinstance(served.lm_head, torch.Tensor)
+    assert torch.equal(served.lm_head.dequantised(), served.embed)
+    assert exact.lm_head is exact.embed
 
 
 def test_matrices_per_head_may_be_in_large_blocks(tmp_path: Path) -> None:
