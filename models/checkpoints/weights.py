@@ -118,7 +118,8 @@ class _Attention(TypedDict):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
     """All but the routed experts: embed [V, H], lm_head [V, H] (the same tensor object as embed
-    when tied, unless that was coded), final_norm [H]. If `layers` is not a list, each is read when it is taken."""
+    when tied, or the codes of both), final_norm [H]. If `layers` is not a list, each is read when
+    it is taken."""
 
     embed: Tensor
     lm_head: Matrix

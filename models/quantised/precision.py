@@ -16,7 +16,13 @@ from typing import Final
 from msgspec.structs import replace
 
 from models.checkpoints.checkpoint_index import TensorEntry, read_index
-from models.checkpoints.tensor_names import EMBED, LM_HEAD, expert_name, fused_expert_name, layer_name
+from models.checkpoints.tensor_names import (
+    EMBED,
+    LM_HEAD,
+    expert_name,
+    fused_expert_name,
+    layer_name,
+)
 from models.description.config import ModelConfig
 from models.description.parts import LatentConfig
 from models.quantised.scheme import Scheme, find_stored
