@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +26,8 @@ from topspin.plan.file import print_plan
 from topspin.plan.spec import DraftNode, EnginePlan, StageNode
 from topspin.plan.speculation import Speculation
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 USER = 10001
 API_KEY = "a-key-of-the-tests-1234"
 HEADERS = {"Authorization": f"Bearer {API_KEY}"}
@@ -30,6 +35,15 @@ MODEL = "/topspin/models/tiny"
 NUM_LAYERS = 2
 STAGES = r'topspin_nodes\{.*role="stage".*\} 1\.0'
 DRAFTS = r"topspin_spec_decode_num_accepted_tokens_total\{.*\} [1-9]"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compile them, for pods have them from their image; one worker does it for all."""
+    with (tmp_path_factory.getbasetemp().parent / "kernels").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        command = [sys.executable, "-P", "-m", "deploy.images.compile_kernels"]
+        subprocess.run(command, check=True)
 
 
 def plan_for(tiny: Tiny, *, transport: str, counts: tuple[int, int]) -> EnginePlan:
@@ -104,7 +118,6 @@ def changed_by(component: Path, objects: list[Object]) -> list[Object]:
     return [*left, *objects_in(component)]
 
 
-@pytest.mark.slow
 def test_the_pods_of_a_plan_serve(tiny: Tiny, tmp_path: Path) -> None:
     engines = Engines(tiny, tmp_path)
     objects = engines.render(plan_for(tiny, transport="tcp", counts=(1, 1)), gateways=1)
@@ -141,7 +154,6 @@ def with_a_draft_node(plan: EnginePlan) -> EnginePlan:
     return changed(plan, {"nodes": (*plan.nodes, draft), "speculation": speculation})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "component", "shown", "ending"),
     [
@@ -174,8 +186,6 @@ def test_pods_of_other_roles_serve(
         assert set(pod.delete().values()) == {128 + signal.SIGTERM}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_pods_of_optional_nodes_come_and_go_under_load(tiny: Tiny, tmp_path: Path) -> None:
     """As KEDA scales their StatefulSet, from none to one and back."""
     engines = Engines(tiny, tmp_path)
@@ -220,8 +230,6 @@ def replace_gateway(cluster: Cluster, workload: Object, old: Pod, urls: list[str
     old.terminate()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_rolling_restart_fails_no_request(tiny: Tiny, tmp_path: Path, transport: str) -> None:
     engines = Engines(tiny, tmp_path)
@@ -253,8 +261,6 @@ def test_a_rolling_restart_fails_no_request(tiny: Tiny, tmp_path: Path, transpor
         assert load.wrong == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_an_upgrade_is_a_second_engine_and_fails_no_request(tiny: Tiny, tmp_path: Path) -> None:
     engines = Engines(tiny, tmp_path)
     plan = plan_for(tiny, transport="tcp", counts=(1, 1))
