@@ -47,7 +47,7 @@ _NO_BRANCH: Final[tuple[int, ...]] = ()
 # Pieces up to SHORT_ROWS query rows share padded groups; longer slices of a prompt are
 # cut so that early rows do not compute scores of keys that only later rows see.
 SHORT_ROWS: Final = 16
-LONG_ROWS: Final = 128
+LONG_ROWS: Final = 256
 # Elements of one cache's gathered keys: beyond 2 MiB in bf16 the copy leaves the cache
 # and its pages are mapped again in every layer.
 MAX_GROUP_ELEMENTS: Final = 1 << 20

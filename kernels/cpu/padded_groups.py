@@ -25,7 +25,7 @@ PROMPT_ROWS: Final = 512
 def attend_prompt(q: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
     """Attend the rows of one prompt to its keys and values; see `kernels.reference`."""
     out = torch.empty_like(q)
-    by_head = [each.transpose(0, 1)[None] for each in (q, keys, values)]
+    by_head = [q.transpose(0, 1)[None], *map(_by_head, (keys[None], values[None]))]
     before = len(keys) - len(q)
     for begin in range(0, len(q), PROMPT_ROWS):
         end = min(begin + PROMPT_ROWS, len(q))
@@ -103,7 +103,7 @@ def _attend(
     num_heads, head_dim = q.shape[1:]
     num_groups = keys.shape[1]
     shape = (group.num_pieces, group.num_keys, num_groups, head_dim)
-    keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+    keys, values = _by_head(keys.view(shape)), _by_head(values.view(shape))
     if not group.folded:
         queries = q.reshape(group.num_pieces, group.num_rows, num_heads, head_dim).transpose(1, 2)
         column = None if sinks is None else sinks[:, None]
@@ -143,6 +143,14 @@ def _mix(
     )
     share = torch.sigmoid(log_sums - sinks)[..., None]
     return (result * share).to(queries.dtype)
+
+
+def _by_head(each: Tensor) -> Tensor:
+    """Return keys or values [P, L, G, D] as [P, G, L, D], those of a head side by side.
+
+    Strides of all heads would let a long context's meet in few sets of the processor's caches.
+    """
+    return each.transpose(1, 2).contiguous()
 
 
 def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
