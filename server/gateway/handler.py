@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from models.text.tokenizer import IncrementalDetokenizer
-from server.gateway.bodies.reading import BodyReader
+from server.gateway.bodies.fields import BodyReader
 from server.gateway.call import ClientGone
 from server.gateway.dialects.dialect import (
     BackgroundReplies,

@@ -2,7 +2,7 @@
 
 Owns the messages of these errors. A call of msgspec holds the interpreter's lock, and with it the
 event loop, until it returns: what may be long is read as Raw first, which is fast, and then in
-parts. Knows no fields; server.gateway.bodies.reading and the dialects call it.
+parts. Knows no fields; server.gateway.bodies.fields and the dialects call it.
 """
 
 from __future__ import annotations

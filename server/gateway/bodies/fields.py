@@ -1,21 +1,25 @@
-"""The classes of fields that a request body has, and their check.
+"""The classes of fields that a request body has, and the reading of a body by them.
 
 The structs of bodies are the one table of fields. A field that is listed plainly is implemented;
 one listed as `Ignored` is documented by OpenAI, Anthropic, vLLM or llama.cpp and does not affect
 the answer here, so it is accepted and reported; one listed as `Refused` would affect the answer
-and is not implemented, so that only its neutral values pass. Any other field is unknown. Null
-always means "not given". Knows no body by name; docs/api.md explains their fields (a test compares
-it with the structs).
+and is not implemented, so that only its neutral values pass. Any other field is unknown: refused,
+or by the operator's wish (--unknown-fields ignore) left out and reported too. Null always means
+"not given". Knows no body by name; docs/api.md explains their fields (a test compares it with the
+structs).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw
 
+from server.gateway.bodies.decoding import UnknownField, decode, decode_each, structs_in
 from server.sampling_limits import MAX_COUNT, MAX_LOGPROBS
 from topspin.errors import InvalidRequest
 
@@ -26,6 +30,10 @@ MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
 MAX_REQUEST_ID_CHARS = 128
 MAX_TOOL_NAME_CHARS = 128
+MAX_SHOWN: Final = 64
+"""So many ignored fields are named."""
+# Of names that a header may have; the others are told as their number.
+_PLAIN: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -139,3 +147,100 @@ def _refuse_set(raw: Raw, *, param: str, neutral_values: tuple[object, ...], why
     if len(text) > 64 or msgspec.json.decode(text) not in neutral_values:
         reason = f": {why}" if why else ""
         raise InvalidRequest(f"`{param}` is not supported by this server{reason}", param=param)
+
+
+class BodyReader:
+    """Reads the parts of one body, and collects the `ignored` fields that it has, in order.
+
+    `keeps_on`: fields that no type has are among them, instead of being refused.
+    """
+
+    def __init__(self, *, keeps_on: bool = False) -> None:
+        self.ignored: dict[str, None] = {}
+        self._keeps_on = keeps_on
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the ignored fields, as a header may have them."""
+        plain = [name for name in self.ignored if _PLAIN.fullmatch(name)][:MAX_SHOWN]
+        num_others = len(self.ignored) - len(plain)
+        return (*plain, *((f"and {num_others} more",) if num_others else ()))
+
+    def read(
+        self, data: bytes | Raw, kind: type[_Value], *, param: str = "", shown: str = ""
+    ) -> _Value:
+        """Return the object in `data`; raises InvalidRequest naming the field.
+
+        It is the field `param`, whose ignored fields are named with `shown` before them.
+        """
+        try:
+            value = decode(data, kind, param=param)
+        except UnknownField:
+            if not self._keeps_on:
+                raise
+            value = decode(self._known(data, kind, shown), kind, param=param)
+        if isinstance(value, BodyFields):
+            self.ignored |= check_fields(value, param=f"{param}." if param else "", shown=shown)
+        return value
+
+    def read_each(
+        self,
+        items: Sequence[Raw],
+        kind: Any,
+        *,
+        param: str,
+        check: Callable[[Any, str], None] = lambda value, place: None,
+    ) -> list[Any]:
+        """Return the objects of the list `param`; raises as `read`.
+
+        `check` gets each and its place, and may refuse it with words of its own.
+        """
+        try:
+            values = decode_each(items, kind, param=param)
+        except UnknownField:
+            if not self._keeps_on:
+                raise
+            known = [self._known(item, kind, f"{param}.") for item in items]
+            values = decode_each(known, kind, param=param)
+        for idx, value in enumerate(values):
+            check(value, f"{param}[{idx}]")
+            self.ignored |= check_fields(value, param=f"{param}[{idx}].", shown=f"{param}.")
+        return values
+
+    def _known(self, data: bytes | Raw, kind: Any, shown: str) -> Raw:
+        """Return `data` without the fields that `kind` does not have, and name them.
+
+        What is no object, or of no kind, stays as it is, to be refused.
+        """
+        if not structs_in(kind):
+            return Raw(data)
+        begin = bytes(data).lstrip()[:1]
+        if begin == b"[":
+            items = [self._known(each, kind, shown) for each in decode(data, list[Raw])]
+            return Raw(msgspec.json.encode(items))
+        given = decode(data, dict[str, Raw]) if begin == b"{" else {}
+        struct = _struct_of(kind, given)
+        if struct is None:
+            return Raw(data)
+        known: dict[str, Raw] = {}
+        types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+        for name, value in given.items():
+            if name in types:
+                known[name] = self._known(value, types[name], f"{shown}{name}.")
+            elif name == struct.__struct_config__.tag_field:
+                known[name] = value
+            else:
+                self.ignored[shown + name] = None
+        return Raw(msgspec.json.encode(known))
+
+
+def _struct_of(kind: Any, given: dict[str, Raw]) -> type[msgspec.Struct] | None:
+    """Return the struct of `kind` that an object is: of several the one of its tag."""
+    structs = structs_in(kind)
+    if len(structs) < 2:
+        return structs[0] if structs and given else None
+    for each in structs:
+        tag = each.__struct_config__
+        if tag.tag_field and bytes(given.get(tag.tag_field, b"")) == msgspec.json.encode(tag.tag):
+            return each
+    return None

@@ -6,7 +6,7 @@ meaning.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Raw
@@ -35,7 +35,6 @@ from server.gateway.bodies.sampling_defaults import (
     TopP,
 )
 from server.sampling_limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS, MAX_PENALTY
-from topspin.errors import InvalidRequest
 from topspin.plan.retrieval import MAX_TOKENS, MIN_TOKENS
 
 MAX_CHOICES = 128
@@ -187,7 +186,7 @@ class GenerationBody(SamplingBody, kw_only=True, frozen=True):
     return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
 
-    # Other servers' names of what is above; `meant` puts them there.
+    # Other servers' names of what is above (OTHER_NAMES).
     ebnf: str | None = None
     grammar: str | None = None
     guided_choice: Choices | None = None
@@ -276,22 +275,3 @@ OTHER_NAMES: Final = {
     **{name: f"structured_outputs.{field}" for name, field in SAME_OUTPUTS.items()},
 }
 """Other servers' names of fields, by which they are known here too."""
-_EMPTY: Final = (None, "", b"null", b"{}")
-Body = TypeVar("Body", bound=GenerationBody)
-
-
-def meant(body: Body) -> Body:
-    """Return a body with what it says under other servers' names under ours.
-
-    Raises InvalidRequest for what is then given twice.
-    """
-    found: dict[str, Any] = {}
-    for name, field in OTHER_NAMES.items():
-        value = getattr(body, name)
-        if (bytes(value) if isinstance(value, Raw) else value) in _EMPTY:
-            continue
-        target, _, part = field.partition(".")
-        if target in found or getattr(body, target) is not None:
-            raise InvalidRequest(f"`{name}` and `{target}` are given both", param=name)
-        found[target] = StructuredOutputs(**{part: value}) if part else value
-    return msgspec.structs.replace(body, **found) if found else body

@@ -17,12 +17,12 @@ from server.gateway.bodies.fields import (
     ABSENT,
     NOT_GIVEN,
     BodyFields,
+    BodyReader,
     Count,
     Refused,
     RefusedObject,
     items_of,
 )
-from server.gateway.bodies.reading import BodyReader
 from server.gateway.dialects.chat.generic_tools import shown_chat
 from server.gateway.dialects.chat.prompt import chat_prompt
 from server.gateway.dialects.chat.request import (

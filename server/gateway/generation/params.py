@@ -9,11 +9,18 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec import Raw
 
-from server.gateway.bodies.generation import GenerationBody, KvRetrieval, StreamOptions
+from server.gateway.bodies.generation import (
+    OTHER_NAMES,
+    GenerationBody,
+    KvRetrieval,
+    StreamOptions,
+    StructuredOutputs,
+)
 from server.gateway.errors import ContextLengthExceeded, truncated
 from server.gateway.generation.choice import TextOptions
 from server.gateway.generation.prompts import bad_word_tokens
@@ -28,8 +35,27 @@ from topspin.plan.retrieval import RetrievalPolicy
 # Log-probabilities of prompts in one answer: each takes some 100 bytes here, and 70 as JSON.
 MAX_PROMPT_SCORES = 2**19
 _SEED_MASK = 2**64 - 1
+_EMPTY: Final = (None, "", b"null", b"{}")
 _Number = TypeVar("_Number", int, float)
+Body = TypeVar("Body", bound=GenerationBody)
 _log = logging.getLogger("gateway")
+
+
+def meant(body: Body) -> Body:
+    """Return a body with what it says under other servers' names under ours.
+
+    Raises InvalidRequest for what is then given twice.
+    """
+    found: dict[str, Any] = {}
+    for name, field in OTHER_NAMES.items():
+        value = getattr(body, name)
+        if (bytes(value) if isinstance(value, Raw) else value) in _EMPTY:
+            continue
+        target, _, part = field.partition(".")
+        if target in found or getattr(body, target) is not None:
+            raise InvalidRequest(f"`{name}` and `{target}` are given both", param=name)
+        found[target] = StructuredOutputs(**{part: value}) if part else value
+    return msgspec.structs.replace(body, **found) if found else body
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
-from server.gateway.bodies.reading import BodyReader
+from server.gateway.bodies.fields import BodyReader
 from server.gateway.bodies.sampling_defaults import SamplingDefaults
 from server.gateway.errors import ModelNotFound, truncated
 from server.gateway.parsing.formats import MessageFormats

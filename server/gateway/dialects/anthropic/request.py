@@ -19,6 +19,7 @@ from server.gateway.bodies.fields import (
     MAX_TOOLS,
     NOT_GIVEN,
     BodyFields,
+    BodyReader,
     Ignored,
     MessageList,
     Name,
@@ -30,7 +31,6 @@ from server.gateway.bodies.fields import (
     items_of,
 )
 from server.gateway.bodies.generation import KvRetrieval, ResponseFormat
-from server.gateway.bodies.reading import BodyReader
 from server.gateway.bodies.sampling_defaults import PositiveCount, TopK, TopP
 from server.gateway.dialects.chat.prompt import BILLING_PREFIX
 from server.gateway.dialects.chat.request import (

@@ -17,6 +17,7 @@ from server.gateway.bodies.fields import (
     MAX_NAME_CHARS,
     MAX_TOOLS,
     BodyFields,
+    BodyReader,
     Count,
     Ignored,
     MessageList,
@@ -31,9 +32,9 @@ from server.gateway.bodies.fields import (
     items_of,
     neutral,
 )
-from server.gateway.bodies.generation import GenerationBody, meant
-from server.gateway.bodies.reading import BodyReader
+from server.gateway.bodies.generation import GenerationBody
 from server.gateway.errors import truncated
+from server.gateway.generation.params import meant
 from server.sampling_limits import MAX_COUNT
 from topspin.errors import InvalidRequest
 

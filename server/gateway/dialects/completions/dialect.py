@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from server.gateway.bodies.generation import meant
 from server.gateway.dialects.completions.reply import Completion, CompletionReplies
 from server.gateway.dialects.completions.request import (
     CompletionBody,
@@ -15,7 +14,7 @@ from server.gateway.dialects.completions.request import (
     given_prompts,
 )
 from server.gateway.dialects.dialect import PreparedRequest
-from server.gateway.generation.params import request_params
+from server.gateway.generation.params import meant, request_params
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.served_model import ServedModel
 from server.gateway.openapi.endpoint import CHUNKS, EXAMPLE_MODEL, OF_GENERATION, Endpoint

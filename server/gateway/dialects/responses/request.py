@@ -20,6 +20,7 @@ from server.gateway.bodies.fields import (
     NOT_GIVEN,
     SCHEMA_REF,
     BodyFields,
+    BodyReader,
     Ignored,
     MessageList,
     Name,
@@ -29,7 +30,6 @@ from server.gateway.bodies.fields import (
     RefusedSwitch,
 )
 from server.gateway.bodies.generation import ResponseFormat, SamplingBody
-from server.gateway.bodies.reading import BodyReader
 from server.gateway.bodies.sampling_defaults import PositiveCount
 from server.gateway.dialects.chat.request import (
     ChatBody,

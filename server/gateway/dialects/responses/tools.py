@@ -18,10 +18,10 @@ from server.gateway.bodies.fields import (
     MAX_TOOLS,
     SCHEMA_REF,
     BodyFields,
+    BodyReader,
     Ignored,
     ToolName,
 )
-from server.gateway.bodies.reading import BodyReader
 from server.gateway.dialects.chat.request import FunctionDefinition, Tool
 from topspin.errors import InvalidRequest
 

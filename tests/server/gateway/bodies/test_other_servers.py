@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from server.gateway.bodies.fields import BodyReader
 from server.gateway.bodies.generation import OTHER_NAMES
-from server.gateway.bodies.reading import BodyReader
 from server.gateway.dialects.chat.batch import BatchBody
 from server.gateway.generation.threads import PreparationThreads
 from tests.server.gateway.calls import (

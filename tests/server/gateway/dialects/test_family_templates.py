@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from models.text.tokenizer import Tokenizer
-from server.gateway.bodies.reading import BodyReader
+from server.gateway.bodies.fields import BodyReader
 from server.gateway.dialects.chat.prompt import chat_prompt
 from server.gateway.dialects.chat.request import decode_chat
 from server.gateway.dialects.chat.tools import tool_use

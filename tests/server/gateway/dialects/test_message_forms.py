@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from models.text.tokenizer import Tokenizer
-from server.gateway.bodies.reading import BodyReader
+from server.gateway.bodies.fields import BodyReader
 from server.gateway.dialects.chat.prompt import ChatPrompt, chat_prompt
 from server.gateway.dialects.chat.request import decode_chat
 from server.gateway.dialects.chat.tools import ToolUse
