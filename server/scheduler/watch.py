@@ -27,6 +27,8 @@ class Watch:
     """The notes, each with a number: the cursor of a request is that of the last one it has."""
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+        # Read in every turn of the scheduler.
+        self.is_on = False
         self._wall_clock = wall_clock
         self._until_s = -math.inf
         self._cursor = 0
@@ -38,20 +40,16 @@ class Watch:
         self._sample_after_s = -math.inf
         self._is_sampling = False
 
-    @property
-    def is_on(self) -> bool:
-        """Say whether somebody watches."""
-        return self._until_s > -math.inf
-
     def renew(self, now: float) -> None:
         """Begin to watch, or go on."""
+        self.is_on = True
         self._until_s = now + WATCHED_S
 
     def ends(self, now: float) -> bool:
         """Say whether nobody watches any more, and forget what was noted of steps."""
         if now <= self._until_s:
             return False
-        self._until_s = -math.inf
+        self.is_on = False
         self._steps.clear()
         self._sample = None
         self._is_sampling = False

@@ -25,8 +25,10 @@ APIS = {
 NUM_CHARACTERS = 8_000
 QUESTIONS = ["Which page is that?", "And who reads it?", "Say it shorter.", "Thanks. Again?"]
 MIN_CACHED = 0.95
-# What a later turn may take beside computing what it adds.
+# What a later turn may take beside computing what it adds: so long, or so much of the first one's
+# time, where other work slows all of them down.
 SLACK_S = 0.3
+SLACK_SHARE = 0.05
 
 
 class Turn(NamedTuple):
@@ -105,4 +107,4 @@ def test_a_later_turn_costs_what_it_adds(path: str, url: str) -> None:
     assert min(turn.num_cached / turn.num_prompt for turn in later) >= MIN_CACHED, turns
     # Other work on the machine only adds to a time: the quickest turn tells.
     over_s = [turn.ttft_s - (turn.num_prompt - turn.num_cached) / tokens_per_s for turn in later]
-    assert min(over_s) <= SLACK_S, turns
+    assert min(over_s) <= max(SLACK_S, SLACK_SHARE * first.ttft_s), turns
