@@ -22,6 +22,7 @@ from deploy.services.contained import MODELS, host_path
 from deploy.services.engine import DeployOptions, Engine, engine_of
 from deploy.services.memory import memory_of
 from models.description.config import load_model_config
+from models.sources.hub import resolve_model
 from topspin import __version__
 from topspin.errors import ConfigError
 from topspin.plan.file import print_plan, read_plan
@@ -154,8 +155,10 @@ def _shape(plan: EnginePlan, directory: Path | None, models: Path | None) -> Mod
         raise ConfigError(f"--model {directory}: has no effect with --models; leave one out")
     if directory is None:
         directory = host_path(plan.model.path, models)
-        if models is None and not (directory / "config.json").exists():
+        if models is None and not directory.is_file() and not (directory / "config.json").exists():
             return None
+    # Of a GGUF file; all else is where it is.
+    directory = resolve_model(str(directory)) if directory.is_file() else directory
     config = load_model_config(directory, plan.model.hf_overrides)
     return ModelShape.from_config(config, dtype=plan.model.dtype)
 

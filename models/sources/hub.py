@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from models.sources.made_model import Unwritable
 from topspin.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-moe"
@@ -102,7 +103,12 @@ def _of_gguf(file: Path) -> Path:
     # The library takes a while to import, which few models need.
     from models.sources.gguf_checkpoint import gguf_checkpoint
 
-    return gguf_checkpoint(file, made_model_path("gguf"))
+    try:
+        return gguf_checkpoint(file, made_model_path("gguf"))
+    except Unwritable:
+        # Containers can only read the models, and have a home to write to.
+        own = made_model_path("gguf", Path.home() / ".cache" / "topspin")
+        return gguf_checkpoint(file, own)
 
 
 def _download(repo_id: str) -> Path:

@@ -33,6 +33,10 @@ _MANIFEST = "topspin_manifest.json"
 _SCRATCH = "scratch"
 
 
+class Unwritable(ConfigError):
+    """The place of a model that is to be made cannot be written."""
+
+
 class MadeModel:
     """The directory `path`, made by `recipe` (any text; one of another recipe is incomplete)."""
 
@@ -42,12 +46,15 @@ class MadeModel:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock for making this model; waits while another process has it."""
+        """Hold the lock for making this model; waits while another process has it.
+
+        Raises Unwritable.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = (self.path.parent / f".{self.path.name}.lock").open("w")
         except OSError as error:
-            raise ConfigError(f"{self.path.parent}: cannot be written: {error}") from error
+            raise Unwritable(f"{self.path.parent}: cannot be written: {error}") from error
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -18,6 +18,7 @@ import yaml
 
 from app.cli.main import main
 from app.cli.serve import plan_of
+from tests.gguf_files import write_gguf
 from tests.structs import changed
 from tests.system.conftest import Tiny
 from tests.system.rig.pods import Cluster, Object, Pod, objects_in, secret_folder
@@ -118,9 +119,13 @@ def changed_by(component: Path, objects: list[Object]) -> list[Object]:
     return [*left, *objects_in(component)]
 
 
-def test_the_pods_of_a_plan_serve(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [MODEL, f"{MODEL}.gguf"], ids=["checkpoint", "GGUF file"])
+def test_the_pods_of_a_plan_serve(tiny: Tiny, tmp_path: Path, path: str) -> None:
     engines = Engines(tiny, tmp_path)
-    objects = engines.render(plan_for(tiny, transport="tcp", counts=(1, 1)), gateways=1)
+    plan = plan_for(tiny, transport="tcp", counts=(1, 1))
+    plan = changed(plan, {"model": changed(plan.model, {"path": path, "dtype": "float32"})})
+    objects = engines.render(plan, gateways=1)
+    write_gguf(tiny.path, engines.volumes["topspin-models"] / "tiny.gguf")
     with Cluster(tmp_path, engines.volumes) as cluster:
         pods = cluster.apply(objects)
         for pod in pods:

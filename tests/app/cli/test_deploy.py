@@ -12,6 +12,7 @@ from app.cli.main import main
 from deploy.services.contained import contained
 from tests.checkpoints import make_checkpoint
 from tests.deploy.kubernetes.renders import plan_named
+from tests.gguf_files import write_gguf
 from tests.structs import changed
 from topspin.plan.file import read_plan
 
@@ -86,6 +87,20 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> 
     file = tmp_path / "plan.yaml"
     file.write_text(capsys.readouterr().out)
     return str(file), models
+
+
+def test_a_gguf_file_is_a_model_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOPSPIN_CACHE", str(tmp_path / "cache"))
+    file = write_gguf(make_checkpoint(tmp_path / "plain", "qwen3_moe"), tmp_path / "tiny.gguf")
+    assert main(["serve", str(file), "--layout", "shared", "--print-plan"]) == 0
+    plan, out = tmp_path / "plan.yaml", tmp_path / "out"
+    plan.write_text(capsys.readouterr().out)
+    command = ["deploy", "render", "--plan", str(plan), "-o", str(out), "--cpus", "1"]
+    assert main([*command, "--models", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == "", "the memory is known: the model is"
+    assert read_plan(str(out / "base" / "plan.yaml")).model.path == "/topspin/models/tiny.gguf"
 
 
 @pytest.mark.parametrize(("transport", "cores"), [("tcp", "3"), ("local", "4")])

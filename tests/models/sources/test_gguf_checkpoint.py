@@ -228,6 +228,21 @@ def test_a_file_is_made_once_and_again_when_it_has_changed(tmp_path: Path) -> No
         assert checkpoint.fingerprint() != before
 
 
+def test_where_the_cache_cannot_be_written_the_home_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in containers, which only read what is at TOPSPIN_CACHE."""
+    _, file = made(tmp_path, "llama")
+    for name, value in (("TOPSPIN_CACHE", file), ("HOME", tmp_path / "home")):
+        monkeypatch.setenv(name, str(value))
+    path = resolve_model(str(file))
+    assert tmp_path / "home" in path.parents
+    assert resolve_model(str(file)) == path
+    monkeypatch.setenv("HOME", str(file))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        resolve_model(str(file))
+
+
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
