@@ -1,9 +1,10 @@
 """The time of a decode step by the ops of its recording, each against its floor.
 
-Lets a few sequences of a model in this process (benchmarks.local_model) decode for ever. The
-recorded program leaves the time at which each of its ops ended. An op's floor is the time in which
-the machine reads its weights, at the bandwidth measured in the same run; several rows may choose
-the same expert, which is counted for each. Run as `topspin bench step`.
+Lets a few sequences of a model in this process (benchmarks.local_model) decode for ever, recorded
+and then layer by layer. The recorded program leaves the time at which each of its ops ended. An
+op's floor is the time in which the machine reads its weights, at the bandwidth measured in the same
+run; several rows may choose the same expert, which is counted for each. Run as
+`topspin bench step`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ class Decoding:
     """Sequences of a model in this process that decode for ever."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        # Both ways of running decode every step, and one more may be under way.
-        blocks_each = -(-(args.context + 2 * (args.steps + NUM_WARM_UP) + 2) // BLOCK_SIZE)
+        blocks_each = -(-(args.context + args.steps + NUM_WARM_UP + 2) // BLOCK_SIZE)
         rule = PrecisionRule(format=args.lm_head, part="lm_head") if args.lm_head else None
         model = LocalModel(
             resolve_model(args.model),
@@ -53,18 +53,28 @@ class Decoding:
             rules=() if rule is None else (rule,),
             num_threads=args.num_threads,
         )
-        self._node = model.node()
-        runtime = self._node.runtime
-        assert isinstance(runtime, CpuRuntime), "the kernels of the CPU"
-        self.runtime = runtime
+        self._model, self._num_rows = model, args.rows
+        self._context, self._blocks_each = args.context, blocks_each
+        self.begin(recordings=True)
+
+    def begin(self, *, recordings: bool) -> None:
+        """Let new sequences decode, in the places of those before."""
+        self._node = self._model.node(recordings=recordings)
         self._ids = [
             self._node.admit(
-                [17 + row] * (args.context + 1),
-                range(row * blocks_each, (row + 1) * blocks_each),
-                num_computed=args.context,
+                [17 + row] * (self._context + 1),
+                range(row * self._blocks_each, (row + 1) * self._blocks_each),
+                num_computed=self._context,
             )
-            for row in range(args.rows)
+            for row in range(self._num_rows)
         ]
+
+    @property
+    def runtime(self) -> CpuRuntime:
+        """Return what has the recording."""
+        runtime = self._node.runtime
+        assert isinstance(runtime, CpuRuntime), "the kernels of the CPU"
+        return runtime
 
     def step(self) -> tuple[float, StepResult]:
         """Run a step; returns its seconds and its result."""
@@ -122,10 +132,9 @@ def per_op(program: Program, times: Sequence[np.ndarray]) -> dict[str, dict[str,
 
 
 def measure(node: Decoding, num_steps: int) -> dict[str, Any]:
-    """Return the median times of a recorded step, of its phases and of its ops."""
+    """Return the median times of a recorded step, of its phases and ops, and of a plain step."""
     found: dict[str, list[float]] = {"step": [], "layers": [], "sampling": []}
     times: list[np.ndarray] = []
-    node.step()
     for _ in range(NUM_WARM_UP):
         node.step()
     program = next(iter(node.runtime.programs))
@@ -136,9 +145,13 @@ def measure(node: Decoding, num_steps: int) -> dict[str, Any]:
         found["layers"].append(result.timings.attention_s)
         found["sampling"].append(result.timings.sample_s)
         times.append(clock.copy())
+    ops = per_op(program, times)
+    node.begin(recordings=False)
+    plain = [node.step()[0] for _ in range(NUM_WARM_UP + num_steps)]
+    found["layer by layer"] = plain[NUM_WARM_UP:]
     return {
         "ms": {name: round(statistics.median(each) * 1e3, 3) for name, each in found.items()},
-        "ops": per_op(program, times),
+        "ops": ops,
     }
 
 
