@@ -138,6 +138,7 @@ def test_decoding_with_retrieval_on_a_device(
 
 
 @slow
+@pytest.mark.timeout(300)
 def test_keys_in_the_hosts_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against transformers; the first request decodes while the second takes its memory.
 
