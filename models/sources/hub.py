@@ -20,7 +20,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from models.sources.made_model import Unwritable
 from topspin.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-moe"
@@ -102,6 +101,7 @@ def _gguf_in(directory: Path) -> Path | None:
 def _of_gguf(file: Path) -> Path:
     # The library takes a while to import, which few models need.
     from models.sources.gguf_checkpoint import gguf_checkpoint
+    from models.sources.made_model import Unwritable
 
     try:
         return gguf_checkpoint(file, made_model_path("gguf"))
