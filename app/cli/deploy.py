@@ -155,11 +155,10 @@ def _shape(plan: EnginePlan, directory: Path | None, models: Path | None) -> Mod
         raise ConfigError(f"--model {directory}: has no effect with --models; leave one out")
     if directory is None:
         directory = host_path(plan.model.path, models)
-        if models is None and not directory.is_file() and not (directory / "config.json").exists():
+        if models is None and not directory.exists():
             return None
-    # Of a GGUF file; all else is where it is.
-    directory = resolve_model(str(directory)) if directory.is_file() else directory
-    config = load_model_config(directory, plan.model.hf_overrides)
+    # An absolute path is no hub id.
+    config = load_model_config(resolve_model(str(directory.resolve())), plan.model.hf_overrides)
     return ModelShape.from_config(config, dtype=plan.model.dtype)
 
 

@@ -89,18 +89,21 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> 
     return str(file), models
 
 
+@pytest.mark.parametrize("name", ["alone/tiny.gguf", "alone"])
 def test_a_gguf_file_is_a_model_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By its own name, or by that of a folder with nothing else."""
     monkeypatch.setenv("TOPSPIN_CACHE", str(tmp_path / "cache"))
-    file = write_gguf(make_checkpoint(tmp_path / "plain", "qwen3_moe"), tmp_path / "tiny.gguf")
-    assert main(["serve", str(file), "--layout", "shared", "--print-plan"]) == 0
+    (tmp_path / "alone").mkdir()
+    write_gguf(make_checkpoint(tmp_path / "plain", "qwen3_moe"), tmp_path / "alone" / "tiny.gguf")
+    assert main(["serve", str(tmp_path / name), "--layout", "shared", "--print-plan"]) == 0
     plan, out = tmp_path / "plan.yaml", tmp_path / "out"
     plan.write_text(capsys.readouterr().out)
     command = ["deploy", "render", "--plan", str(plan), "-o", str(out), "--cpus", "1"]
     assert main([*command, "--models", str(tmp_path)]) == 0
     assert capsys.readouterr().err == "", "the memory is known: the model is"
-    assert read_plan(str(out / "base" / "plan.yaml")).model.path == "/topspin/models/tiny.gguf"
+    assert read_plan(str(out / "base" / "plan.yaml")).model.path == f"/topspin/models/{name}"
 
 
 @pytest.mark.parametrize(("transport", "cores"), [("tcp", "3"), ("local", "4")])
