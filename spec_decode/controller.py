@@ -201,10 +201,14 @@ class _Promise(NamedTuple):
 
 
 class Controller:
-    """Chooses depths of up to `most` tokens. Requests are numbers, of which each is used once."""
+    """Chooses depths of up to `most` tokens. Requests are numbers, of which each is used once.
 
-    def __init__(self, most: int) -> None:
+    Of more than `most_requests` in a step (None: no such limit) none is drafted for.
+    """
+
+    def __init__(self, most: int, *, most_requests: int | None = None) -> None:
         self._most = most
+        self._most_requests = math.inf if most_requests is None else most_requests
         self._shared = _Outcomes(most)
         self._times = RowTimes()
         self._speculators: dict[int, _Speculator] = {}
@@ -219,7 +223,7 @@ class Controller:
         The step has `num_rows` rows without them, one per request and those of prompts, and `room`
         for so many more.
         """
-        if room <= 0:
+        if room <= 0 or len(requests) > self._most_requests:
             return {}
         known = [self._of(each) for each in requests]
         for each in known:

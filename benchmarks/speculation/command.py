@@ -78,7 +78,9 @@ class SpeculationFlags:
                 raise ConfigError(f"{flag}: the benchmark sets it itself; see --config")
         check_positive(args, ("rounds", "output_len", "start_timeout"))
         config = parse_speculation(args.config)
-        forced = str(msgspec.structs.replace(config, adaptive=False))
+        forced = str(
+            msgspec.structs.replace(config, adaptive=False, disable_by_batch_size=None)
+        )
         path = resolve_model(args.model)
         return cls(
             args=args,

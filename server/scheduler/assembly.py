@@ -147,4 +147,6 @@ def _controller(speculation: Speculation | None) -> Controller | None:
     """Return what decides on that from step to step; None: it is fixed."""
     if speculation is None or not speculation.adaptive:
         return None
-    return Controller(speculation.num_speculative_tokens)
+    return Controller(
+        speculation.num_speculative_tokens, most_requests=speculation.disable_by_batch_size
+    )

@@ -127,6 +127,12 @@ def test_the_speed_is_near_that_of_the_best_depth(step_s: Step, accept: float, n
     assert world.speed >= 0.97 * plain
 
 
+def test_more_requests_than_the_limit_are_not_drafted_for() -> None:
+    controller = Controller(MOST, most_requests=2)
+    assert controller.plan([1, 2, 3], 3, room=64) == {}
+    assert all(controller.plan([1, 2], 2, room=64).values())
+
+
 def test_offers_that_are_rare_cost_nothing_and_are_taken() -> None:
     plain = speed_of(moe, 0.9, 0)
     world = World(moe, offers=0.1, seed=2)

@@ -45,6 +45,7 @@ class Speculation(
     attention node's process; trees grow as those of a draft model.
 
     `adaptive`: fewer tokens, or none, where measured times and acceptance say so.
+    `disable_by_batch_size`: none in steps in which more sequences decode (None: no such limit).
     """
 
     method: Literal["suffix", "ngram", "draft_model", "suffix+draft_model", "mtp"]
@@ -52,6 +53,7 @@ class Speculation(
     quantization: Literal["int8", "int4"] | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 7
     adaptive: bool = True
+    disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
     branches: bool = False
     draft_width: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     draft_passes: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
@@ -64,6 +66,8 @@ class Speculation(
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
             raise ValueError(f"prompt_lookup_min {low} is more than prompt_lookup_max {high}")
+        if self.disable_by_batch_size is not None and not self.adaptive:
+            raise ValueError("disable_by_batch_size needs adaptive: without it every step has drafts")
         for key in _MEANINGLESS[self.method]:
             if getattr(self, key) is not None:
                 raise ValueError(f'{key} has no meaning for the method "{self.method}"')
