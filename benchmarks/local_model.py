@@ -31,6 +31,7 @@ from topspin.plan.precision import Format, PrecisionRule
 from topspin.plan.retrieval import RetrievalPolicy
 from topspin.plan.settings import TraceSection
 from topspin.plan.spec import NodeConfig
+from topspin.plan.speculation import OFF
 
 BLOCK_SIZE: Final = 16
 CODED: Final = KvCacheSpec(block_size=BLOCK_SIZE, retrieval=RetrievalPolicy(num_tokens=512))
@@ -92,6 +93,7 @@ class LocalModel:
             layout="shared",
             num_threads=self._num_threads,
             recordings=recordings,
+            speculation=OFF,
             trace=TraceSection(enabled=False),
         )
         return msgspec.structs.replace(plan, precision=(*plan.precision, *self._rules)).for_node()

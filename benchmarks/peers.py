@@ -142,6 +142,7 @@ def start_lines(row: Row, args: argparse.Namespace, files: Files) -> dict[str, l
         lines[name] = [
             *(sys.executable, "-m", "topspin", "serve", model, "--served-model-name", NAME),
             *("--max-ttft", "0"),  # no peer refuses who would wait long
+            *("--speculative-config", "off"),  # and none guesses tokens
             *shlex.split(f"{row.flags} {flags}"),
         ]
     # ik_llama.cpp reads the same files; -rtr packs their weights for its kernels as it loads them.

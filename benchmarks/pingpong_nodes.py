@@ -27,6 +27,7 @@ from topspin.messages import NodeTrace, StepTicket, StepTimings, Trace
 from topspin.plan.from_flags import resolve
 from topspin.plan.settings import TraceSection
 from topspin.plan.spec import NodeConfig
+from topspin.plan.speculation import OFF
 from topspin.trace import Ring
 
 MAX_M = 4
@@ -91,6 +92,7 @@ def node_config(model: ModelConfig, num_rows: int) -> NodeConfig:
         wait="spin",
         window_rows=num_rows,
         layout="shared",
+        speculation=OFF,
         trace=TraceSection(enabled=False),
     ).for_node()
 

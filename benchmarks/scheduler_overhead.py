@@ -29,6 +29,7 @@ from topspin.messages import (
 )
 from topspin.plan.from_flags import resolve
 from topspin.plan.rules.model_facts import ModelFacts
+from topspin.plan.speculation import OFF
 
 NUM_RUNNING = (1, 16, 256, 4096)
 NUM_MICRO_BATCHES = (1, 2)
@@ -49,6 +50,7 @@ def make_policy(num_running: int, num_micro_batches: int, num_steps: int) -> Pol
         max_num_seqs=num_running,
         max_num_batched_tokens=max(4 * num_running, 64),
         micro_batches=num_micro_batches,
+        speculation=OFF,
     )
     policy = Policy(
         plan,

@@ -30,6 +30,7 @@ from models.sources.hub import DEFAULT_MODEL
 from topspin.errors import EngineUnavailable
 from topspin.plan.file import print_plan
 from topspin.plan.spec import EnginePlan
+from topspin.plan.speculation import OFF
 
 READY_TIMEOUT_S = 300.0
 METRICS_TIMEOUT_S = 30.0
@@ -80,10 +81,13 @@ class TopspinServer(StartedServer):
     ) -> None:
         """`asked`: the model and flags, or a plan; `tree`: a checkout with its .venv.
 
-        Without a `log` the server's is thrown away.
+        Without a `log` the server's is thrown away. Nothing is drafted unless `asked` for: how fast
+        drafts make an answer depends on its text.
         """
         self._plan = asked if isinstance(asked, EnginePlan) else None
-        flags = () if isinstance(asked, EnginePlan) else asked
+        flags = [] if isinstance(asked, EnginePlan) else [*asked]
+        if self._plan is None and not any("--speculative-config" in each for each in flags):
+            flags += ["--speculative-config", OFF]
         self._has_log = log is not None
         port = free_port()
         python = sys.executable if tree is None else str(tree.resolve() / ".venv/bin/python")

@@ -43,12 +43,12 @@ from models.sources.hub import resolve_model
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError, TopspinError
-from topspin.plan.speculation import parse_speculation
+from topspin.plan.speculation import OFF, parse_speculation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OFF, FORCED, ADAPTIVE, SERIAL = "off", "forced", "adaptive", "serial"
+FORCED, ADAPTIVE, SERIAL = "forced", "adaptive", "serial"
 # Flags of `topspin serve` that the benchmark sets.
 _OWNED = ("--speculative-config", "--port", "--host")
 _REQUESTS_PER_PLACE = 2
@@ -78,9 +78,9 @@ class SpeculationFlags:
                 raise ConfigError(f"{flag}: the benchmark sets it itself; see --config")
         check_positive(args, ("rounds", "output_len", "start_timeout"))
         config = parse_speculation(args.config)
-        forced = str(
-            msgspec.structs.replace(config, adaptive=False, disable_by_batch_size=None)
-        )
+        if config == OFF:
+            raise ConfigError("--config off: servers without drafts are measured anyway")
+        forced = str(msgspec.structs.replace(config, adaptive=False, disable_by_batch_size=None))
         path = resolve_model(args.model)
         return cls(
             args=args,

@@ -22,6 +22,7 @@ from topspin.plan.from_flags import resolve
 from topspin.plan.precision import Format
 from topspin.plan.settings import Dtype, TraceSection, Transport
 from topspin.plan.spec import NodeConfig
+from topspin.plan.speculation import OFF
 
 BLOCK_SIZE: Final = 16
 # Weights that one pass over a slice reads at least, of either side.
@@ -93,6 +94,7 @@ def config_of(measured: Measured) -> NodeConfig:
         attention_device=measured.device,
         expert_device=measured.device,
         layout=measured.layout,
+        speculation=OFF,
         trace=TraceSection(enabled=False),
     ).for_node()
 

@@ -129,6 +129,9 @@ def test_the_speed_is_near_that_of_the_best_depth(step_s: Step, accept: float, n
 
 def test_more_requests_than_the_limit_are_not_drafted_for() -> None:
     controller = Controller(MOST, most_requests=2)
+    controller.stepped(1, 0.01, num_drafted=0)
+    for _ in range(TRUSTED):
+        controller.stepped(2, 0.01, num_drafted=0)
     assert controller.plan([1, 2, 3], 3, room=64) == {}
     assert all(controller.plan([1, 2], 2, room=64).values())
 

@@ -7,6 +7,7 @@ from typing import Any
 from topspin.plan.from_flags import resolve
 from topspin.plan.rules.model_facts import ModelFacts
 from topspin.plan.spec import EnginePlan
+from topspin.plan.speculation import OFF
 
 FACTS = ModelFacts(
     dtype="bfloat16",
@@ -20,5 +21,9 @@ DENSE = FACTS._replace(moe_layers=(), num_experts=0, num_mtp_layers=0)
 
 
 def plan(facts: ModelFacts = FACTS, **asked: Any) -> EnginePlan:
-    """Return the plan of the defaults on four cores, with settings that are asked for."""
-    return resolve(facts, **{"path": "tiny", "cores": (0, 1, 2, 3), **asked})
+    """Return the plan of the defaults on four cores, with settings that are asked for.
+
+    Nodes guess no tokens unless that is asked for: steps then have one row per sequence.
+    """
+    fixed = {"path": "tiny", "cores": (0, 1, 2, 3), "speculation": OFF}
+    return resolve(facts, **fixed | asked)

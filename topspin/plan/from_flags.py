@@ -50,7 +50,7 @@ from topspin.plan.spec import (
     LinkSpec,
     PlannedModel,
 )
-from topspin.plan.speculation import cached_tokens
+from topspin.plan.speculation import DEFAULT, OFF, cached_tokens
 
 
 def resolve(
@@ -63,11 +63,12 @@ def resolve(
     """Return the plan of the settings `asked` for, checked, by the checkpoint's facts above all.
 
     Their names are those of topspin.plan.flags; `path` is the user's name for the model. What is
-    left out, None or "auto" is chosen here. `cores` are the host's, for --layout split. `measured`
-    is the layout for "auto" (None: the default). Raises ConfigError naming the setting, its value
-    and a fix.
+    left out, None or "auto" is chosen here; `speculation` may be "off". `cores` are the host's, for
+    --layout split. `measured` is the layout for "auto" (None: the default). Raises ConfigError
+    naming the setting, its value and a fix.
     """
-    asked = settled(asked)
+    may_speculate = asked.get("speculation") != OFF
+    asked = settled(asked if may_speculate else asked | {"speculation": None})
     short = part(Shorthand, asked)
     nodes = _nodes(short, model, deterministic=asked.get("deterministic", False))
     on_gpu = nodes.attention.is_gpu or nodes.experts.is_gpu
@@ -88,6 +89,8 @@ def resolve(
     } | asked
     if not nodes.attention.is_gpu:
         asked = {"kv_cache_bytes": CPU_KV_CACHE_BYTES} | asked
+        if may_speculate:
+            asked.setdefault("speculation", DEFAULT)
         # The share of a GPU's memory means nothing here, and printed plans leave it out.
         asked.pop("gpu_memory_utilization", None)
     if not model.shares_prefixes:

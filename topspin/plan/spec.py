@@ -330,11 +330,11 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         Speculation | None,
         Setting(
             "guess tokens by what was written before or with a draft model, as JSON with vLLM's "
-            "keys, for example "
-            '{"method": "suffix", "num_speculative_tokens": 7}; output is the same',
+            'keys, for example {"method": "suffix", "num_speculative_tokens": 7}, or off; output '
+            "is the same; auto: suffix where attention is on CPUs",
             flag="--speculative-config JSON",
             parse=parse_speculation,
-            unset="off",
+            unset=AUTO,
         ),
     ] = None
     balance: BalancePolicy = BalancePolicy()

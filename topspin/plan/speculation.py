@@ -17,6 +17,8 @@ from topspin.errors import ConfigError
 MAX_TOKENS: Final = 32
 MAX_MATCH: Final = 64
 SELF_INT4: Final = "self-int4"
+OFF: Final = "off"
+"""The word for no drafts, where leaving the setting out means a default."""
 CACHED_TOKENS_PER_SEQUENCE: Final = 1024
 """Tokens for which a draft model has room per request that it may draft for."""
 MAX_CACHED_TOKENS: Final = 2**20
@@ -67,7 +69,7 @@ class Speculation(
         if low is not None and high is not None and low > high:
             raise ValueError(f"prompt_lookup_min {low} is more than prompt_lookup_max {high}")
         if self.disable_by_batch_size is not None and not self.adaptive:
-            raise ValueError("disable_by_batch_size needs adaptive: without it every step has drafts")
+            raise ValueError("disable_by_batch_size needs adaptive: else all steps have drafts")
         for key in _MEANINGLESS[self.method]:
             if getattr(self, key) is not None:
                 raise ValueError(f'{key} has no meaning for the method "{self.method}"')
@@ -108,6 +110,9 @@ _MEANINGLESS: Final = {
     "mtp": (*_TEXT_KEYS, "model", "quantization"),
 }
 """By method, the keys that have none there."""
+DEFAULT: Final = Speculation(method="suffix", disable_by_batch_size=4)
+"""Of an engine whose attention is on CPUs: it needs no weights, and was never slower there with so
+few sequences (benchmarks/README.md); on GPUs nobody has measured it."""
 
 
 def cached_tokens(num_requests: int, max_model_len: int) -> int:
@@ -119,11 +124,13 @@ def cached_tokens(num_requests: int, max_model_len: int) -> int:
     return min(max(max_model_len, tokens), MAX_CACHED_TOKENS)
 
 
-def parse_speculation(text: str) -> Speculation:
+def parse_speculation(text: str) -> Speculation | Literal["off"]:
     """Read the JSON object `text`; raises ConfigError naming the key that is wrong."""
+    if text == OFF:
+        return OFF
     try:
         return msgspec.json.decode(text, type=Speculation)
     except msgspec.DecodeError as error:
         _, *others = Speculation.__struct_fields__
         keys = ", ".join([f"method ({_METHODS})", *others])
-        raise ConfigError(f"{text!r}: {error}; it is off or a JSON object of {keys}") from None
+        raise ConfigError(f"{text!r}: {error}; it is off, or a JSON object of {keys}") from None

@@ -9,9 +9,10 @@ import pytest
 from tests.topspin.plans import DENSE, FACTS, plan
 from topspin.errors import ConfigError, TopspinError
 from topspin.plan.flags import FLAGS, GATEWAY
+from topspin.plan.setting import AUTO
 from topspin.plan.settings import BalancePolicy, TraceSection
 from topspin.plan.spec import EnginePlan, LinkSpec
-from topspin.plan.speculation import Speculation
+from topspin.plan.speculation import OFF, Speculation
 
 
 def test_settings_without_a_flag_are_in_the_plan() -> None:
@@ -43,8 +44,8 @@ def test_settings_without_a_flag_are_in_the_plan() -> None:
 def test_nothing_stays_auto() -> None:
     """What is auto, None or left out is the same; a made plan's own values make it again."""
     unset = {field.name: field.unset for field in FLAGS if field.group != GATEWAY}
-    assert plan(**dict.fromkeys(unset)) == plan(**unset) == plan()
-    made = plan()
+    made = plan(speculation=AUTO)
+    assert plan(**dict.fromkeys(unset)) == plan(**unset) == made
     told = plan(
         dtype=made.model.dtype,
         max_model_len=made.model.max_model_len,
@@ -53,7 +54,14 @@ def test_nothing_stays_auto() -> None:
         kv_cache_bytes=made.attention[0].kv_cache_bytes,
         layout="shared",
     )
-    assert told == made
+    assert told == plan()
+
+
+def test_few_sequences_on_cpus_have_drafts_by_default() -> None:
+    suffix = Speculation(method="suffix", disable_by_batch_size=4)
+    assert plan(speculation=AUTO).speculation == suffix
+    assert plan(speculation=AUTO, attention_device="cuda").speculation is None
+    assert plan(speculation=OFF).speculation is None
 
 
 @pytest.mark.parametrize(
