@@ -47,6 +47,7 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan.spec import EnginePlan
+from topspin.plan.speculation import OFF
 from topspin.processes.channel import (
     FAILOVER_HEARTBEAT,
     RELAXED_HEARTBEAT,
@@ -81,6 +82,7 @@ TINY: dict[str, Any] = {
     "micro_batches": 1,
     "num_threads": 1,
     "dtype": "float32",
+    "speculation": OFF,
     "block_size": 4,
     "kv_cache_bytes": 8 * 2**20,
     "window_rows": 16,

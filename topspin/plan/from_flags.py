@@ -89,7 +89,8 @@ def resolve(
     } | asked
     if not nodes.attention.is_gpu:
         asked = {"kv_cache_bytes": CPU_KV_CACHE_BYTES} | asked
-        if may_speculate:
+        # The drafts of a sequence share one selection of its keys: tokens can be others.
+        if may_speculate and short.kv_retrieval_tokens is None:
             asked.setdefault("speculation", DEFAULT)
         # The share of a GPU's memory means nothing here, and printed plans leave it out.
         asked.pop("gpu_memory_utilization", None)

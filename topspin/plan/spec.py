@@ -331,7 +331,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         Setting(
             "guess tokens by what was written before or with a draft model, as JSON with vLLM's "
             'keys, for example {"method": "suffix", "num_speculative_tokens": 7}, or off; output '
-            "is the same; auto: suffix where attention is on CPUs",
+            "is the same; auto: suffix, on CPUs and without retrieval",
             flag="--speculative-config JSON",
             parse=parse_speculation,
             unset=AUTO,

@@ -61,6 +61,7 @@ def test_few_sequences_on_cpus_have_drafts_by_default() -> None:
     suffix = Speculation(method="suffix", disable_by_batch_size=4)
     assert plan(speculation=AUTO).speculation == suffix
     assert plan(speculation=AUTO, attention_device="cuda").speculation is None
+    assert plan(speculation=AUTO, kv_retrieval_tokens=512).speculation is None
     assert plan(speculation=OFF).speculation is None
 
 
