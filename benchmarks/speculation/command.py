@@ -43,7 +43,7 @@ from models.sources.hub import resolve_model
 from models.text.chat_template import ChatTemplate
 from models.text.tokenizer import Tokenizer
 from topspin.errors import ConfigError, TopspinError
-from topspin.plan.speculation import OFF, parse_speculation
+from topspin.plan.speculation import DEFAULT, OFF, parse_speculation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add_server_arguments(parser)
     parser.add_argument(
         "--config",
-        default='{"method": "suffix"}',
+        default=str(DEFAULT),
         metavar="JSON",
         help="as for --speculative-config; adaptive is set by turn (%(default)s)",
     )
