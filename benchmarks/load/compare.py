@@ -42,7 +42,7 @@ from benchmarks.load.started_server import StartedServer
 from models.description.config import load_model_config
 from models.description.facts import facts_of
 from models.text.tokenizer import Tokenizer
-from topspin.errors import ConfigError, TopspinError
+from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 from topspin.plan.precision import UNQUANTISED, rules_of
 from topspin.plan.setting import AUTO
 
@@ -107,6 +107,8 @@ class Comparison:
         self.concurrencies = tuple(map(int, asked))
         self.dataset = DatasetSettings.of(parsed, chat=parsed.backend == "openai-chat")
         self.models: dict[str, str] = {}
+        # Names of those with figures, in their order.
+        self.measured: dict[str, None] = {}
         self.agreements: dict[str, AnswerAgreement] = {}
         self.warnings: list[str] = []
         # Bytes/s of the memory, measured in each round if there is a floor.
@@ -203,7 +205,11 @@ class Comparison:
                 raise NotEqual(f"{name} answers otherwise than {first}: {agreed.first_difference}")
 
     def measure_round(self, idx: int) -> Round:
-        """Measure every target once at every concurrency, the targets in turn."""
+        """Measure every target once at every concurrency, the targets in turn.
+
+        Requests that fail leave out the figures of their target, if that has been measured before
+        and is not the first one; else EngineUnavailable is raised.
+        """
         if not idx:
             self.compare_answers()
         found: Round = {at: {} for at in self.concurrencies}
@@ -212,9 +218,17 @@ class Comparison:
         for named in self.targets.values():
             with self.turn(named) as target:
                 for at in self.concurrencies:
-                    measured = self._measure(named, target, (idx, at))
-                    found[at][named.name] = measured
                     where = f"round {idx + 1}/{self.parsed.rounds}, {named.name}, {at} at once"
+                    try:
+                        measured = self._measure(named, target, (idx, at))
+                    except EngineUnavailable as error:
+                        if named.name not in list(self.measured)[1:]:
+                            raise
+                        self.warnings.append(f"{where}: {error}")
+                        found[at][named.name] = RoundFigures()
+                        continue
+                    self.measured[named.name] = None
+                    found[at][named.name] = measured
                     say(f"{where}: {number(measured.output_throughput)} tokens/s")
         return found
 

@@ -159,21 +159,41 @@ def test_another_model_is_refused_unless_it_is_named(
         assert {r.body["model"] for r in second.requests} == {"/path/other"}
 
 
-def test_a_target_that_fails_ends_it_and_complete_rounds_are_kept(
-    servers: Servers, tmp_path: Path
-) -> None:
-    def failing(received: Received) -> Reply:
-        # The second round's first measured run, after 10 requests and 1 warm-up of the first.
-        ok = len(servers[1].requests) <= 11
+def _fail_from(server: ScriptedServer, num_ok: int) -> None:
+    def respond(received: Received) -> Reply:
+        ok = len(server.requests) <= num_ok
         return stream_reply(received) if ok else Reply([b"no"], status=500)
 
-    servers[1].respond = failing
+    server.respond = respond
+
+
+# A round's first measured run comes after 10 requests of the round before and a warm-up.
+@pytest.mark.parametrize(("which", "num_ok", "num_rounds"), [(0, 11, 1), (1, 1, 0)])
+def test_the_first_target_or_one_that_never_served_ends_it_and_complete_rounds_are_kept(
+    servers: Servers, tmp_path: Path, which: int, num_ok: int, num_rounds: int
+) -> None:
+    _fail_from(servers[which], num_ok)
     flags = _flags(servers, tmp_path, "--concurrencies", "1", "--check-tokens", "0")
-    with pytest.raises(EngineUnavailable, match="b failed 4 of 4 requests, the first by http_500"):
+    with pytest.raises(EngineUnavailable, match="failed 4 of 4 requests, the first by http_500"):
         compare.main(flags)
+    if num_rounds:
+        result = _result(tmp_path)
+        assert (result["rounds_asked"], result["rounds_measured"]) == (3, num_rounds)
+        assert "http_500" in result["error"]
+
+
+def test_a_later_failure_of_another_target_costs_its_own_figures(
+    servers: Servers, tmp_path: Path
+) -> None:
+    _fail_from(servers[1], 11)
+    assert not compare.main(
+        _flags(servers, tmp_path, "--concurrencies", "1", "--check-tokens", "0")
+    )
     result = _result(tmp_path)
-    assert (result["rounds_asked"], result["rounds_measured"]) == (3, 1)
-    assert "http_500" in result["error"]
+    assert result["rounds_measured"] == 3
+    assert "round 2/3, b, 1 at once: b failed 4 of 4 requests" in result["warnings"][0]
+    figures = result["concurrencies"]["1"]
+    assert [len(figures[name]["output_throughput"]["rounds"]) for name in "ab"] == [3, 1]
 
 
 def _command(name: str, port: int, journal: Path, *more: str) -> str:
