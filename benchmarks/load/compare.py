@@ -208,7 +208,7 @@ class Comparison:
         """Measure every target once at every concurrency, the targets in turn.
 
         Requests that fail leave out the figures of their target, if that has been measured before
-        and is not the first one; else EngineUnavailable is raised.
+        and is not the first one; else EngineUnavailable or WarmUpFailed is raised.
         """
         if not idx:
             self.compare_answers()
@@ -221,7 +221,7 @@ class Comparison:
                     where = f"round {idx + 1}/{self.parsed.rounds}, {named.name}, {at} at once"
                     try:
                         measured = self._measure(named, target, (idx, at))
-                    except EngineUnavailable as error:
+                    except (EngineUnavailable, serve.WarmUpFailed) as error:
                         if named.name not in list(self.measured)[1:]:
                             raise
                         self.warnings.append(f"{where}: {error}")
