@@ -147,7 +147,8 @@ def with_a_stage(plan: EnginePlan) -> EnginePlan:
         of=0,
         kv_cache_bytes=8 * 2**20,
     )
-    return changed(plan, {"nodes": (first, stage, *plan.experts)})
+    # Stages refuse the guesses that plans made of flags have.
+    return changed(plan, {"nodes": (first, stage, *plan.experts), "speculation": None})
 
 
 def with_a_draft_node(plan: EnginePlan) -> EnginePlan:
