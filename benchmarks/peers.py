@@ -28,6 +28,7 @@ from benchmarks.load import compare
 from benchmarks.load.started_server import free_port
 from benchmarks.report import RESULTS
 from models.sources.hub import DEFAULT_MODEL, resolve_model
+from topspin.errors import TopspinError
 
 NAME = "model"
 
@@ -203,12 +204,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.llama_cpp is None:
         parser.error("--llama-cpp is missing: its tools make the files that all servers read")
     files = Files(args.models, args.llama_cpp)
-    status = 0
+    num_failed = 0
     for name in args.rows or ROWS:
         say(f"comparing {name}")
-        status |= compare_row(name, args, files, rest)
-    if status:
-        return status  # of the rows that failed; the others have their results
+        try:
+            if status := compare_row(name, args, files, rest):
+                return status  # of a signal
+        except TopspinError as error:
+            say(f"{name} failed: {error}")
+            num_failed += 1
+    if num_failed:
+        return 1
     return tables.main([]) if args.result_dir == RESULTS else 0
 
 

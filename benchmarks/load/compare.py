@@ -107,8 +107,6 @@ class Comparison:
         self.concurrencies = tuple(map(int, asked))
         self.dataset = DatasetSettings.of(parsed, chat=parsed.backend == "openai-chat")
         self.models: dict[str, str] = {}
-        # Names of those with figures, in their order.
-        self.measured: dict[str, None] = {}
         self.agreements: dict[str, AnswerAgreement] = {}
         self.warnings: list[str] = []
         # Bytes/s of the memory, measured in each round if there is a floor.
@@ -222,12 +220,12 @@ class Comparison:
                     try:
                         measured = self._measure(named, target, (idx, at))
                     except (EngineUnavailable, serve.WarmUpFailed) as error:
-                        if named.name not in list(self.measured)[1:]:
+                        is_new = not idx and at == self.concurrencies[0]
+                        if is_new or named.name == next(iter(self.targets)):
                             raise
                         self.warnings.append(f"{where}: {error}")
                         found[at][named.name] = RoundFigures()
                         continue
-                    self.measured[named.name] = None
                     found[at][named.name] = measured
                     say(f"{where}: {number(measured.output_throughput)} tokens/s")
         return found

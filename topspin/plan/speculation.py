@@ -111,8 +111,8 @@ _MEANINGLESS: Final = {
 }
 """By method, the keys that have none there."""
 DEFAULT: Final = Speculation(method="suffix", disable_by_batch_size=4)
-"""Of an engine whose attention is on CPUs: it needs no weights, and was never slower there with so
-few sequences (benchmarks/README.md); on GPUs nobody has measured it."""
+"""Of an engine whose attention is on CPUs: it needs no weights, and was not measurably slower there
+with so few sequences (benchmarks/README.md); on GPUs nobody has measured it."""
 
 
 def cached_tokens(num_requests: int, max_model_len: int) -> int:
