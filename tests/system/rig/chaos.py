@@ -103,9 +103,9 @@ class Streams:
         for choice in event["choices"]:
             watched.tokens += choice.get("token_ids", [])
             logprobs = choice.get("logprobs") or {"token_logprobs": [], "top_logprobs": []}
-            watched.logprobs += logprobs["token_logprobs"]
-            for best in logprobs["top_logprobs"]:
-                watched.logprobs += best.values()
+            # Token by token: drafts decide how many an event has.
+            for own, best in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+                watched.logprobs += [own, *best.values()]
         self._arrived.release()
 
     def wait_for_events(self, count: int) -> None:
