@@ -18,7 +18,7 @@ from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.stop_strings import StopScanner, StopStrings
 from server.gateway.operations.metrics import First
 from server.gateway.parsing.message import AnswerMessage
-from server.gateway.parsing.parts import Part
+from server.gateway.parsing.parts import Part, joined
 from topspin.errors import EngineUnavailable, ProtocolError
 from topspin.messages import RequestOutput, TokenLogprobs
 
@@ -200,16 +200,18 @@ class Choice:
 
         Texts behind those of the tokens have none of their own.
         """
-        message, shown = self.message, list[_Token]()
+        message, shown, parts = self.message, list[_Token](), list[Part]()
         for token, text in zip_longest(tokens, texts):
             was_inside = message.is_inside_reasoning
-            self.parts += message.push(text or "", num_tokens=0 if token is None else 1)
+            parts += message.push(text or "", num_tokens=0 if token is None else 1)
             self._undecided += () if token is None or was_inside else (token,)
             if message.place != "undecided":
                 shown += self._undecided if message.place == "answer" else ()
                 self._undecided = []
         if self.finish_reason is not None:
-            self.parts += message.push("", is_last=True)
+            parts += message.push("", is_last=True)
             shown, self._undecided = shown + self._undecided, []
+        # The step's text is one event, which has all its tokens.
+        self.parts += joined(parts)
         self.token_ids += (token_id for token_id, _ in shown)
         self.logprobs += (each for _, each in shown if each is not None)

@@ -1,11 +1,12 @@
 """The parts of a message, as they grow.
 
-Owns the types only. Made by the parsers of this folder, turned into the events of an API by
-server.gateway.dialects.
+Owns the types, and what is one part. Made by the parsers of this folder, turned into the events of
+an API by server.gateway.dialects.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 
@@ -37,6 +38,18 @@ class CallArguments(NamedTuple):
 
 
 Part = Reasoning | Content | CallBegin | CallArguments
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts with content that follows on content as one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + part.text)
+        else:
+            found.append(part)
+    return found
 
 
 class CallParser(Protocol):

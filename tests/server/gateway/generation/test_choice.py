@@ -12,6 +12,8 @@ from models.text.tokenizer import IncrementalDetokenizer
 from server.gateway.generation.choice import Choice, TextOptions
 from server.gateway.generation.prompts import Prompt
 from server.gateway.generation.stop_strings import StopStrings
+from server.gateway.parsing.message import AnswerMessage, MessageOptions
+from server.gateway.parsing.parts import Content, Reasoning
 from tests.server.gateway.fakes import ids, output, tokenizer
 from tests.server.gateway.generation.test_stop_strings import first_stop
 from topspin.errors import EngineUnavailable, ProtocolError
@@ -23,12 +25,17 @@ STOPS = st.lists(
 )
 
 
-def choice(options: TextOptions) -> Choice:
+def choice(options: TextOptions, message: AnswerMessage | None = None) -> Choice:
     detokenizer = IncrementalDetokenizer(
         tokenizer(), prompt_ids=ids("prompt"), skip_special_tokens=options.skip_special_tokens
     )
     return Choice(
-        index=0, prompt=Prompt(ids=[]), is_first=True, options=options, detokenizer=detokenizer
+        index=0,
+        prompt=Prompt(ids=[]),
+        is_first=True,
+        options=options,
+        detokenizer=detokenizer,
+        message=message,
     )
 
 
@@ -157,6 +164,17 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
     cut.push(output("r", ids("abc"), logprobs=tuple(logprobs)))
     assert cut.token_ids == ids("ab")
     assert cut.logprobs == logprobs[:2]
+
+
+def test_the_tokens_of_a_step_are_one_text_where_those_of_reasoning_are_hidden() -> None:
+    options = MessageOptions(reasons=True, hides_reasoning_tokens=True)
+    thoughtful = choice(TextOptions(num_logprobs=0), AnswerMessage(options))
+    token_ids = ids("<think>a</think>bcd")
+    logprobs = tuple(TokenLogprobs(logprob=-float(i)) for i in range(len(token_ids)))
+    thoughtful.push(output("r", token_ids, logprobs=logprobs, finish_reason="length"))
+    assert thoughtful.parts == [Reasoning("a"), Content("bcd")]
+    assert thoughtful.token_ids == token_ids[-3:]
+    assert thoughtful.logprobs == list(logprobs[-3:])
 
 
 def test_missing_logprobs_are_a_protocol_error() -> None:
