@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -252,7 +253,7 @@ def _sampling(
     logprob_token_ids: tuple[int, ...],
     grammar: str,
 ) -> SamplingParams:
-    logit_bias = {_token_id(key): bias for key, bias in (body.logit_bias or {}).items()}
+    logit_bias = _biases(body.logit_bias or {})
     model.check_vocabulary(list(logit_bias), param="logit_bias")
     stop_token_ids = tuple(body.stop_token_ids or ())
     model.check_vocabulary(stop_token_ids, param="stop_token_ids")
@@ -289,14 +290,20 @@ def _sampling(
     )
 
 
-def _token_id(key: str) -> int:
-    """Return the token of a key of `logit_bias`."""
-    if not (key.isascii() and key.isdigit() and len(key) <= 10):
-        shown = truncated(key, 64)
-        raise InvalidRequest(
-            f"`logit_bias`: the key `{shown}` is no token id", param=f"logit_bias.{shown}"
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return `logit_bias` by tokens; raises InvalidRequest that names all keys that are none."""
+    wrong = [key for key in given if not (key.isascii() and key.isdigit() and len(key) <= 10)]
+    if wrong:
+        shown = truncated("`, `".join(wrong), 256)
+        said = (
+            f"key `{shown}` is no token id"
+            if len(wrong) == 1
+            else f"keys `{shown}` are no token ids"
         )
-    return int(key)
+        raise InvalidRequest(
+            f"`logit_bias`: the {said}", param=f"logit_bias.{truncated(wrong[0], 64)}"
+        )
+    return {int(key): bias for key, bias in given.items()}
 
 
 def _check_logprobs(name: str, asked: int | None, *, most: int) -> None:

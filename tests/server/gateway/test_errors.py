@@ -34,6 +34,7 @@ BROKEN_RULES: dict[str, list[tuple[dict[str, object], str, str, str | None]]] = 
         ({"prompt": [[1], [2, -1]]}, "prompt[1][1]", "`prompt[1][1]`: Expected", None),
         ({"n": 128, "prompt": ["a"] * 3}, "n", "are 384 choices; at most 256", None),
         ({"logit_bias": {"-1": 1}}, "logit_bias.-1", "the key `-1` is no token id", None),
+        ({"logit_bias": {"a": 1, "5": 1, "b": 1}}, "logit_bias.a", "keys `a`, `b` are no", None),
         ({"logit_bias": {"1000000": 1}}, "logit_bias", "outside the vocabulary of 265", None),
         ({"stop_token_ids": [10**6]}, "stop_token_ids", "outside the vocabulary", None),
         ({"min_tokens": 17}, "min_tokens", "17 is more than the 16 tokens", None),

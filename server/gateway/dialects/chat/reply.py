@@ -32,7 +32,10 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatLogprob(TopLogprob, frozen=True, kw_only=True):
-    """The chosen token of a position and the best candidates."""
+    """The chosen token of a position and the best candidates.
+
+    Or those that the request named, and the chosen one.
+    """
 
     top_logprobs: list[TopLogprob]
 
@@ -248,7 +251,9 @@ def chat_logprobs(
 
     content: list[ChatLogprob] = []
     for token_id, entry in zip(token_ids, logprobs, strict=True):
-        best = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+        best = [*zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)]
+        if params.sampling.logprob_token_ids and token_id not in entry.top_ids:
+            best.insert(0, (token_id, entry.logprob))
         top = [TopLogprob(**shown(*each)) for each in best]
         content.append(ChatLogprob(**shown(token_id, entry.logprob), top_logprobs=top))
     return ChatLogprobs(content=content)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,8 +29,16 @@ from tests.server.gateway.calls import (
     scored,
 )
 from tests.server.gateway.dialects.test_chat_tools import allows
-from tests.server.gateway.fakes import FakeEngine, backend, gateway, ids, saying, template_of
-from topspin.messages import SamplingParams
+from tests.server.gateway.fakes import (
+    FakeEngine,
+    backend,
+    gateway,
+    ids,
+    output,
+    saying,
+    template_of,
+)
+from topspin.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TAGS = {
@@ -299,6 +307,20 @@ def test_log_probabilities_of_tokens_that_are_named() -> None:
     chat = post(CHAT, {**CHAT_BODY, **asked, "logprobs": True}, fake_of("h")).json()
     [entry] = chat["choices"][0]["logprobs"]["content"]
     assert [each["token"] for each in entry["top_logprobs"]] == ["h", "z"]
+
+
+def test_the_chosen_token_is_beside_those_that_are_named() -> None:
+    def script(request: AddRequest) -> Iterator[RequestOutput]:
+        entry = TokenLogprobs(-0.5, request.sampling.logprob_token_ids, (-2.0,))
+        yield output(request, ids("h"), logprobs=(entry,), finish_reason="length")
+
+    asked = {"logprobs": True, "logprob_token_ids": ids("z")}
+    chat = post(CHAT, {**CHAT_BODY, **asked}, FakeEngine(script)).json()
+    [entry] = chat["choices"][0]["logprobs"]["content"]
+    assert [(each["token"], each["logprob"]) for each in entry["top_logprobs"]] == [
+        ("h", -0.5),
+        ("z", -2.0),
+    ]
 
 
 @pytest.mark.parametrize(
