@@ -382,8 +382,17 @@ class ControlClient:
             return message
 
     def send(self, message: Message) -> None:
-        """Queue `message` for the scheduler."""
-        self._socket.send(encode(message))
+        """Queue `message` for the scheduler.
+
+        It is dropped if the scheduler has refused the connection; recv() then raises why.
+        """
+        data = encode(message)
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            # Behind a handshake that failed libzmq has no queue, and would wait for one for ever.
+            if not (self._loss or self._monitor.poll(0)):
+                self._socket.send(data)
 
     def close(self) -> None:
         """Send queued messages, unless the connection was lost, and release the sockets."""

@@ -105,6 +105,19 @@ def test_who_has_no_keys_and_who_is_not_trusted_do_not_talk(
             assert_refused(connect(address, keys=of(keys, "gateway")), server)
 
 
+def test_what_is_sent_behind_a_refusal_waits_for_nobody(keys: Path, address: str) -> None:
+    with contextlib.closing(ControlServer(address)):
+        client = ControlClient(address, keys=of(keys, "gateway"))
+        with contextlib.closing(client):
+            # The monitor has the refusal before the queue is gone: nothing has read it yet.
+            while client._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+                assert client._monitor.poll(10_000)
+            client.send(StatsQuery(query_id=1))
+            with pytest.raises(PeerLost, match="in the handshake: keys or users differ"):
+                client.recv(10.0)
+            client.send(StatsQuery(query_id=2))
+
+
 def test_bytes_that_are_no_zeromq_disturb_nobody(
     keys: Path, server: ControlServer, address: str
 ) -> None:
