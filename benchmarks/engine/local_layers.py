@@ -35,6 +35,7 @@ from models.description.config import load_model_config
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 from topspin.plan.local_experts import LocalExperts
 from topspin.plan.spec import EnginePlan
+from topspin.plan.speculation import OFF
 
 PROMPT_LEN: Final = 16
 
@@ -99,6 +100,7 @@ def plans(path: Path, *, latency_us: float, requests: int) -> dict[str, tuple[in
         micro_batches=1,
         kv_cache_bytes=256 * 2**20,
         layout="shared",
+        speculation=OFF,
     )
     half, whole = (LocalExperts(layers=model.moe_layers[::n], when="always") for n in (2, 1))
     replace = msgspec.structs.replace

@@ -48,6 +48,7 @@ from topspin.expert_table import shares_by_speed
 from topspin.plan.rules.checks import check_plan
 from topspin.plan.settings import BalancePolicy
 from topspin.plan.spec import EnginePlan
+from topspin.plan.speculation import OFF
 
 UNIFORM: Final = "uniform"
 PLANNED: Final = "planned"
@@ -65,6 +66,7 @@ def plans(path: Path, args: argparse.Namespace) -> dict[str, EnginePlan]:
         transport="shm",
         num_threads=1,
         layout="shared",
+        speculation=OFF,
         # Copies of the prompts would not be computed, and moved experts not be those of the plan.
         prefix_caching=False,
         micro_batches=args.micro_batches,

@@ -34,6 +34,7 @@ from deploy.placement.devices import DeviceProfile, load_profile
 from models.description.config import load_model_config
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 from topspin.plan.spec import EnginePlan
+from topspin.plan.speculation import OFF
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,6 +70,7 @@ class Engine(NamedTuple):
             micro_batches=1,
             kv_cache_bytes=256 * 2**20,
             layout="shared",
+            speculation=OFF,
         )
 
 

@@ -23,6 +23,7 @@ def test_every_engine_has_its_nodes_and_its_link(tmp_path: Path) -> None:
         assert (len(plan.attention), len(plan.experts)) == engine[:2]
         assert (plan.link.transport, plan.link.latency_us) == engine[2:]
         assert plan.scheduling.micro_batches == 1
+        assert plan.speculation is None  # the cost model predicts a token per step
     names = [str(engine) for engine in ENGINES]
     assert len({*names}) == len(names) == 9
 
