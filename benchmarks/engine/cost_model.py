@@ -176,7 +176,9 @@ def predicted_step_s(
     """Return a step's time from tables, factors and link: of the sample, its load only."""
     m, threads = sample.load.micro_batches, threads_of(device, shares_cores)
     rows, layer = sample.load.rows / m, shape.moe_layers[0]
-    factors = rally_factors(device, shares_cores=shares_cores, micro_batches=m, rows=rows)
+    factors = rally_factors(
+        device, shape.experts_key(), shares_cores=shares_cores, micro_batches=m, rows=rows
+    )
     asked = BatchRows(decode=rows, context=sample.load.context)
     t_a = AttentionLayer(device, shape, layer, precision_by(()), threads=threads).seconds(asked)
     t_e = ExpertLayer(device, shape, layer, UNQUANTISED, threads=threads).seconds(

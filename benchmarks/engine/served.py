@@ -3,12 +3,14 @@
 Starts one engine after the other on the same cores: one or two nodes of each role, over shared
 memory, tcp and an emulated link; each answers 1, 4 and 16 requests at once. The planner's cost
 model predicts each step from this machine's profile (`topspin profile`, with each model's tables),
-to which only an emulated link's latency is added. Run as
+to which only an emulated link's latency is added, and what is no part of an engine: the processor's
+time of gateway, scheduler and client on the same cores, as the run measured it. Run as
 `topspin bench served --device DEVICE.json`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -86,24 +88,51 @@ ENGINES: Final = tuple(
 )
 
 
-def measured(server: TopspinServer, streams: Streams, rounds: int) -> tuple[float, float]:
-    """Return tokens per second while all decode, and the seconds between a request's tokens.
+class Served(NamedTuple):
+    """Tokens per second while all decode, and the seconds between a request's tokens.
+
+    `serving_s`: the processor's seconds of gateway, scheduler and client for each step.
+    """
+
+    tokens_per_s: float
+    between_s: float
+    serving_s: float
+
+
+def measured(server: TopspinServer, streams: Streams, rounds: int) -> Served:
+    """Return the medians of all rounds.
 
     Outputs are made longer if the last request begins only when the first has ended.
     """
-    rates, times = [], []
+    found = list[Served]()
     for turn in range(-1, rounds):
+        before_s = server.serving_cpu_s() + time.process_time()
         records = server.generate(streams, turn).records
+        serving_s = server.serving_cpu_s() + time.process_time() - before_s
         rate = decode_rate(records, streams=streams.requests)
         if rate is None:
             if streams.output_len >= MOST_OUTPUT:
                 raise SystemExit(f"{streams.requests} requests never decoded all at once")
             longer = streams._replace(output_len=2 * streams.output_len)
             return measured(server, longer, rounds)
-        rates.append(rate)
-        times.append(median(each for each in map(tpot_s, records) if each is not None))
+        between_s = median(each for each in map(tpot_s, records) if each is not None)
+        found.append(Served(rate, between_s, serving_s / streams.output_len))
     # The first round warms up.
-    return median(rates[1:]), median(times[1:])
+    return Served(*map(median, zip(*found[1:], strict=True)))
+
+
+def predicted(engine: Engine, profile: DeviceProfile, path: Path, streams: Streams) -> float:
+    """Return the seconds of a decode step, as the planner counts them."""
+    return predicted_s(
+        profile,
+        path,
+        latency_us=engine.latency_us,
+        num_local=0,
+        load=streams,
+        transport=engine.transport,
+        # A node without a request leaves the cores to the others.
+        num_nodes=(min(engine.num_attention, streams.requests), engine.num_experts),
+    )
 
 
 def compare(
@@ -115,20 +144,16 @@ def compare(
     with TopspinServer(engine.plan(path)) as server:
         for requests in REQUESTS:
             streams = Streams(requests, PROMPT_LEN, output_len, vocab_size)
-            rate, between_s = measured(server, streams, rounds)
-            step_s = predicted_s(
-                profile,
-                path,
-                latency_us=engine.latency_us,
-                num_local=0,
-                load=streams,
-                transport=engine.transport,
-                num_nodes=engine[:2],
-            )
+            rate, between_s, serving_s = measured(server, streams, rounds)
+            step_s = predicted(engine, profile, path, streams)
+            # A longer link leaves the cores idle for so long.
+            idle_s = step_s - predicted(engine._replace(latency_us=0), profile, path, streams)
+            step_s += max(0.0, serving_s / profile.cores - idle_s)
             yield {
                 "model": path.name,
                 "engine": str(engine),
                 "requests": requests,
+                "serving_ms": serving_s * 1e3,
                 "tokens_per_s": rate,
                 "predicted_tokens_per_s": requests / step_s,
                 "throughput_error": requests / step_s / rate - 1,
@@ -158,6 +183,7 @@ ROWS: Final = {
     "model": "{model}",
     "engine": "{engine}",
     "requests": "{requests}",
+    "serving, ms": "{serving_ms:.1f}",
     "tokens/s": "{tokens_per_s}",
     "predicted": "{predicted_tokens_per_s}",
     "error": "{throughput_error:+.0%}",

@@ -26,7 +26,13 @@ from benchmarks.experiment import Experiment, Result, TextTable, number, say
 from benchmarks.load.client.targets import first_model
 from benchmarks.load.contracts import BenchRequest, Target
 from benchmarks.load.figures.metrics import ttft_s
-from benchmarks.servers.topspin import ask_at_once, children_of, descendants, pss_bytes
+from benchmarks.servers.topspin import (
+    ask_at_once,
+    children_of,
+    command_line,
+    descendants,
+    pss_bytes,
+)
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 
 TIMEOUT_S = 300.0
@@ -139,7 +145,7 @@ def memory(pid: int) -> dict[str, float]:
     """Return MB of PSS by role, for the engine whose supervisor is `pid`."""
     found: dict[str, float] = {}
     for child in descendants(pid):
-        command = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+        command = command_line(child)
         role = next((role for name, role in _ROLES.items() if name in command), "other")
         found[role] = found.get(role, 0.0) + pss_bytes(child) / 1e6
     return {**found, "all": sum(found.values())}

@@ -11,7 +11,6 @@ tokens come at no less than 98 % of it. Run as `topspin bench gateway`.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -26,9 +25,9 @@ from benchmarks.experiment import Experiment, Result, TextTable, number, say, ta
 from benchmarks.gateway import large_bodies
 from benchmarks.gateway.processes import running_gateway
 from benchmarks.gateway.watch import TOKEN_PERIOD_MS
+from benchmarks.servers.topspin import cpu_s
 from models.sources.hub import DEFAULT_MODEL, resolve_model
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SUSTAINED_SHARE = 0.98
 # A limit that a text's length alone can exceed, and one that needs tokenisation to check.
 BODY_TOKEN_LIMITS = (8192, 1_000_000)
@@ -64,11 +63,6 @@ async def _load(url: str, *, num_streams: int, num_tokens: int) -> list[list[flo
     return arrivals
 
 
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-
-
 def measure_large_bodies(
     model: Path, *, size_bytes: int, max_request_tokens: int
 ) -> list[dict[str, Any]]:
@@ -88,9 +82,9 @@ def measure(
     num_tokens = max(2, round(seconds / period_s))
     flags = ("--groups", str(num_groups))
     with running_gateway(model, period_ms=period_s * 1e3, flags=flags) as gateway:
-        gateway_cpu_s, started_cpu_s = _cpu_s(gateway.pid), time.process_time()
+        gateway_cpu_s, started_cpu_s = cpu_s(gateway.pid), time.process_time()
         arrivals = asyncio.run(_load(gateway.url, num_streams=num_streams, num_tokens=num_tokens))
-        gateway_cpu_s = _cpu_s(gateway.pid) - gateway_cpu_s
+        gateway_cpu_s = cpu_s(gateway.pid) - gateway_cpu_s
         client_cpu_s = time.process_time() - started_cpu_s
     return summarise(gateway.sent, arrivals) | {
         "rate": rate,

@@ -7,6 +7,7 @@ of whole engines.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shlex
 import sys
@@ -130,6 +131,14 @@ class TopspinServer(StartedServer):
         """Return the proportional set size of the supervisor and all its descendants."""
         return sum(pss_bytes(pid) for pid in descendants(self.pid))
 
+    def serving_cpu_s(self) -> float:
+        """Return the processor's seconds of gateway and scheduler so far."""
+        return sum(
+            cpu_s(pid)
+            for pid in descendants(self.pid)
+            if any(name in command_line(pid) for name in ("server.gateway", "server.scheduler"))
+        )
+
     def metrics(self) -> Metrics:
         """Return the samples of /metrics; raises EngineUnavailable if it does not answer."""
         try:
@@ -192,6 +201,17 @@ def children_of(pid: int) -> list[int]:
     """Return the processes that `pid` started."""
     files = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for file in files for child in file.read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor's seconds of a process so far, its own and the kernel's for it."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def pss_bytes(pid: int) -> int:

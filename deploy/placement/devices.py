@@ -85,9 +85,11 @@ class Rally(_Part, frozen=True, kw_only=True):
     micro-batch of a layer finds its weights in them: `attention` and `experts` are the factors of
     both sides' own times. `step`: that of the whole step over what both sides, in the rally, add up
     to in the pipeline. `shares_cores`: they took turns on the same cores. `rows` of a micro-batch
-    ascend; there is a factor for each.
+    ascend; there is a factor for each. `shape`: the experts' (ModelShape.experts_key()), () where
+    the file does not say.
     """
 
+    shape: tuple[int, ...] = ()
     shares_cores: bool
     micro_batches: Annotated[int, Meta(ge=1, le=MAX_RALLY)]
     rows: tuple[float, ...]

@@ -69,17 +69,28 @@ def _at_point(table: Table, point: Sequence[float]) -> float:
 
 
 def rally_factors(
-    device: DeviceProfile, *, shares_cores: bool, micro_batches: int, rows: float
+    device: DeviceProfile,
+    shape: tuple[int, ...],
+    *,
+    shares_cores: bool,
+    micro_batches: int,
+    rows: float,
 ) -> RallyFactors:
     """Return by how much attention, experts and step take longer in a rally; 1 if not measured.
 
-    `rows` of a micro-batch. Beyond the measured rows the nearest factor holds.
+    Those of experts of this `shape`, or else the file's first. `rows` of a micro-batch; beyond the
+    measured rows the nearest factor holds.
     """
-    for rally in device.rallies:
-        if rally.shares_cores == shares_cores and rally.micro_batches == micro_batches:
-            kinds = (rally.attention, rally.experts, rally.step)
-            return RallyFactors(*(_at(rally, factors, rows) for factors in kinds))
-    return RallyFactors()
+    rallies = [
+        rally
+        for rally in device.rallies
+        if rally.shares_cores == shares_cores and rally.micro_batches == micro_batches
+    ]
+    if not rallies:
+        return RallyFactors()
+    rally = next((each for each in rallies if each.shape == shape), rallies[0])
+    kinds = (rally.attention, rally.experts, rally.step)
+    return RallyFactors(*(_at(rally, factors, rows) for factors in kinds))
 
 
 def _at(rally: Rally, factors: Sequence[float], rows: float) -> float:

@@ -28,7 +28,7 @@ from deploy.placement.devices import (
 )
 from deploy.placement.shapes import ModelShape
 from deploy.profiling.rally import Load, RallyJob
-from deploy.profiling.reports import links_of, rallies_of, rates_from
+from deploy.profiling.reports import fastest, links_of, rallies_of, rates_from
 from deploy.profiling.resident import MeasuredRole, Resident
 from deploy.profiling.solo import Grid
 from deploy.profiling.worker import ProfileJob, ProfileReport
@@ -182,8 +182,11 @@ def _measure_model(
     if first.rallies:
         profile = msgspec.structs.replace(
             profile,
-            rallies=rallies_of(first.rallies, profile, shape),
-            links=links_of(first.rallies, shape),
+            rallies=(
+                *rallies_of(first.rallies, profile, shape),
+                *(each for each in profile.rallies if each.shape != shape.experts_key()),
+            ),
+            links=fastest([*profile.links, *links_of(first.rallies, shape)]),
         )
     return profile
 

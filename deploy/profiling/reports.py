@@ -5,7 +5,7 @@ Pure. Called by command.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from deploy.placement.cost import AttentionLayer, BatchRows, ExpertLayer, step_s
@@ -104,6 +104,17 @@ def links_of(reports: Sequence[RallyReport], shape: ModelShape) -> tuple[LinkPro
     return tuple(found)
 
 
+def fastest(links: Iterable[LinkProfile]) -> tuple[LinkProfile, ...]:
+    """Return the link of the least alpha of each transport and condition.
+
+    A trip is only ever lengthened: behind a long layer it has to wake its receiver too.
+    """
+    found: dict[tuple[str, bool | None], LinkProfile] = {}
+    for each in sorted(links, key=lambda link: link.alpha_s):
+        found.setdefault((each.name, each.shares_cores), each)
+    return tuple(found.values())
+
+
 def rallies_of(
     reports: Sequence[RallyReport], device: DeviceProfile, shape: ModelShape
 ) -> tuple[Rally, ...]:
@@ -131,6 +142,7 @@ def rallies_of(
             ]
             found.append(
                 Rally(
+                    shape=shape.experts_key(),
                     shares_cores=report.shares_cores,
                     micro_batches=m,
                     rows=tuple(each.load.rows / m for each in mine),

@@ -403,6 +403,7 @@ class EngineSteps:
     def _factor(self, slot: DeviceSlot, m: int, rows: float) -> RallyFactors:
         return rally_factors(
             slot.device.profile,
+            self.clock.model.experts_key(),
             shares_cores=self.engine.layout.takes_turns,
             micro_batches=m,
             rows=rows,

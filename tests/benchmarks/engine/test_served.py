@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks.engine import served
 from benchmarks.engine.local_layers import predicted_s
-from benchmarks.engine.served import ENGINES, errors
+from benchmarks.engine.served import ENGINES, Engine, errors, predicted
 from benchmarks.servers.topspin import Streams
 from tests.benchmarks.engine.test_local_layers import LAPTOP
 from tests.checkpoints import make_checkpoint
@@ -36,6 +37,10 @@ def test_several_nodes_on_the_same_cores_take_no_less_time(tmp_path: Path) -> No
         return predicted_s(LAPTOP, path, latency_us=0, num_local=0, load=load, num_nodes=num_nodes)
 
     assert step_s((1, 1)) < step_s((1, 2)) < step_s((2, 2)) < 3 * step_s((1, 1))
+    narrow, wide = (Engine(count, 2, "shm") for count in (1, 2))
+    one, two = (Streams(requests, 16, 8, 100) for requests in (1, 2))
+    alone = predicted(narrow, LAPTOP, path, one)
+    assert predicted(wide, LAPTOP, path, one) == alone < predicted(wide, LAPTOP, path, two)
 
 
 def test_outputs_get_longer_until_all_requests_decode_at_once(
@@ -52,8 +57,12 @@ def test_outputs_get_longer_until_all_requests_decode_at_once(
 
     monkeypatch.setattr(served, "decode_rate", rate)
     monkeypatch.setattr(served, "tpot_s", lambda record: 0.1)
-    server: Any = SimpleNamespace(generate=generate)
-    assert served.measured(server, Streams(2, 4, 16, 10), rounds=2) == (5.0, 0.1)
+    # Half a second of processor for each request to the server, besides the client's.
+    clock = itertools.count(step=0.5)
+    server: Any = SimpleNamespace(generate=generate, serving_cpu_s=lambda: next(clock))
+    found = served.measured(server, Streams(2, 4, 16, 10), rounds=2)
+    assert found[:2] == (5.0, 0.1)
+    assert found.serving_s == pytest.approx(0.5 / 64, rel=0.1)
     assert lengths == [16, 32, 64, 64, 64]
     monkeypatch.setattr(served, "decode_rate", lambda records, streams: None)
     with pytest.raises(SystemExit, match="2 requests never decoded all at once"):

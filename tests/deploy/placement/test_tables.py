@@ -134,14 +134,20 @@ def test_factors_of_a_rally_hold_beyond_their_rows() -> None:
         experts=(1.0, 2.0),
         step=(1.1, 1.1),
     )
-    device = profile(rallies=(rally,))
+    other = msgspec.structs.replace(rally, shape=(8, 4), step=(1.5, 1.5))
+    device = profile(rallies=(rally, other))
 
-    def found(rows: float, micro_batches: int = 2) -> tuple[float, ...]:
-        return rally_factors(device, shares_cores=True, micro_batches=micro_batches, rows=rows)
+    def found(
+        rows: float, micro_batches: int = 2, shape: tuple[int, ...] = (1, 1)
+    ) -> tuple[float, ...]:
+        return rally_factors(
+            device, shape, shares_cores=True, micro_batches=micro_batches, rows=rows
+        )
 
     assert found(3.0) == pytest.approx((0.7, 1.5, 1.1))
     assert found(100.0) == pytest.approx((0.9, 2.0, 1.1))
     assert found(3.0, 1) == (1.0, 1.0, 1.0)
+    assert found(3.0, shape=(8, 4)) == pytest.approx((0.7, 1.5, 1.5))
 
 
 @settings(max_examples=50)

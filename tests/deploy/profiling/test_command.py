@@ -15,11 +15,11 @@ from deploy.placement.cost import (
     StepEnds,
     unmeasured,
 )
-from deploy.placement.devices import load_profile
+from deploy.placement.devices import LinkProfile, load_profile
 from deploy.placement.shapes import ModelShape, precision_by
 from deploy.profiling import command
 from deploy.profiling.rally import Load, RallyReport, Sample
-from deploy.profiling.reports import rallies_of
+from deploy.profiling.reports import fastest, rallies_of
 from deploy.profiling.solo import Grid
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
@@ -63,6 +63,7 @@ def test_a_profile_answers_for_the_model_that_was_measured(
     assert 0 < StepEnds(device, shape, "none", threads=1).seconds(2) < 1
     assert {(each.name, each.shares_cores) for each in device.links} >= {("shm", True)}
     assert {each.micro_batches for each in device.rallies} == {1, 2, 3, 4}
+    assert {each.shape for each in device.rallies} == {shape.experts_key()}
     # An attention node has more: the vocabulary of grammars.
     assert device.process.attention > device.process.expert > 20e6
 
@@ -70,6 +71,7 @@ def test_a_profile_answers_for_the_model_that_was_measured(
     assert topspin([*flags, "--formats", "int8", "--threads", "1"]) == 0
     both = load_profile(output)
     assert both.formats == ("none", "int8")
+    assert len(both.rallies) == len(device.rallies)
     assert {each.format for each in both.tables if each.operation == "experts"} == {"none", "int8"}
     assert set(device.tables) - set(both.tables) <= {
         each for each in device.tables if each.operation == "head"
@@ -88,6 +90,14 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     assert topspin(["profile", "-o", str(tmp_path / "box.json"), *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_of_several_models_the_fastest_trip_of_a_link_is_kept() -> None:
+    slow, fast, own = (
+        LinkProfile(name="tcp", alpha_s=alpha, bytes_per_s=1e9, shares_cores=shares)
+        for alpha, shares in ((9e-5, True), (2e-5, True), (4e-5, False))
+    )
+    assert fastest([slow, fast, own]) == (fast, own)
 
 
 def test_a_link_that_could_not_be_measured_is_said() -> None:
