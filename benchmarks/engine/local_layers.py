@@ -3,14 +3,17 @@
 Starts one engine after the other over an emulated link: all rows travel, they do not in every other
 layer, they do not at all. All get the same prompts in turn, and the tokens must be equal. The
 planner's cost model predicts each one's step from this machine's profile (`topspin profile`), to
-which only the link's latency is added. Run as `topspin bench local-layers --device DEVICE.json`.
+which only the link's latency is added, and the processor's time of gateway, scheduler and client as
+the run measured it. Run as `topspin bench local-layers --device DEVICE.json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -23,7 +26,7 @@ from benchmarks.experiment import (
     rows_of,
     settings_of,
 )
-from benchmarks.servers.topspin import Streams, running
+from benchmarks.servers.topspin import Streams, TopspinServer, running
 from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
 from deploy.placement.devices import DeviceProfile, load_profile
 from deploy.placement.formats import stored
@@ -49,15 +52,31 @@ def predicted_s(
     load: Streams,
     transport: Literal["shm", "tcp"] = "shm",
     num_nodes: tuple[int, int] = (1, 1),
+    serving_s: float = 0.0,
 ) -> float:
-    """Return the seconds of a decode step, as `topspin plan` counts them.
+    """Return the seconds of a decode step, as `topspin plan` counts an engine's.
 
     The device serves both roles in turns over its own link, `latency_us` longer; the first
     `num_local` MoE layers have no hop. Of several nodes of a role each takes as many times as long,
-    since all compute on the same cores.
+    since all compute on the same cores. So do gateway, scheduler and client, for `serving_s`,
+    unless both roles wait for the longer link meanwhile.
     """
     model = ModelShape.from_config(load_model_config(path))
     own = next(each for each in profile.links if each.name == transport and each.shares_cores)
+    if serving_s:
+        engine_s, busy_s = (
+            predicted_s(
+                profile,
+                path,
+                latency_us=latency,
+                num_local=num_local,
+                load=load,
+                transport=transport,
+                num_nodes=num_nodes,
+            )
+            for latency in (latency_us, 0.0)
+        )
+        return max(engine_s, busy_s + serving_s / profile.cores)
     link = HostLink(
         transport=transport,
         alpha_us=own.alpha_s * 1e6 + latency_us,
@@ -114,6 +133,14 @@ def plans(path: Path, *, latency_us: float, requests: int) -> dict[str, tuple[in
     }
 
 
+def measured(server: TopspinServer, turn: int, load: Streams) -> tuple[float, float]:
+    """Return tokens per second, and the seconds of gateway, scheduler and client for each step."""
+    before_s = server.serving_cpu_s() + time.process_time()
+    rate = round(server.decode_rate(load, turn), 1)
+    serving_s = server.serving_cpu_s() + time.process_time() - before_s
+    return rate, serving_s / load.output_len
+
+
 COLUMNS: Final = {
     "layers without a hop": "{layers_without_hop}",
     "tokens/s": "{tokens_per_s}",
@@ -141,13 +168,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = Streams(args.requests, PROMPT_LEN, args.output_len, vocab_size)
     planned = plans(path, latency_us=args.latency_us, requests=args.requests)
     with running({name: plan for name, (_, plan) in planned.items()}) as servers:
-        rounds = rounds_in_turn(
-            servers,
-            lambda server, turn: round(server.decode_rate(load, turn), 1),
-            rounds=args.rounds,
-        )
+        served = rounds_in_turn(servers, partial(measured, load=load), rounds=args.rounds)
+    rounds = [{name: rate for name, (rate, _) in each.items()} for each in served]
     predicted = {
-        name: predicted_s(profile, path, latency_us=args.latency_us, num_local=count, load=load)
+        name: predicted_s(
+            profile,
+            path,
+            latency_us=args.latency_us,
+            num_local=count,
+            load=load,
+            serving_s=statistics.median(each[name][1] for each in served),
+        )
         for name, (count, _) in planned.items()
     }
     rows = []

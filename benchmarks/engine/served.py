@@ -121,8 +121,10 @@ def measured(server: TopspinServer, streams: Streams, rounds: int) -> Served:
     return Served(*map(median, zip(*found[1:], strict=True)))
 
 
-def predicted(engine: Engine, profile: DeviceProfile, path: Path, streams: Streams) -> float:
-    """Return the seconds of a decode step, as the planner counts them."""
+def predicted(
+    engine: Engine, profile: DeviceProfile, path: Path, streams: Streams, serving_s: float
+) -> float:
+    """Return the seconds of a decode step, see predicted_s()."""
     return predicted_s(
         profile,
         path,
@@ -132,6 +134,7 @@ def predicted(engine: Engine, profile: DeviceProfile, path: Path, streams: Strea
         transport=engine.transport,
         # A node without a request leaves the cores to the others.
         num_nodes=(min(engine.num_attention, streams.requests), engine.num_experts),
+        serving_s=serving_s,
     )
 
 
@@ -145,10 +148,7 @@ def compare(
         for requests in REQUESTS:
             streams = Streams(requests, PROMPT_LEN, output_len, vocab_size)
             rate, between_s, serving_s = measured(server, streams, rounds)
-            step_s = predicted(engine, profile, path, streams)
-            # A longer link leaves the cores idle for so long.
-            idle_s = step_s - predicted(engine._replace(latency_us=0), profile, path, streams)
-            step_s += max(0.0, serving_s / profile.cores - idle_s)
+            step_s = predicted(engine, profile, path, streams, serving_s)
             yield {
                 "model": path.name,
                 "engine": str(engine),

@@ -36,3 +36,18 @@ def test_a_local_layer_is_predicted_to_save_its_round_trip(tmp_path: Path) -> No
     assert here == pytest.approx(still_here)
     assert one_far - one_near == pytest.approx((num_layers - 1) * 2 * 500e-6, rel=0.01)
     assert all_far - one_far == pytest.approx(2 * 510e-6, rel=0.01)
+
+
+def test_other_processes_take_the_cores_only_where_the_link_leaves_them_busy(
+    tmp_path: Path,
+) -> None:
+    path = make_checkpoint(tmp_path / "model", "mixtral")
+
+    def step_s(latency_us: float, serving_s: float) -> float:
+        load = Streams(4, 16, 8, 100)
+        return predicted_s(
+            LAPTOP, path, latency_us=latency_us, num_local=0, load=load, serving_s=serving_s
+        )
+
+    assert step_s(0, 4e-3) - step_s(0, 0) == pytest.approx(2e-3)
+    assert step_s(9000, 4e-3) == step_s(9000, 0)

@@ -39,8 +39,9 @@ def test_several_nodes_on_the_same_cores_take_no_less_time(tmp_path: Path) -> No
     assert step_s((1, 1)) < step_s((1, 2)) < step_s((2, 2)) < 3 * step_s((1, 1))
     narrow, wide = (Engine(count, 2, "shm") for count in (1, 2))
     one, two = (Streams(requests, 16, 8, 100) for requests in (1, 2))
-    alone = predicted(narrow, LAPTOP, path, one)
-    assert predicted(wide, LAPTOP, path, one) == alone < predicted(wide, LAPTOP, path, two)
+    alone = predicted(narrow, LAPTOP, path, one, 0.0)
+    both = predicted(wide, LAPTOP, path, two, 0.0)
+    assert predicted(wide, LAPTOP, path, one, 0.0) == alone < both
 
 
 def test_outputs_get_longer_until_all_requests_decode_at_once(
