@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,7 +27,7 @@ from kernels.recordings import Recordings
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import ExpertNet, NetShape
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.weights import stream_expert_weights
+from models.checkpoints.weights import ExpertStream, stream_expert_weights
 from models.description.config import ModelConfig, load_model_config
 from topspin.devices import CPU, TRITON
 from topspin.errors import ConfigError, EngineError, ProtocolError
@@ -112,6 +112,13 @@ def run_ticket(
     net.finish()
 
 
+def _without_holes(layers: Iterable[ExpertStream]) -> Iterator[ExpertStream]:
+    """Yield the layers; what packing one has freed is given back before the next is read."""
+    for layer in layers:
+        yield layer
+        release_freed_memory()
+
+
 def load_experts(
     model_path: Path, welcome: Welcome, index: int, *, runtime: Runtime | None = None
 ) -> Experts:
@@ -135,13 +142,15 @@ def load_experts(
     try:
         experts = Experts(
             model,
-            stream_expert_weights(
-                Checkpoint(model_path),
-                model,
-                dtype=dtype,
-                experts=held,
-                device=runtime.device,
-                precision=config.precision,
+            _without_holes(
+                stream_expert_weights(
+                    Checkpoint(model_path),
+                    model,
+                    dtype=dtype,
+                    experts=held,
+                    device=runtime.device,
+                    precision=config.precision,
+                )
             ),
             ops,
             held=held,
