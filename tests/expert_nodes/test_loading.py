@@ -14,6 +14,7 @@ from expert_nodes import worker
 from expert_nodes.command import accept_attention
 from expert_nodes.experts import Experts
 from expert_nodes.worker import load_experts, warm_up_rows
+from kernels.experts.layers import LayerExperts
 from kernels.runtime import DeviceMemory, HostRuntime, NoSync, Runtime
 from m2n_comm.net import ExpertBatch
 from m2n_comm.pairing.hello import Identity
@@ -166,6 +167,23 @@ class FakeListener:
     ) -> str:
         self.me, self.asked = me, asked
         return "host rows" if runtime is None else "device rows"
+
+
+def test_what_packing_a_layer_freed_is_given_back_before_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    events: list[str] = []
+    pack = LayerExperts.pack
+
+    def packed(*args: Any, **kwargs: Any) -> Any:
+        events.append("pack")
+        return pack(*args, **kwargs)
+
+    monkeypatch.setattr(LayerExperts, "pack", packed)
+    monkeypatch.setattr(worker, "release_freed_memory", lambda: events.append("release"))
+    load_experts(path, welcome_of(path), 0)
+    assert events == ["pack", "release", "pack", "release", "release"]
 
 
 @pytest.mark.parametrize(
