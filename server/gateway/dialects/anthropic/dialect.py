@@ -13,6 +13,7 @@ from server.gateway.dialects.anthropic.request import (
     decode_messages,
 )
 from server.gateway.dialects.chat.dialect import prepared_chat
+from server.gateway.dialects.chat.prompt import switched_off
 from server.gateway.dialects.chat.request import DecodedChat
 from server.gateway.dialects.dialect import PreparedRequest
 from server.gateway.errors import AnthropicErrorBody
@@ -70,4 +71,6 @@ class AnthropicDialect:
         return self._prepared(decode_count(data, self.model.reader()), None)
 
     def _prepared(self, decoded: DecodedChat, max_tokens: int | None) -> PreparedRequest:
+        template = self.model.chat_template("use /v1/completions")
+        decoded = decoded._replace(body=switched_off(decoded.body, template))
         return prepared_chat(decoded, self.model, lambda _: MessagesReplies, max_tokens=max_tokens)

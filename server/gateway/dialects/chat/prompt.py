@@ -150,6 +150,17 @@ def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any
     return {name: value for name, value in values.items() if name in template.options}
 
 
+def switched_off(body: ChatBody, template: ChatTemplate) -> ChatBody:
+    """Return a body that turns reasoning off unless it says whether to reason.
+
+    A template without a switch is left alone.
+    """
+    is_said = body.chat_template_kwargs or body.reasoning_effort
+    if is_said or not template.options & _REASONING_SWITCHES:
+        return body
+    return replace(body, chat_template_kwargs={"enable_thinking": False})
+
+
 def unread_variables(body: ChatBody, template: ChatTemplate) -> list[str]:
     """Return the variables of a request that the template does not read, under any name."""
     read = template.options

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.gateway.parsing.formats import message_formats
-from tests.server.gateway.calls import CHAT, CHAT_BODY, USER, post
+from tests.server.gateway.calls import CHAT, CHAT_BODY, USER, post, prompt_of
 from tests.server.gateway.dialects.test_chat_tools import allows
 from tests.server.gateway.fakes import FakeEngine, saying, template_of
 from topspin.plan.settings import GatewaySection
@@ -63,6 +63,25 @@ def grammar(
     body = {"model": "tiny", **given, **fields}
     post(path, body, fake, template=template_of(source), max_request_tokens=1000)
     return fake.added[0].sampling.grammar
+
+
+def test_messages_do_not_reason_unless_they_ask_for_it() -> None:
+    def prompt(source: str = QWEN3, **fields: Any) -> str:
+        fake = FakeEngine(saying("yes", finish_reason="stop"))
+        body = {"model": "tiny", "max_tokens": 5, "messages": [USER], **fields}
+        reply = post("/v1/messages", body, fake, template=template_of(source))
+        assert "enable_thinking" not in reply.headers.get("x-topspin-ignored", "")
+        return prompt_of(fake.added[0])
+
+    closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert prompt().endswith(closed)
+    assert prompt(thinking={"type": "disabled"}).endswith(closed)
+    for asked in (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"output_config": {"effort": "high"}},
+    ):
+        assert prompt(**asked).endswith("<|im_start|>assistant\n")
+    assert prompt(MINIMAX_M2).endswith("]~b]ai\n<think>\n"), "it has no switch"
 
 
 def continuing(text: str, **more: str) -> dict[str, Any]:
