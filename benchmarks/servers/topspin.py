@@ -132,8 +132,8 @@ class TopspinServer(StartedServer):
         return sum(pss_bytes(pid) for pid in descendants(self.pid))
 
     def serving_cpu_s(self) -> float:
-        """Return the processor's seconds of gateway and scheduler so far."""
-        return sum(
+        """Return the processor's seconds of gateway, scheduler and this client so far."""
+        return time.process_time() + sum(
             cpu_s(pid)
             for pid in descendants(self.pid)
             if any(name in command_line(pid) for name in ("server.gateway", "server.scheduler"))

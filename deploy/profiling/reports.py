@@ -110,8 +110,10 @@ def fastest(links: Iterable[LinkProfile]) -> tuple[LinkProfile, ...]:
     A trip is only ever lengthened: behind a long layer it has to wake its receiver too.
     """
     found: dict[tuple[str, bool | None], LinkProfile] = {}
-    for each in sorted(links, key=lambda link: link.alpha_s):
-        found.setdefault((each.name, each.shares_cores), each)
+    for each in links:
+        known = found.setdefault((each.name, each.shares_cores), each)
+        if each.alpha_s < known.alpha_s:
+            found[each.name, each.shares_cores] = each
     return tuple(found.values())
 
 
