@@ -139,7 +139,9 @@ class LinearFit:
             gram[idx][idx] += pull
             moment[idx] += pull * scale * self._prior[idx]
         best, best_value = (0.0,) * size, 0.0
-        for count in range(1, size + 1):
+        for count in range(size, 0, -1):
+            if best_value < 0.0 and count == size - 1:
+                break  # without bounds it is the minimum, too
             for chosen in combinations(range(size), count):
                 part = _solve_linear(
                     [[gram[row][column] for column in chosen] for row in chosen],

@@ -89,8 +89,9 @@ class NodeBatch:
     def add_decodes(self, seqs: list[Sequence]) -> None:
         """Plan one position of each of `seqs`, all of which have exactly one to feed."""
         for seq in seqs:
-            self.starts.append(seq.num_planned)
-            seq.num_planned += 1
+            start = seq.num_planned
+            self.starts.append(start)
+            seq.num_planned = start + 1
             seq.num_in_flight += 1
         self.budget -= len(seqs)
         self.seqs += seqs
@@ -204,9 +205,10 @@ class AttentionReplica:
         ready: list[Sequence] = []
         short: list[Sequence] = []
         for seq in self.decoding.values():
-            if seq.num_planned < seq.position_limit:
+            num_planned = seq.num_planned
+            if num_planned < seq.position_limit:
                 ready.append(seq)
-                if seq.num_planned == seq.capacity:
+                if num_planned == seq.capacity:
                     short.append(seq)
             elif seq.can_advance:
                 ready.append(seq)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from server.scheduler.micro_batching.cost import StepLoad
 from server.scheduler.planning import sequence
 from topspin.errors import ProtocolError
-from topspin.messages import SAMPLE, StepResult, StepTicket, pack_ints, unpack_ints
+from topspin.messages import StepResult, StepTicket, unpack_ints
 
 # Step k+1 is planned while step k runs; a third would be two tokens ahead of the known ones.
 MAX_STEPS_IN_FLIGHT = 2
@@ -253,10 +253,3 @@ def _check_scores(part: NodePart, result: StepResult) -> None:
             f"attention {result.index}: step {result.step}: log-probabilities of prompt tokens "
             f"by sequence: {found}, where {expected} were wanted"
         )
-
-
-def pack_sampled(seqs: list[sequence.Sequence], wanted: list[int]) -> bytes:
-    """Return the packed ids of the sequences that are sampled."""
-    if wanted.count(SAMPLE) == len(seqs):  # the common decode step
-        return pack_ints([seq.seq_id for seq in seqs])
-    return pack_ints(seq.seq_id for seq, want in zip(seqs, wanted, strict=True) if want & SAMPLE)

@@ -15,6 +15,7 @@ import msgspec
 from server.scheduler.planning.in_flight import NodePart
 from server.scheduler.planning.sequence import Request, Sequence
 from server.scheduler.planning.telemetry import Counters
+from server.scheduler.waiting.tenants import TenantState
 from topspin.errors import Overloaded, RequestError, TopspinError
 from topspin.messages import (
     FinishReason,
@@ -25,6 +26,10 @@ from topspin.messages import (
     StepResult,
     TokenLogprobs,
 )
+
+Slice = tuple[Sequence, int, int, tuple[int, ...] | None]
+"""A slice of a step that has been answered, as NodePart has it: its sequence, the positions fed,
+the most draft tokens and the tokens sampled."""
 
 # Proxies wait this long for the head of an answer, and many times that.
 UNTOLD_S = 10.0
@@ -49,33 +54,48 @@ class Outbox:
         """Return the list to which outputs for `peer` are appended."""
         return self._outputs.setdefault(peer, [])
 
-    def accept_next(self, request: Request, sampled: tuple[int, ...]) -> FinishReason | None:
-        """Append one more sampled token to an output that has begun, and emit it.
+    def accept_next(
+        self, part: NodePart, counters: Counters, served: list[TenantState]
+    ) -> Iterator[Slice]:
+        """Accept one more token of each output that has begun and goes on; yield the others.
 
-        Does for the commonest step what accept() does for any, in less than half of the time.
+        Appends to `served` whose tokens they are. Does for the commonest step what accept() does
+        for any, in less than half of the time: a step of 4,096 sequences spends most of it here.
         """
-        (token,) = sampled
-        tokens = request.tokens
-        index = len(tokens) - request.num_prompt_tokens
-        tokens.append(token)
-        request.num_replays = 0
-        outputs = self._outputs.get(request.peer)
-        if outputs is None:
-            outputs = self.outputs_of(request.peer)
-        finish = None
-        if token in request.stop_ids or len(tokens) >= request.max_length:
-            finish = request.finish_reason()
-        outputs.append(
-            RequestOutput(
-                request_id=request.request_id,
-                index=index,
-                token_ids=sampled,
-                finish_reason=finish,
-                stop_token_id=token if finish == "stop" else None,
-                num_cached_tokens=request.num_cached_tokens or 0,
+        outputs, peer, num_others = [], None, 0
+        for each in zip(part.seqs, part.counts, part.drafts, part.tokens, strict=True):
+            seq, count, _, sampled = each
+            request = seq.request
+            tokens = request.tokens
+            length, num_committed = len(tokens), seq.num_committed + count
+            if (
+                not sampled
+                or seq.closed
+                or num_committed >= seq.publish_at
+                or length == request.num_prompt_tokens
+                or length + 1 >= request.max_length
+                or sampled[0] in request.stop_ids
+            ):
+                num_others += 1
+                yield each
+                continue
+            seq.num_in_flight -= 1
+            seq.num_committed = num_committed
+            tokens.append(sampled[0])
+            request.num_replays = 0
+            served.append(request.account)
+            if request.peer != peer:
+                peer = request.peer
+                outputs = self.outputs_of(peer)
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    index=length - request.num_prompt_tokens,
+                    token_ids=sampled,
+                    num_cached_tokens=request.num_cached_tokens or 0,
+                )
             )
-        )
-        return finish
+        counters.generation_tokens += len(part.seqs) - num_others
 
     def fail(self, request: Request, error: TopspinError) -> None:
         """Record that `request` has ended with `error`."""

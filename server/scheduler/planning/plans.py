@@ -17,8 +17,8 @@ from server.scheduler.micro_batching.split import (
 )
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.attention_replica import AttentionReplica, NodeBatch
-from server.scheduler.planning.in_flight import NodePart, RunningStep, pack_sampled
-from topspin.messages import MicroBatch, StepPlan, StepTicket, pack_ints
+from server.scheduler.planning.in_flight import NodePart, RunningStep
+from topspin.messages import SAMPLE, MicroBatch, StepPlan, StepTicket, pack_ints
 
 
 class StepMessages(NamedTuple):
@@ -92,13 +92,14 @@ class StepBuilder:
         parts: dict[int, NodePart] = {}
         for split in splits:
             finished, new = split.replica.take_news()
-            plans[split.replica.index] = StepPlan(
+            plan = StepPlan(
                 ticket=ticket,
                 finished=finished,
                 new=new,
                 micro_batches=tuple(_pack(split.batch, idxs) for idxs in split.micro_batches),
             )
-            parts[split.replica.index] = _part(split.batch, split.micro_batches)
+            plans[split.replica.index] = plan
+            parts[split.replica.index] = _part(split.batch, split.micro_batches, plan)
         running = RunningStep(
             ticket=ticket,
             sent_s=now,
@@ -166,8 +167,9 @@ def _load(split: _NodeSplit) -> StepLoad:
 def _bucket(splits: list[_NodeSplit], micro_batch: int) -> int:
     num_rows = []
     for split in splits:
-        rows = split.batch.rows
-        num_rows.append(sum(rows[idx] for idx in split.micro_batches[micro_batch]))
+        rows, indices = split.batch.rows, split.micro_batches[micro_batch]
+        is_whole = len(indices) == len(rows)
+        num_rows.append(sum(rows if is_whole else [rows[idx] for idx in indices]))
     return row_bucket(max(num_rows))
 
 
@@ -180,11 +182,11 @@ def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
         wanted = [wanted[idx] for idx in indices]
     block_counts = [0] * len(seqs)
     block_ids: list[int] = []
-    for position, seq in enumerate(seqs):
-        if seq.num_planned > seq.sent_capacity:
-            blocks = seq.blocks_to_send()
-            block_counts[position] = len(blocks)
-            block_ids += blocks
+    growing = [pos for pos, seq in enumerate(seqs) if seq.num_planned > seq.sent_capacity]
+    for position in growing:
+        blocks = seqs[position].blocks_to_send()
+        block_counts[position] = len(blocks)
+        block_ids += blocks
     return MicroBatch(
         seq_ids=pack_ints([seq.seq_id for seq in seqs]),
         num_tokens=pack_ints(counts),
@@ -195,8 +197,8 @@ def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
     )
 
 
-def _part(batch: NodeBatch, micro_batches: list[list[int]]) -> NodePart:
-    """Return the node's slices in the order in which it will answer."""
+def _part(batch: NodeBatch, micro_batches: list[list[int]], plan: StepPlan) -> NodePart:
+    """Return the node's slices, which `plan` names, in the order in which it will answer."""
     seqs, counts, wanted, drafts = batch.seqs, batch.counts, batch.wanted, [0] * len(batch.seqs)
     for idx, draft in batch.drafts.items():
         drafts[idx] = draft
@@ -206,4 +208,10 @@ def _part(batch: NodeBatch, micro_batches: list[list[int]]) -> NodePart:
         counts = [counts[idx] for idx in order]
         wanted = [wanted[idx] for idx in order]
         drafts = [drafts[idx] for idx in order]
-    return NodePart(seqs, counts, drafts, batch.scored, pack_sampled(seqs, wanted))
+    if wanted.count(SAMPLE) == len(seqs):  # the common decode step
+        sampled_ids = b"".join(mb.seq_ids for mb in plan.micro_batches)
+    else:
+        sampled_ids = pack_ints(
+            seq.seq_id for seq, want in zip(seqs, wanted, strict=True) if want & SAMPLE
+        )
+    return NodePart(seqs, counts, drafts, batch.scored, sampled_ids)

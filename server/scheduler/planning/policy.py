@@ -43,6 +43,7 @@ from server.scheduler.planning.load_balancing import Pace, token_budgets
 from server.scheduler.planning.outbox import (
     Arrivals,
     Outbox,
+    Slice,
     accept,
     accept_prompt,
     failure,
@@ -560,8 +561,12 @@ class Policy:
                 if length and tokens:
                     counters.observe_draft(length, len(tokens) - 1)
         is_plain = not (errors or refused or varies or part.scored or result.logprobs)
-        served: dict[TenantState, int] = {}
-        slices = zip(part.seqs, part.counts, part.drafts, part.tokens, strict=True)
+        served: list[TenantState] = []
+        slices: Iterable[Slice] = (
+            outbox.accept_next(part, counters, served)
+            if is_plain
+            else zip(part.seqs, part.counts, part.drafts, part.tokens, strict=True)
+        )
         for seq, count, draft, tokens in slices:
             seq.num_in_flight -= 1
             request = seq.request
@@ -575,21 +580,17 @@ class Policy:
             else:
                 seq.num_committed += count
                 finish = None
-                if is_plain and tokens and len(request.tokens) > request.num_prompt_tokens:
-                    finish = outbox.accept_next(request, tokens)
-                    counters.generation_tokens += 1
-                else:
-                    if varies and tokens is not None:
-                        seq.correct(draft, len(tokens) - 1)
-                    scores = new_scores(seq, part, result) if part.scored else ()
-                    if tokens:
-                        finish = accept(seq, tokens, scores, result, outbox, counters, now)
-                    elif scores or not request.samples:
-                        finish = accept_prompt(seq, scores, outbox, counters, now)
-                    if not request.has_begun and (tokens or scores or finish is not None):
-                        self._entrance.begun(request, now)
+                if varies and tokens is not None:
+                    seq.correct(draft, len(tokens) - 1)
+                scores = new_scores(seq, part, result) if part.scored else ()
                 if tokens:
-                    served[request.account] = served.get(request.account, 0) + len(tokens)
+                    finish = accept(seq, tokens, scores, result, outbox, counters, now)
+                elif scores or not request.samples:
+                    finish = accept_prompt(seq, scores, outbox, counters, now)
+                if not request.has_begun and (tokens or scores or finish is not None):
+                    self._entrance.begun(request, now)
+                if tokens:
+                    served += [request.account] * len(tokens)
                 if seq.num_committed >= seq.publish_at:
                     replica.tables.filled(seq, publishes=caches)
                 if finish is not None:

@@ -10,6 +10,7 @@ Knows no node. Called by entrance.py and by server.scheduler.planning.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from topspin.messages import Tenant
@@ -128,9 +129,9 @@ class TenantState:
         self.served += cost / self.tenant.weight
 
 
-def charge(served: dict[TenantState, int]) -> None:
-    """Count the output tokens of each tenant, and forget them."""
-    for account, num_tokens in served.items():
+def charge(served: list[TenantState]) -> None:
+    """Count output tokens, for each of which `served` has its tenant, and forget them."""
+    for account, num_tokens in Counter(served).items():
         account.charge(num_output_tokens=num_tokens)
     served.clear()
 

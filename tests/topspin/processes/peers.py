@@ -40,11 +40,7 @@ class Gateway:
 
     def wait_until_ready(self, name: Ready) -> None:
         """Wait until there is something to read, or the end is known; read neither."""
-
-        async def wait() -> None:
-            assert await getattr(self._client, name).poll(10_000)
-
-        self._runner.run(wait())
+        assert getattr(self._client, name).poll(10_000)
 
     def close(self) -> None:
         async def close() -> None:
