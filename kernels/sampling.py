@@ -96,10 +96,14 @@ class SamplingBatch:
     """The prompt's token ids of each row; needed if a row has a repetition penalty."""
     outputs: Sequence[History] | None = None
     """The ids generated so far of each row; needed if a row has any penalty."""
+    is_plain: bool = False
+    """No row is known to have a penalty: nobody needs to look."""
 
     @cached_property
     def penalised_rows(self) -> list[int]:
         """Rows with any penalty."""
+        if self.is_plain:
+            return []
         # Lists: numpy takes longer for a few rows.
         penalties = zip(
             self.presence_penalty.tolist(),
@@ -112,8 +116,8 @@ class SamplingBatch:
     @property
     def is_processed(self) -> bool:
         """Return whether anything but the temperature and filters changes a row's logits."""
-        edits = (self.logit_bias, self.banned, self.allowed)
-        return any(each is not None for each in edits) or bool(self.penalised_rows)
+        is_edited = self.logit_bias or self.banned or self.allowed
+        return is_edited is not None or bool(self.penalised_rows)
 
     @cached_property
     def drawn_rows(self) -> list[int]:

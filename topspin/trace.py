@@ -133,6 +133,11 @@ class Ring:
         _PACK(self.buffer, at, monotonic_ns(), step, kind, layer, micro_batch, peer)
         self.words[0] = count + 1
 
+    @property
+    def newest_ns(self) -> int:
+        """Return the time of the last stamp; there must be one."""
+        return self._field(self.words[0] - 1, 0)
+
     def dump(self, since_ns: int = 0) -> bytes:
         """Return the records from `since_ns` on, oldest first."""
         numbers = self._numbers()

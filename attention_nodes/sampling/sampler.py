@@ -14,7 +14,7 @@ and each has a logit per token of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +72,10 @@ class Sampled(NamedTuple):
             tuple(drafted),
         )
 
+    def of_roots(self, values: IntArray) -> IntArray:
+        """Return those of `values` [R] that are of the first rows of the sequences."""
+        return values[self.roots] if self.drafted else values
+
     @property
     def roots(self) -> IntArray:
         """Return the first row of each sequence."""
@@ -119,7 +123,7 @@ class Sampler:
     def needs_values(self, rows: IntArray) -> bool:
         """Return whether sampling `rows` reads the values of their tokens, not only the count."""
         params = (self._table.sampling(row) for row in rows.tolist())
-        return any(_has_penalty(each) or each.is_constrained for each in params)
+        return any(each.has_penalty or each.is_constrained for each in params)
 
     def end(self, seq_id: int) -> None:
         """Forget a sequence."""
@@ -131,13 +135,18 @@ class Sampler:
 
         Call after commit() and before reserve(); if needs_values(), no token may be PENDING.
         """
-        params = [self._table.sampling(row) for row in sampled.rows.tolist()]
+        rows = sampled.rows
+        if self._table.is_plain[rows].all():
+            positions = self._positions(rows, _paths(sampled))
+            batch = SamplingBatch(**self._columns(rows, positions), is_plain=True)
+            return AskedRows(sampled, [], batch, None, {}, {})
+        params = [self._table.sampling(row) for row in rows.tolist()]
         wanted = [each.logprobs for each in params if each.logprobs is not None]
         constrained = UNCONSTRAINED
         if any(each.is_constrained for each in params):
-            rows, seq_ids = sampled.rows.tolist(), sampled.seq_ids.tolist()
-            constrained = self._constraints.of(rows, seq_ids, params, sampled.drafted)
-        batch = self._batch(sampled.rows, params, _paths(sampled), constrained)
+            seq_ids = sampled.seq_ids.tolist()
+            constrained = self._constraints.of(rows.tolist(), seq_ids, params, sampled.drafted)
+        batch = self._batch(rows, params, _paths(sampled), constrained)
         most = max(wanted) if wanted else None
         return AskedRows(sampled, params, batch, most, constrained.refused, constrained.failed)
 
@@ -224,6 +233,25 @@ class Sampler:
             drafted=_drafted(asked.sampled, firsts, num_ended=len(ended)),
         )
 
+    def _positions(self, rows: IntArray, paths: dict[int, tuple[int, ...]]) -> IntArray:
+        """Return the position of the token that each row samples."""
+        positions: IntArray = self._table.num_known[rows]
+        for idx, path in paths.items():
+            positions[idx] += len(path)
+        return positions
+
+    def _columns(self, rows: IntArray, positions: IntArray) -> dict[str, Any]:
+        """Return the fields of a SamplingBatch that every batch has."""
+        reals = torch.from_numpy(self._table.reals[rows].T.copy()).unbind()
+        seeds, choices, top_k = torch.from_numpy(self._table.keys[rows].T.copy()).unbind()
+        return {
+            **dict(zip(REALS, reals, strict=True)),
+            "top_k": top_k,
+            "seeds": seeds,
+            "choices": choices,
+            "positions": torch.from_numpy(positions),
+        }
+
     def _batch(
         self,
         rows: IntArray,
@@ -231,17 +259,9 @@ class Sampler:
         paths: dict[int, tuple[int, ...]],
         constrained: Constrained,
     ) -> SamplingBatch:
-        positions = self._table.num_known[rows]
-        for idx, path in paths.items():
-            positions[idx] += len(path)
-        reals = torch.from_numpy(self._table.reals[rows].T.copy()).unbind()
-        seeds, choices, top_k = torch.from_numpy(self._table.keys[rows].T.copy()).unbind()
+        positions = self._positions(rows, paths)
         return SamplingBatch(
-            **dict(zip(REALS, reals, strict=True)),
-            top_k=top_k,
-            seeds=seeds,
-            choices=choices,
-            positions=torch.from_numpy(positions),
+            **self._columns(rows, positions),
             logit_bias=_logit_bias(params),
             banned=self._banned(rows, positions, params, constrained.banned),
             allowed=constrained.allowed,
@@ -281,7 +301,7 @@ class Sampler:
         outputs: bool,
     ) -> list[Tensor] | None:
         """Return each row's prompt or output token ids, if any row has a penalty."""
-        if not any(_has_penalty(each) for each in params):
+        if not any(each.has_penalty for each in params):
             return None
         table = self._table
         histories = []
@@ -301,14 +321,6 @@ def _drafted(sampled: Sampled, firsts: IntArray, *, num_ended: int) -> bytes:
         return b""
     lengths = {each.first: len(each.draft.tokens) for each in sampled.drafted}
     return pack_ints([*(lengths.get(first, 0) for first in firsts.tolist()), *[0] * num_ended])
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return (
-        params.presence_penalty != 0
-        or params.frequency_penalty != 0
-        or params.repetition_penalty != 1
-    )
 
 
 def _logit_bias(params: list[SamplingParams]) -> LogitBias | None:

@@ -343,7 +343,7 @@ class ModelRunner:
         sampled = Sampled.of(prepared.micro_batches)
         self._settle_for(sampled.rows)
         asked = self._sampler.ask(sampled)
-        return asked, self._table.reserve(sampled.rows[sampled.roots])
+        return asked, self._table.reserve(sampled.of_roots(sampled.rows))
 
     def _begin(self, net: AttentionNet, ticket: StepTicket, trace: Stamps) -> None:
         """Open a step with the node's peers."""
@@ -395,7 +395,7 @@ class ModelRunner:
                 launched.verdict = self._sampler.judge(launched.asked, drawn)
                 # Failed rows too: the next step may be planned already, and continues from a token
                 # that is not reported.
-                self._table.fill(launched.reserved, drawn[0][sampled.roots])
+                self._table.fill(launched.reserved, sampled.of_roots(drawn[0]))
             if sampled.drafted:
                 self._move(*launched.keep_accepted(self._table))
         return launched.arrays

@@ -87,6 +87,7 @@ class SequenceTable:
         # Of each sequence's sampling parameters the numbers: REALS; seed (signed), choice, top_k.
         self.reals = np.zeros((capacity, len(REALS)), dtype=np.float32)
         self.keys = np.zeros((capacity, 3), dtype=np.int64)
+        self.is_plain = np.zeros(capacity, dtype=bool)
         self._sampling: list[SamplingParams | None] = [None] * capacity
         self._salts = [""] * capacity
         self._request_ids = [""] * capacity
@@ -130,6 +131,7 @@ class SequenceTable:
         self.reals[row] = [getattr(params, each) for each in REALS]
         seed = np.uint64(params.seed).view(np.int64)
         self.keys[row] = seed, params.choice, params.top_k
+        self.is_plain[row] = params.is_plain
         self.add_blocks(row, unpack(new.blocks, what=f"sequence {new.seq_id}: blocks"))
 
     def _take_row(self) -> int:
@@ -147,6 +149,7 @@ class SequenceTable:
                 "tenancy",
                 "reals",
                 "keys",
+                "is_plain",
             ):
                 old = getattr(self, name)
                 grown = np.zeros((2 * capacity, *old.shape[1:]), dtype=old.dtype)

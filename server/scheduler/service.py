@@ -84,8 +84,9 @@ from topspin.processes.channel import Event, Malformed, PeerGone, Received
 POLL_S = 0.5
 # The same while a step is in flight, whose nodes are watched.
 WATCH_POLL_S = 0.25
-# How often the nodes' speeds are compared.
+# How often the nodes' speeds are compared, and how often a node is looked for that hangs.
 COMPARE_S = 1.0
+CHECK_S = 0.05
 # How much later than others' reports of its loss a peer's own disconnection may be seen.
 CAUSE_WAIT_S = 0.2
 # How long nodes have to leave after Stop.
@@ -166,7 +167,7 @@ class Service:
         )
         self.local_layers = make_local_layers(plan, facts)
         self._slowness = Slowness(plan)
-        self._compared_s = 0.0
+        self._compared_s = self._checked_s = 0.0
         self._gateways = GatewaySide(
             self._nodes,
             plan=plan,
@@ -248,8 +249,11 @@ class Service:
                 self._faults.lose(member, error)
         if policy is not None:
             self._gateways.deliver(policy.take_arrivals(self._clock()))
-        self._check_progress()
-        self._compare_nodes()
+        now = self._clock()
+        if now >= self._checked_s + CHECK_S:
+            self._checked_s = now
+            self._check_progress(now)
+            self._compare_nodes(now)
         self._gateways.send_traces()
 
     def _may_plan(self, policy: Policy) -> bool:
@@ -287,7 +291,7 @@ class Service:
         while self._events and self._stop_reason is None:
             yield self._events.popleft()
 
-    def _check_progress(self) -> None:
+    def _check_progress(self, now: float) -> None:
         """Handle a node, or lost rows, that block the oldest step."""
         if self._policy is None:
             return
@@ -296,7 +300,7 @@ class Service:
         head = self._policy.oldest_step()
         for index in () if head is None else head.unanswered:
             watched += self._nodes.replicas.stages(index)
-        verdict = self._watermark.judge(head, watched, self._clock())
+        verdict = self._watermark.judge(head, watched, now)
         if verdict is None:
             return
         member, reason, _ = verdict
@@ -305,10 +309,10 @@ class Service:
         else:
             self._faults.lose(member, NodeGivenUp(f"{member}: {reason}"))
 
-    def _compare_nodes(self) -> None:
+    def _compare_nodes(self, now: float) -> None:
         """Tell of nodes that are much slower than others, or were."""
-        now, policy = self._clock(), self._policy
-        if policy is None or not policy.num_steps_in_flight or now < self._compared_s + COMPARE_S:
+        policy = self._policy
+        if now < self._compared_s + COMPARE_S or policy is None or not policy.num_steps_in_flight:
             return
         self._compared_s = now
         attention, experts = policy.attention_times(), self.balancer.load.times()

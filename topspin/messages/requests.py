@@ -58,6 +58,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Return whether some tokens may not be chosen, by more than their scores."""
         return bool(self.grammar or self.allowed_token_ids or self.bad_words)
 
+    @property
+    def has_penalty(self) -> bool:
+        """Return whether the scores of tokens depend on those before."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether only temperature and filters change scores, and only tokens are asked for.
+
+        As most requests are.
+        """
+        edits = self.has_penalty or self.logit_bias or self.min_tokens or self.is_constrained
+        return not edits and self.logprobs is None
+
 
 def engine_id(request_id: str, number: int, choice: int) -> str:
     """Return the id of one choice of a client's request in the engine.

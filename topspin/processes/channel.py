@@ -218,7 +218,8 @@ class ControlServer:
         gone: list[PeerGone] = []
         while _has_input(self._socket):
             events.append(self._next_message(gone))
-        self._collect_gone(gone)
+        if any(socket is self._monitor for socket, _ in ready):
+            self._collect_gone(gone)
         for peer in gone:
             self._lines.pop(peer.peer, None)
             self._group_of.pop(peer.peer, None)
@@ -371,9 +372,7 @@ class ControlClient:
         while True:
             if self._loss:
                 raise SchedulerLost(self._loss)
-            try:
-                frame = self._socket.recv(_NOBLOCK, copy=self._line is not None)
-            except zmq.Again:
+            if not _has_input(self._socket):
                 timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000))
                 ready = dict(self._poller.poll(timeout_ms))
                 if not ready:
@@ -384,6 +383,7 @@ class ControlClient:
                 if self._socket not in ready:
                     self._loss = _loss(self._monitor.recv_multipart(), self._line)
                 continue
+            frame = self._socket.recv(_NOBLOCK, copy=self._line is not None)
             if isinstance(frame, zmq.Frame):
                 is_first = not self._monitor.poll(0)  # else libzmq has connected again by itself
                 fd = frame.get(zmq.SRCFD) if is_first else None
