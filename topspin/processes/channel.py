@@ -457,18 +457,17 @@ class AsyncControlClient:
         """Return the next message; raises PeerLost and ProtocolError as ControlClient.recv."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            for socket in (self._socket, self._monitor):
-                self._loop.add_reader(socket, self._look)
+            self._loop.add_reader(self._socket, self._look)
+            self._loop.add_reader(self._monitor, self._look_for_loss)
+            self._look()
         while True:
-            self._is_lost = self._is_lost or _has_input(self._monitor)
-            if not _has_input(self._socket):
-                if self._is_lost:
-                    self._loss = self._loss or _loss(self._monitor.recv_multipart(), self._line)
-                    raise PeerLost(self._loss)
-                self._arrived.clear()
-                await self._arrived.wait()
-                continue
+            await self._arrived.wait()
+            if self._is_lost and not _has_input(self._socket):
+                self._loss = self._loss or _loss(self._monitor.recv_multipart(), self._line)
+                raise PeerLost(self._loss)
             frame = self._socket.recv(_NOBLOCK, copy=self._line is not None)
+            if not self._is_lost and not _has_input(self._socket):
+                self._arrived.clear()
             if isinstance(frame, zmq.Frame):
                 self._line = Line(frame.get(zmq.SRCFD), self._heartbeat.limit_s)
                 frame = frame.bytes
@@ -480,11 +479,16 @@ class AsyncControlClient:
             return message
 
     def _look(self) -> None:
-        """Wake recv() if anything has come.
+        """Note whether a message waits.
 
         A descriptor tells once of what changes, to whoever asks first: sending may be that.
         """
-        if _has_input(self._socket) or _has_input(self._monitor):
+        if _has_input(self._socket):
+            self._arrived.set()
+
+    def _look_for_loss(self) -> None:
+        if _has_input(self._monitor):
+            self._is_lost = True
             self._arrived.set()
 
     def send(self, message: Message) -> None:
