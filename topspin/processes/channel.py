@@ -459,7 +459,8 @@ class AsyncControlClient:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket, self._look)
             self._loop.add_reader(self._monitor, self._look_for_loss)
-            self._look()
+            self._look()  # libzmq tells of nothing before somebody has asked
+            self._look_for_loss()
         while True:
             await self._arrived.wait()
             if self._is_lost and not _has_input(self._socket):

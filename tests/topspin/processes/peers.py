@@ -41,6 +41,9 @@ class Gateway:
     def wait_until_ready(self, name: Ready) -> None:
         """Wait until there is something to read, or the end is known; read neither."""
         assert getattr(self._client, name).poll(10_000)
+        # Asking has used up what libzmq tells the loop.
+        self._client._look()
+        self._client._look_for_loss()
 
     def close(self) -> None:
         async def close() -> None:
