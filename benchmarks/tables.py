@@ -172,34 +172,36 @@ _FIGURES: Final = {
 def peers_summary(results: Path) -> str:
     """Return each server's figures of the newest day, a line per comparison and load.
 
-    Output tokens/s and median TPOT; of long prompts the prompt's tokens/s and median TTFT. A table
-    per origin and number of rounds.
+    Output tokens/s and median TPOT; of long prompts the prompt's tokens/s and median TTFT. Two
+    tables per origin.
     """
     paths = {each: result_path(each, results) for each in MODULES if each.startswith(f"{PEERS}-")}
     found = {name: json.loads(path.read_text()) for name, path in paths.items() if path}
     if not found:
         return NOT_MEASURED
     newest = max(result["date"][:10] for result in found.values())
-    tables: dict[tuple[str, str], list[list[str]]] = {}
+    tables: dict[str, dict[str, list[list[str]]]] = {}
     for name, result in found.items():
         if result["date"][:10] != newest:
             continue
         is_long = result["dataset"]["random_input_len"] > _LONG_PROMPT
         title = _OF_LONG if is_long else _OF_SHORT
-        source = f"{origin(result)}; rounds: {result['rounds_measured']}"
-        rows = tables.setdefault((title, source), [])
+        rows = tables.setdefault(origin(result), {}).setdefault(title, [])
         for at, servers in result["concurrencies"].items():
             users = f"{at} {'user' if at == '1' else 'users'}"
             rows.append(
                 [
                     f"{name.removeprefix(f'{PEERS}-')}, {users}",
                     *(_pair(servers.get(server, {}), *_FIGURES[title]) for server in _SERVERS),
+                    str(result["rounds_measured"]),
                 ]
             )
-    return "\n\n".join(
-        f"{TextTable([title, *_SERVERS], rows).markdown()}\n\n*{source}*"
-        for (title, source), rows in sorted(tables.items(), reverse=True)
-    )
+    blocks = []
+    for source, of_source in sorted(tables.items(), reverse=True):
+        for title, rows in sorted(of_source.items(), reverse=True):
+            blocks.append(TextTable([title, *_SERVERS, "rounds"], rows).markdown())
+        blocks.append(f"*{source}*")
+    return "\n\n".join(blocks)
 
 
 def _pair(figures: Mapping[str, Any], rate: str, time: str) -> str:

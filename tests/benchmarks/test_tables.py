@@ -128,15 +128,16 @@ def test_the_first_page_has_a_line_for_each_comparison_and_load(tmp_path: Path) 
     _write(tmp_path, "peers-deepseek-v2-lite-4", older)
     shown = block("peers", tmp_path).splitlines()
     assert shown[0] == (
-        "| tokens/s (TPOT, ms) | topspin | topspin-one-process | llama.cpp | ik_llama.cpp | vllm |"
+        "| tokens/s (TPOT, ms) | topspin | topspin-one-process | llama.cpp | ik_llama.cpp | vllm "
+        "| rounds |"
     )
     assert shown[2:6] == [
-        f"| {name}, {users} | 100 (9.00) |  |  |  | 80.0 |"
+        f"| {name}, {users} | 100 (9.00) |  |  |  | 80.0 | 3 |"
         for name in ("gpt-oss-3", "smollm2-moe")
         for users in ("1 user", "16 users")
     ]
     assert len(shown) == 8  # both have one origin
-    assert shown[7].endswith("torch 2.13.0; rounds: 3*")
+    assert shown[7].endswith("torch 2.13.0*")
 
 
 def test_of_long_prompts_the_first_page_shows_the_time_of_the_prompt(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_of_long_prompts_the_first_page_shows_the_time_of_the_prompt(tmp_path: P
     _write(tmp_path, "peers-qwen3-moe-686m-8k", result)
     title, _, line, *_ = block("peers", tmp_path).splitlines()
     assert title.startswith("| prompt tokens/s (TTFT, ms) | topspin |")
-    assert line == "| qwen3-moe-686m-8k, 1 user | 2000 (50.0) |  |  |  |  |"
+    assert line == "| qwen3-moe-686m-8k, 1 user | 2000 (50.0) |  |  |  |  | 1 |"
 
 
 def test_the_command_writes_and_checks(
