@@ -116,8 +116,10 @@ class SamplingBatch:
     @property
     def is_processed(self) -> bool:
         """Return whether anything but the temperature and filters changes a row's logits."""
-        is_edited = self.logit_bias or self.banned or self.allowed
-        return is_edited is not None or bool(self.penalised_rows)
+        is_edited = (
+            self.logit_bias is not None or self.banned is not None or self.allowed is not None
+        )
+        return is_edited or bool(self.penalised_rows)
 
     @cached_property
     def drawn_rows(self) -> list[int]:

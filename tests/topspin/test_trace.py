@@ -30,8 +30,9 @@ def test_a_full_ring_keeps_the_newest_in_order() -> None:
         ring = Ring(5)
         for number in range(num_stamps):
             ring.stamp(Kind.ATTENTION, number)
-        layers = [stamp.layer for stamp in read_stamps(ring.dump())]
-        assert layers == list(range(num_stamps))[-5:]
+        stamps = read_stamps(ring.dump())
+        assert [stamp.layer for stamp in stamps] == list(range(num_stamps))[-5:]
+        assert not stamps or ring.newest_ns == stamps[-1].t_ns
 
 
 def test_a_dump_begins_where_asked() -> None:

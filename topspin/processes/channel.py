@@ -218,6 +218,7 @@ class ControlServer:
         gone: list[PeerGone] = []
         while _has_input(self._socket):
             events.append(self._next_message(gone))
+        # Else what ends meanwhile is of the next call, unless _register() has to know it.
         if any(socket is self._monitor for socket, _ in ready):
             self._collect_gone(gone)
         for peer in gone:
@@ -426,8 +427,8 @@ class ControlClient:
 class AsyncControlClient:
     """The gateway's end, for asyncio; the same promises as ControlClient.
 
-    Watches libzmq's descriptors in the loop itself: zmq.asyncio takes ten times as long for a
-    message, more than all else that a gateway does for a token.
+    Watches libzmq's descriptors in the loop itself: zmq.asyncio took two thirds of the processor's
+    time that a gateway needs for a token.
     """
 
     def __init__(

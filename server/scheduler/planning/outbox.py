@@ -71,6 +71,7 @@ class Outbox:
             if (
                 not sampled
                 or seq.closed
+                or not request.has_begun
                 or num_committed >= seq.publish_at
                 or length == request.num_prompt_tokens
                 or length + 1 >= request.max_length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -64,6 +65,18 @@ def test_messages_travel_both_ways(
     client = connect(address)
     exchange(client, server, 7)
     client.close()
+
+
+def test_a_gateway_reads_what_came_while_it_sent(server: ControlServer, address: str) -> None:
+    """Sending may use up what libzmq tells the loop."""
+    gateway = Gateway(address)
+    peer = exchange(gateway, server, 7)
+    server.send(peer, Stop(reason="came"))
+    assert select.select([gateway._client._socket], [], [], 10.0)[0]
+    assert gateway._client._socket.get(zmq.EVENTS) & zmq.POLLIN
+    gateway._client.send(StatsQuery(query_id=8))
+    assert gateway.recv() == Stop(reason="came")
+    gateway.close()
 
 
 def lost_and_refused(client: Node | Gateway, address: str) -> ControlServer:

@@ -144,3 +144,13 @@ def test_requests_are_queued_while_nothing_runs_and_end_when_told() -> None:
     assert engine.policy.stats(0, (), engine.now).num_waiting == 3
     engine.resume([0])
     engine.finish()
+
+
+def test_a_request_that_came_with_output_has_begun_with_its_next_token() -> None:
+    engine = Engine(make_config(block_size=16))
+    engine.add(make_request("r", [1, 2, 3], max_tokens=40))
+    run_until_tokens(engine, "r", 4)
+    engine.replace_scheduler()
+    run_until_tokens(engine, "r", 5)
+    assert not any(each.unbegun for each in engine.policy._entrance.tenants.active)
+    engine.finish()
