@@ -29,11 +29,13 @@ import msgspec
 
 from app.launch.commands import import_path, module_argv
 from app.launch.display import CompiledKernels, open_display
+from deploy.placement.shapes import ModelShape, precision_by
 from models.description.config import ModelConfig
 from models.sources.hub import cache_root
 from topspin import __version__
 from topspin.cores import DEFAULT_LAYOUT, Between, LayoutChoice, node_environment, split_cores
 from topspin.errors import TopspinError
+from topspin.plan.precision import Rules
 from topspin.plan.setting import AUTO
 from topspin.plan.spec import EnginePlan, NodeConfig
 from topspin.process import PARENT_PID_VARIABLE
@@ -47,9 +49,8 @@ MIN_GAIN = 0.10
 MARGIN = 0.03
 # From this number of cores, half as many threads are tried too: two may share a real core.
 MANY_CORES = 4
-# With experts this large, the time of a hand-over between processes is negligible, and taking turns
-# on all cores is best; reading them would take long.
-MAX_LAYER_BYTES = 256 * 2**20
+# Reading and packing a layer's experts takes seconds per GiB, and that memory, beside a start.
+MAX_LAYER_BYTES = 2 * 2**30
 
 Settle = Callable[[LayoutChoice | None], EnginePlan]
 Measure = Callable[[Sequence["LayoutCandidate"]], list[float]]
@@ -135,16 +136,16 @@ def _reason_against(plan: EnginePlan, model: ModelConfig, num_cores: int) -> str
         return "the link is emulated"
     if num_cores < 2:
         return "one core"
-    if expert_layer_bytes(plan.model.dtype, model) > MAX_LAYER_BYTES:
-        return "the experts are so large that hand-overs do not count"
+    if expert_layer_bytes(plan.model.dtype, plan.precision, model) > MAX_LAYER_BYTES:
+        return "to read a layer of its experts would take long"
     return None
 
 
-def expert_layer_bytes(dtype: str, model: ModelConfig) -> int:
-    """Return the size of one layer's routed experts in `dtype`."""
-    assert model.moe is not None
-    weights = 3 * model.moe.num_experts * model.moe.intermediate_size * model.hidden_size
-    return weights * (4 if dtype == "float32" else 2)
+def expert_layer_bytes(dtype: str, precision: Rules, model: ModelConfig) -> int:
+    """Return the size of the first MoE layer's routed experts in their formats."""
+    shape, layer = ModelShape.from_config(model, dtype=dtype), model.moe_layers[0]
+    weight_format = precision_by(precision)("experts", layer)
+    return shape.num_experts * shape.weight_bytes("experts", layer, weight_format)
 
 
 def _choices(asked: Mapping[str, Any], num_cores: int) -> list[LayoutChoice]:

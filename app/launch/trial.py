@@ -59,7 +59,7 @@ class LayoutTrial:
         path = Path(config.model.path)
         whole = load_model_config(path, config.model.hf_overrides)
         assert whole.moe is not None
-        layer_bytes = expert_layer_bytes(config.model.dtype, whole)
+        layer_bytes = expert_layer_bytes(config.model.dtype, config.precision, whole)
         num_moe = min(-(-WEIGHT_BYTES // layer_bytes), len(whole.moe_layers))
         last = whole.moe_layers[num_moe - 1]
         model = replace(whole, layers=whole.layers[: last + 1])

@@ -19,6 +19,7 @@ from app.launch.display import CompiledKernels
 from models.description.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from topspin.cores import LayoutChoice
+from topspin.plan.precision import rules_of
 
 SHARED = LayoutChoice("shared", "shm")
 SPLIT = LayoutChoice("split", "shm")
@@ -159,8 +160,23 @@ def test_gpus_and_large_experts_are_not_measured(checkpoint: Path) -> None:
     plan = plan_of(checkpoint)
     assert calibrate._reason_against(plan, model, 2) is None
     assert model.moe is not None
-    large = replace(model, moe=replace(model.moe, num_experts=10**5))
-    assert "so large" in str(calibrate._reason_against(plan, large, 2))
+    each = calibrate.expert_layer_bytes("bfloat16", (), model) // model.moe.num_experts
+    most = calibrate.MAX_LAYER_BYTES // each
+    large = replace(model, moe=replace(model.moe, num_experts=most + 1))
+    assert "would take long" in str(calibrate._reason_against(plan, large, 2))
+    in_4_bits = plan_of(checkpoint, quantization="int4")
+    assert calibrate._reason_against(in_4_bits, large, 2) is None
+
+
+def test_a_layers_experts_have_the_bytes_of_their_format(checkpoint: Path) -> None:
+    model = load_model_config(checkpoint)
+    assert model.moe is not None
+    hidden, width = model.hidden_size, model.moe.intermediate_size
+    plain = 3 * model.moe.num_experts * hidden * width * 2
+    assert calibrate.expert_layer_bytes("bfloat16", (), model) == plain
+    assert calibrate.expert_layer_bytes("float32", (), model) == 2 * plain
+    rules = rules_of("mxfp4")
+    assert calibrate.expert_layer_bytes("bfloat16", rules, model) < plain / 2
 
 
 def test_a_trial_that_fails_leaves_the_default_and_is_not_remembered(
