@@ -67,6 +67,10 @@ ROWS: Final = {
     "smollm2-moe": Row(None, ("llama.cpp", "vllm")),
     "qwen3-moe-686m": Row("qwen3-moe", ALL_PEERS),
     "qwen3-moe-686m-int4": Row("qwen3-moe", ("llama.cpp", "ik_llama.cpp"), "q4_0"),
+    "qwen3-moe-686m-64": Row("qwen3-moe", ALL_PEERS, at_once=(64,)),
+    "qwen3-moe-686m-int4-64": Row(
+        "qwen3-moe", ("llama.cpp", "ik_llama.cpp"), "q4_0", at_once=(64,)
+    ),
     "gpt-oss-3": Row("gpt-oss", ("llama.cpp",), flags="--max-model-len 512"),
     "deepseek-v2-lite-4": Row("deepseek-v2-lite", ("llama.cpp",), flags="--max-model-len 512"),
     "qwen3-moe-686m-2k": Row(
@@ -76,7 +80,13 @@ ROWS: Final = {
         "qwen3-moe", ALL_PEERS, prompt_len=8192, at_once=(1,), num_prompts=2, retrieval=True
     ),
     "qwen3-moe-686m-32k": Row(
-        "qwen3-moe", ALL_PEERS, prompt_len=32000, at_once=(1,), num_prompts=1, retrieval=True
+        "qwen3-moe",
+        ALL_PEERS,
+        flags="--kv-cache-memory 3GiB",
+        prompt_len=32000,
+        at_once=(1,),
+        num_prompts=1,
+        retrieval=True,
     ),
 }
 TOPSPIN: Final = {"topspin": "", "topspin-one-process": "--transport local"}
