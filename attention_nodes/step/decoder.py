@@ -159,14 +159,18 @@ class NodeLayers:
         )
 
     def warm_up(self) -> None:
-        """Attend as a prompt does: keys in fp8 are gathered by a kernel of their own.
+        """Attend as a prompt does, which other kernels compute, to keys of each dtype.
 
         So many rows do not attend one by one. Reads block 0. The caller has computed one token.
         """
+        if self.config.latent is not None:
+            return  # these kernels are torch's
         dtypes = [layer.dtype for layer in self.kv.layers]
-        if torch.float8_e4m3fn not in dtypes:
-            return
-        layer = dtypes.index(torch.float8_e4m3fn)
+        for dtype in dict.fromkeys(dtypes):
+            self._attend_as_prompt(dtypes.index(dtype))
+
+    def _attend_as_prompt(self, layer: int) -> None:
+        """Attend to the keys of a layer with more rows than attend one by one."""
         config, num_rows = self.config, SINGLE_ROWS + 1
         meta = AttentionMeta(
             query_start=torch.tensor([0, num_rows], dtype=torch.int32),

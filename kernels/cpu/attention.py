@@ -2,11 +2,12 @@
 
 The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode rows
 and drafts above all, are computed one by one by `kernels.cpu.compiled.attention.rows` or, of
-latents where there is AMX, `latents` beside it, which read the keys in the cache. The plan joins
-other short pieces (large draft trees, ends of prompts) to padded groups, and keeps for each group
-the cache slots to gather and the keys that each query sees, which `kernels.cpu.padded_groups`
-computes; in a recorded step they do so in Python, with the groups of each replay. Knows no model
-and no sequence identity; the plan lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
+latents where there is AMX, `latents` beside it, and other pieces of prompts in tiles by `prompts`,
+where that is fast. These read the keys in the cache. The plan joins what is left (large draft
+trees, and prompts elsewhere) to padded groups, and keeps for each group the cache slots to gather
+and the keys that each query sees, which `kernels.cpu.padded_groups` computes; in a recorded step
+they do so in Python, with the groups of each replay. Knows no model and no sequence identity; the
+plan lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
 
 Letters beside those of `kernels.contracts`: P pieces of a group, n query rows of a
 piece, L keys of a piece (both padded to the longest of the group).
@@ -30,6 +31,13 @@ from kernels.cpu.compiled.attention.latents import (
     attend_to_latents,
     can_attend_to_latents,
     divide_heads,
+)
+from kernels.cpu.compiled.attention.prompts import (
+    IS_FAST_HERE,
+    PromptRows,
+    PromptWords,
+    attend_prompts,
+    can_attend_prompts,
 )
 from kernels.cpu.compiled.attention.rows import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.cpu.compiled.python_calls import call_again
@@ -108,6 +116,8 @@ class _Plan(NamedTuple):
     grouping: _Grouping
     groups: list[PaddedGroup]
     """Of all other rows that attend to all keys that they see; renew() changes them."""
+    prompts: PromptWords | None
+    """The rows of prompts that are computed in tiles; None: those are in groups."""
     num_rows: int
     retrieval: RetrievalWords | None
     """The rows that attend to the keys that their sequences select."""
@@ -206,6 +216,29 @@ def _seen_in_trees(
     return seen
 
 
+def _place_prompts(
+    pieces: Sequence[_Piece],
+    meta: AttentionMeta,
+    grouping: _Grouping,
+    prompts: PromptWords | None,
+) -> list[PaddedGroup]:
+    """Give the rows that are not computed one by one to `prompts`; return groups of the others.
+
+    Trees are in groups.
+    """
+    if prompts is None or meta.tree_mask is not None:
+        if prompts is not None:
+            prompts.fill((), meta.block_tables)
+        return _make_groups(pieces, meta, grouping)
+    rows = [
+        PromptRows(each.seq_idx, each.first_row, each.num_rows, each.key_end - each.num_rows)
+        for each in pieces
+        if each.num_rows > SINGLE_ROWS
+    ]
+    prompts.fill(rows, meta.block_tables)
+    return []
+
+
 def _make_groups(
     pieces: Iterable[_Piece], meta: AttentionMeta, grouping: _Grouping
 ) -> list[PaddedGroup]:
@@ -282,17 +315,22 @@ def _plan(
         grouping = _Grouping(
             q.shape[0], block_size, num_groups, head_dim, repeat, sliding_window, singly
         )
-        groups = _make_groups(pieces, meta, grouping)
-        single = selecting = None
+        single = selecting = prompts = None
+        if singly and IS_FAST_HERE and can_attend_prompts(q, k_cache, v_cache):
+            prompts = PromptWords(q.shape[1], num_groups, sliding_window)
+        groups = _place_prompts(pieces, meta, grouping, prompts)
         heads = HeadShape(q.shape[1], num_groups, head_dim)
-        if rows or retrieval is not None or (singly and groups):  # renew() may give it some
+        gets_rows = singly and (groups or prompts is not None)  # renew() may give it some
+        if rows or retrieval is not None or gets_rows:
             single = WorkWords(heads, divide_heads if by_blocks else None)
             single.fill(plan_work(rows), meta.block_tables)
         if retrieval is not None:
             selecting = RetrievalWords(heads)
             selecting.fill(meta, retrieval)
         num_rows = int(meta.query_start[-1])
-        meta.memo[memo_key] = _Plan(single, by_blocks, grouping, groups, num_rows, selecting)
+        meta.memo[memo_key] = _Plan(
+            single, by_blocks, grouping, groups, prompts, num_rows, selecting
+        )
     return cast("_Plan", meta.memo[memo_key])
 
 
@@ -339,7 +377,7 @@ def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
             plan.single.fill(plan_work(rows), fresh.block_tables)
         else:
             assert not rows, "a micro-batch without rows stays so"
-        plan.groups[:] = _make_groups(pieces, fresh, plan.grouping)
+        plan.groups[:] = _place_prompts(pieces, fresh, plan.grouping, plan.prompts)
         if plan.retrieval is not None and retrieval is not None:
             plan.retrieval.fill(fresh, retrieval)
 
@@ -397,6 +435,8 @@ def paged_attention(
         attend_selected(
             q, k_cache, v_cache, codes, words, out, scale=scale, sinks=sinks, ended=ended
         )
+    if plan.prompts is not None and meta.max_query_len > SINGLE_ROWS:
+        attend_prompts(q, k_cache, v_cache, plan.prompts, out, scale=scale, sinks=sinks)
     if plan.groups or meta.max_query_len > SINGLE_ROWS:  # renew() may give it some
         values = k_cache if latent else v_cache
 

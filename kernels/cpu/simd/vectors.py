@@ -200,6 +200,14 @@ def keep_first(
 
 
 @operation(F32x16, [F32x16, types.int64, types.float32])
+def drop_first(
+    builder: ir.IRBuilder, value: ir.Value, count: ir.Value, other: ir.Value
+) -> ir.Value:
+    """Replace the first `count` (any number) lanes by `other`."""
+    return builder.select(first_lanes(builder, count), broadcast(builder, other), value)
+
+
+@operation(F32x16, [F32x16, types.int64, types.float32])
 def keep_bits(builder: ir.IRBuilder, value: ir.Value, bits: ir.Value, other: ir.Value) -> ir.Value:
     """Replace the lanes i whose bit i is 0 by `other`."""
     lanes = ir.VectorType(ir.IntType(1), LANES)
