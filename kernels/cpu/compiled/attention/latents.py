@@ -106,7 +106,7 @@ def attend_to_latents(
 ) -> None:
     """Write the rows of `work`, by divide_heads, of out [T, N, V]; as `attend_rows`."""
     assert can_attend_to_latents(q, k_cache, v_cache)
-    arguments = head_arguments(q, k_cache, v_cache, work, out, scale=scale, sinks=sinks)
+    arguments = head_arguments(q, k_cache, v_cache, work.address, out, scale=scale, sinks=sinks)
     launch(_attend_latents, arguments, num_threads=torch.get_num_threads())
 
 

@@ -144,7 +144,7 @@ def attend_prompts(
     sinks: Tensor | None = None,
 ) -> None:
     """Write the rows of `words` of out [T, N, V]; all else as in `paged_attention`."""
-    arguments = head_arguments(q, k_cache, v_cache, words, out, scale=scale, sinks=sinks)
+    arguments = head_arguments(q, k_cache, v_cache, words.address, out, scale=scale, sinks=sinks)
     launch(_attend_prompts, arguments, num_threads=torch.get_num_threads())
 
 
@@ -225,7 +225,7 @@ def _soften(
             found = vectors.splat(np.float32(0))
         mass = vectors.add(mass, found)
         vectors.store_bf16(weights + 2 * at, found)
-    shrink = vectors.max_lanes(vectors.exp(vectors.splat(before - now)))
+    shrink: np.float32 = vectors.max_lanes(vectors.exp(vectors.splat(before - now)))
     simd.write_f32(greatest, now)
     simd.write_f32(total, simd.read_f32(total) * shrink + vectors.sum_lanes(mass))
     return shrink

@@ -181,7 +181,7 @@ def attend_rows(
 
     The heads of a row of out are contiguous, as those of q.
     """
-    arguments = head_arguments(q, k_cache, v_cache, work, out, scale=scale, sinks=sinks)
+    arguments = head_arguments(q, k_cache, v_cache, work.address, out, scale=scale, sinks=sinks)
     launch(_attend, arguments, num_threads=torch.get_num_threads())
 
 
@@ -189,13 +189,16 @@ def head_arguments(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    work: WorkWords,
+    work: int,
     out: Tensor,
     *,
     scale: float,
     sinks: Tensor | None,
 ) -> tuple[int, ...]:
-    """Return the arguments of `kernels.cpu.compiled.attention.keys`, in their order."""
+    """Return the arguments of `kernels.cpu.compiled.attention.keys`, in their order.
+
+    `work` is the address of the words.
+    """
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     _, block_size, num_groups, head_dim = k_cache.shape
     return (
@@ -211,7 +214,7 @@ def head_arguments(
         head_dim,
         int(q.dtype == torch.bfloat16),
         float_word(scale),
-        work.address,
+        work,
         int(k_cache.dtype == torch.float8_e4m3fn),
         0 if sinks is None else sinks.data_ptr(),
         out.shape[2],

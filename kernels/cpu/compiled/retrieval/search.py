@@ -132,7 +132,7 @@ def attend_selected(
     `ended` as in `kernels.contracts.Retrieval`.
     """
     arguments = (
-        *head_arguments(q, k_cache, v_cache, words.work, out, scale=scale, sinks=sinks),
+        *head_arguments(q, k_cache, v_cache, words.work.address, out, scale=scale, sinks=sinks),
         codes.centroids.data_ptr(),
         codes.codes.data_ptr(),
         codes.summaries.data_ptr(),
