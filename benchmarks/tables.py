@@ -122,6 +122,7 @@ MODULES: Final = {
     "sensitivity": "quality.sensitivity",
     "served": "engine.served",
     "spec": "speculation.command",
+    "spec-qwen3-moe-686m": "speculation.command",
     "startup": "engine.startup",
     "structured_output": "structured_output",
     "sweep-overload": "load.sweep",
