@@ -163,8 +163,6 @@ class NodeLayers:
 
         So many rows do not attend one by one. Reads block 0. The caller has computed one token.
         """
-        if self.config.latent is not None:
-            return  # these kernels are torch's
         dtypes = [layer.dtype for layer in self.kv.layers]
         for dtype in dict.fromkeys(dtypes):
             self._attend_as_prompt(dtypes.index(dtype))

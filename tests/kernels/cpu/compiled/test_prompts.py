@@ -84,7 +84,7 @@ def test_micro_batches_of_all_kinds(name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_the_widest_heads_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_widest_heads_fit() -> None:
     compare(case_of([200], [200], Heads(2, 1, MAX_DIM)))
 
 
