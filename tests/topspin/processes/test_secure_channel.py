@@ -26,6 +26,11 @@ from topspin.processes.keys import KeyDirectory, new_secret, public_of_secret, w
 from topspin.processes.listening import has_ipv6
 from topspin.processes.secure_channel import MAX_FILES
 
+# ZMTP 3.1: signature, version, mechanism, not as CURVE's server, filler.
+GREETING_WITHOUT_KEYS = (
+    b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+)
+
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
@@ -105,13 +110,22 @@ def test_who_has_no_keys_and_who_is_not_trusted_do_not_talk(
             assert_refused(connect(address, keys=of(keys, "gateway")), server)
 
 
-def test_what_is_sent_behind_a_refusal_waits_for_nobody(keys: Path, address: str) -> None:
-    with contextlib.closing(ControlServer(address)):
-        client = ControlClient(address, keys=of(keys, "gateway"))
-        with contextlib.closing(client):
+def test_what_is_sent_behind_a_refusal_waits_for_nobody(keys: Path) -> None:
+    """The refusing server is a bare socket, so that its greeting always comes before its end.
+
+    From a ControlServer the client often sees the end alone. libzmq connects anew then and keeps
+    the queue; only a greeting of another mechanism takes it away.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = ControlClient(
+            f"tcp://127.0.0.1:{server.getsockname()[1]}", keys=of(keys, "gateway")
+        )
+        with contextlib.closing(client), server.accept()[0] as connection:
+            connection.sendall(GREETING_WITHOUT_KEYS)
+            assert client._monitor.poll(10_000)
             # The monitor has the refusal before the queue is gone: nothing has read it yet.
             while client._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
-                assert client._monitor.poll(10_000)
+                pass
             client.send(StatsQuery(query_id=1))
             with pytest.raises(PeerLost, match="in the handshake: keys or users differ"):
                 client.recv(10.0)
