@@ -44,17 +44,17 @@ _LANE_NAMES: Final = {"float": "f32", "i32": "i32", "i16": "i16", "i8": "i8"}
 _INDICES = ir.Constant(I32_LANES, list(range(LANES)))
 
 
-class _Bfloat(ir.Type):  # type: ignore[misc]
+class Bfloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat)
+        return isinstance(other, Bfloat)
 
     def __hash__(self) -> int:
-        return hash(_Bfloat)
+        return hash(Bfloat)
 
 
 class Vector(types.Type):
@@ -228,7 +228,7 @@ def odd_numbers(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
 def dot_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
     """Add to each lane of total (fp32) the two products of the bf16 pairs of a and b."""
     if cpu_has("avx512bf16", "avx512f"):
-        kind = ir.VectorType(_Bfloat(), 2 * LANES)
+        kind = ir.VectorType(Bfloat(), 2 * LANES)
         return call(
             builder,
             "llvm.x86.avx512bf16.dpbf16ps.512",

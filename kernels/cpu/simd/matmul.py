@@ -8,8 +8,9 @@ two numbers of every output. Outputs are padded with zeros to a whole block, inp
 A task is TASK_OUTPUTS outputs: one block of 64, multiplied with vectors, or two of 32,
 multiplied with AMX tiles. Processors without bf16 instructions use `kernels.cpu.simd.widened`.
 A row's sum does not depend on the other rows. Used by
-`kernels.cpu.compiled.matmul.linear` and `kernels.cpu.compiled.matmul.experts`, and what opens tiles
-by `kernels.cpu.compiled.attention.latents`, inside compiled functions only.
+`kernels.cpu.compiled.matmul.linear` and `kernels.cpu.compiled.matmul.experts`, by
+`kernels.cpu.compiled.attention.prompts`, and what opens tiles by
+`kernels.cpu.compiled.attention.latents`, inside compiled functions only.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SUM_BYTES: Final = 4 * TASK_OUTPUTS
 """Size of one row of the fp32 sums of a task."""
 ROW_MULTIPLE: Final = 16
 """Sums are written for this many rows at a time, also beyond the last row."""
+MAX_EVEN_ROWS: Final = 48
 _SYS_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 _PAIR_BYTES: Final = 4 * TASK_OUTPUTS
 _VECTOR: Final = 4 * simd.LANES
@@ -182,16 +184,20 @@ def _clear_sums(builder: ir.IRBuilder) -> None:
         amx(builder, "tilezero", tile)
 
 
-@operation(types.none, [types.int64] * 4)
+@operation(types.none, [types.int64] * 5)
 def _add_steps(
-    builder: ir.IRBuilder, rows: ir.Value, weight: ir.Value, second: ir.Value, steps: ir.Value
+    builder: ir.IRBuilder,
+    rows: ir.Value,
+    pitch: ir.Value,
+    weight: ir.Value,
+    second: ir.Value,
+    steps: ir.Value,
 ) -> None:
-    """Add the products of 16 staged rows and two blocks, over `steps` times 32 inputs."""
+    """Add the products of 16 rows, `pitch` bytes apart, and two blocks, of `steps` times 32."""
 
     def step(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         place = builder.add(rows, builder.mul(index, simd.constant(_VECTOR)))
-        stride = simd.constant(_STAGED_ROW_BYTES)
-        amx(builder, "tileloadd64", _ROWS_TILE, tile_pointer(builder, place), stride)
+        amx(builder, "tileloadd64", _ROWS_TILE, tile_pointer(builder, place), pitch)
         offset = builder.mul(index, simd.constant(_STEP_BYTES))
         for part in range(4):
             block = builder.add((weight, second)[part // 2], offset)
@@ -237,7 +243,7 @@ def _multiply_by_tiles(
                     vectors.store_f32(target + 4 * pair, numbers)
             offset = begin * 4 * TILE_WIDTH
             steps = (here + _STEP_PAIRS - 1) // _STEP_PAIRS
-            _add_steps(staged, weight + offset, second + offset, steps)
+            _add_steps(staged, _STAGED_ROW_BYTES, weight + offset, second + offset, steps)
         _store_sums(sums + first * SUM_BYTES)
     close_tiles()
 
@@ -304,9 +310,63 @@ multiply = _choose_multiply()
 
 
 @inlined
+def _multiply_even_by_tiles(
+    rows: int,
+    pitch: int,
+    num_rows: int,
+    weight: int,
+    second: int,
+    num_in: int,
+    num_outputs: int,
+    sums: int,
+) -> None:
+    open_tiles(tile_settings())
+    for first in range(0, num_rows, ROW_MULTIPLE):
+        _clear_sums()
+        steps = padded_inputs(num_in) // INPUT_MULTIPLE
+        _add_steps(rows + first * pitch, pitch, weight, second, steps)
+        _store_sums(sums + first * SUM_BYTES)
+    close_tiles()
+
+
+_even_rows = simd.stack(8 * MAX_EVEN_ROWS)
+
+
+@inlined
+def _multiply_even_by_vectors(
+    rows: int,
+    pitch: int,
+    num_rows: int,
+    weight: int,
+    second: int,
+    num_in: int,
+    num_outputs: int,
+    sums: int,
+) -> None:
+    listed = _even_rows()
+    for row in range(num_rows):
+        simd.write_i64(listed + 8 * row, rows + row * pitch)
+    width, pairs = TASK_OUTPUTS, num_in // 2
+    multiply(listed, num_rows, weight, second, weight, width, pairs, num_outputs, sums)
+
+
+# Multiplies at most MAX_EVEN_ROWS rows that lie `pitch` bytes apart, with zeros behind their last
+# input as in the weight, in blocks of EVEN_WIDTH; reads ROW_MULTIPLE rows at a time. All else is as
+# with `multiply`.
+multiply_even = _multiply_even_by_tiles if HAS_TILES else _multiply_even_by_vectors
+EVEN_WIDTH: Final = TILE_WIDTH if HAS_TILES else TASK_OUTPUTS
+
+
+@inlined
+def padded_inputs(num_in: int) -> int:
+    """Return the number of inputs with their padding, in compiled functions."""
+    return (num_in + INPUT_MULTIPLE - 1) // INPUT_MULTIPLE * INPUT_MULTIPLE
+
+
+@inlined
 def task_bytes(num_in: int) -> int:
     """Return the size of a task of a weight with `num_in` inputs; the same for any width."""
-    return (num_in + INPUT_MULTIPLE - 1) // INPUT_MULTIPLE * INPUT_MULTIPLE * 2 * TASK_OUTPUTS
+    return padded_inputs(num_in) * 2 * TASK_OUTPUTS
 
 
 @inlined

@@ -7,6 +7,7 @@ only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from llvmlite import ir
@@ -16,10 +17,14 @@ from kernels.cpu.simd.lanes import (
     F32_LANES,
     I32,
     I32_LANES,
+    I64,
     LANES,
+    Bfloat,
     F32x16,
     broadcast,
     call,
+    constant,
+    cpu_has,
     first_lanes,
     fused,
     lanes_of,
@@ -102,6 +107,53 @@ def store_first_pairs(
     store_first(builder, address, paired(builder, even, odd), count)
 
 
+@operation(types.none, [types.int64, types.int64, types.int64])
+def zip_numbers(builder: ir.IRBuilder, address: ir.Value, even: ir.Value, odd: ir.Value) -> None:
+    """Write sixteen pairs of the 16-bit numbers at `even` and those at `odd`, in turn."""
+    kind = ir.VectorType(ir.IntType(16), LANES)
+    low, high = (builder.zext(load(builder, each, kind), I32_LANES) for each in (even, odd))
+    store(builder, address, builder.or_(low, builder.shl(high, lanes_of(I32_LANES, 16))))
+
+
+@operation(types.none, [types.int64] * 5)
+def transpose(
+    builder: ir.IRBuilder,
+    rows: ir.Value,
+    offset: ir.Value,
+    count: ir.Value,
+    address: ir.Value,
+    stride: ir.Value,
+) -> None:
+    """Write 16 columns of the 16 rows (32 bits each) whose addresses lie at `rows`.
+
+    They begin `offset` bytes after the rows' begin; all after the first `count` columns are zeros.
+    Column j is written at `address` + j `stride`.
+    """
+    found = [
+        load_first(
+            builder,
+            builder.add(load(builder, builder.add(rows, constant(8 * row)), I64), offset),
+            I32_LANES,
+            count,
+        )
+        for row in range(LANES)
+    ]
+    width = LANES // 2
+    while width:
+        # Two rows exchange the lanes with bit `width`: afterwards a row holds a part of a column.
+        low = [lane if not lane & width else (lane ^ width) + LANES for lane in range(LANES)]
+        high = [lane + width if not lane & width else lane + LANES for lane in range(LANES)]
+        for first in (row for row in range(LANES) if not row & width):
+            pair = found[first], found[first + width]
+            found[first], found[first + width] = (
+                shuffled(builder, *pair, lanes) for lanes in (low, high)
+            )
+        width //= 2
+    for column, values in enumerate(found):
+        place = builder.add(address, builder.mul(stride, constant(column)))
+        store(builder, place, values)
+
+
 @operation(types.none, [types.int64, F32x16, types.int64])
 def store_first_f32(
     builder: ir.IRBuilder, address: ir.Value, value: ir.Value, count: ir.Value
@@ -147,6 +199,12 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
 
 
 @operation(F32x16, [F32x16, F32x16])
+def greater(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Return the greater of each two lanes; that of b if one is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@operation(F32x16, [F32x16, F32x16])
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """Return the greater of each two lanes; NaN if one of them is."""
     greater = builder.fcmp_ordered(">", a, b)
@@ -174,10 +232,10 @@ def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Return the greatest lane; not defined if one is NaN."""
 
-    def greater(a: ir.Value, b: ir.Value) -> ir.Value:
+    def join(a: ir.Value, b: ir.Value) -> ir.Value:
         return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
-    return _fold(builder, value, greater)
+    return _fold(builder, value, join)
 
 
 def _fold(
@@ -215,6 +273,39 @@ def keep_bits(builder: ir.IRBuilder, value: ir.Value, bits: ir.Value, other: ir.
     return builder.select(kept, value, broadcast(builder, other))
 
 
+@operation(types.none, [types.int64, F32x16])
+def store_weights(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Round sixteen floats to bf16 and write them; as 0 where they are below 2^-126."""
+    if not cpu_has("avx512bf16", "avx512f"):
+        kind, numbers = ir.VectorType(ir.IntType(16), LANES), rounded(builder, value)
+        return store(builder, address, builder.trunc(numbers, kind))
+    kind = ir.VectorType(Bfloat(), LANES)
+    numbers = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", kind, [value])
+    return store(builder, address, numbers)
+
+
+@operation(F32x16, [F32x16])
+def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Return 2 to the power x, x < 127, for weights in bf16: within 2^-13 of it; NaN of NaN.
+
+    Below -125 the result is about 2^-125 or 0: denormal numbers take Intel's processors a hundred
+    times as long. x = n + r, |r| <= 1/2; 2^r by the polynomial of degree 3 with the least relative
+    error (Remez); times 2^n.
+    """
+    if not cpu_has("avx512f"):
+        return _exp(builder, builder.fmul(x, lanes_of(F32_LANES, math.log(2))))
+    lowest = lanes_of(F32_LANES, -125.0)
+    clamped = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
+    turns = call(builder, "llvm.rint.v16f32", F32_LANES, [clamped])
+    rest = builder.fsub(clamped, turns)
+    total = lanes_of(F32_LANES, 0.0551716695)
+    for factor in (0.2426111254, 0.6932609857, 0.9999280733):
+        total = fused(builder, total, rest, lanes_of(F32_LANES, factor))
+    every, current = ir.Constant(ir.IntType(16), -1), ir.Constant(I32, 4)
+    operands = [total, turns, total, every, current]
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", F32_LANES, operands)
+
+
 @operation(F32x16, [F32x16])
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Return e to the power x within two units of the last place; 0 below -87, NaN of NaN.
@@ -223,6 +314,10 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     adding n to the exponent. ln 2 is subtracted in two parts (Cody and Waite). Above 88
     the result is undefined: softmax subtracts the greatest, silu clamps.
     """
+    return _exp(builder, x)
+
+
+def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     lowest, greatest = lanes_of(F32_LANES, -87.0), lanes_of(F32_LANES, 88.0)
     too_low = builder.fcmp_ordered("<", x, lowest)
     clamped = builder.select(too_low, lowest, x)

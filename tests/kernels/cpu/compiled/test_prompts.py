@@ -84,6 +84,35 @@ def test_micro_batches_of_all_kinds(name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_groups")
+def test_what_lies_before_the_window_is_not_read() -> None:
+    """Its blocks may hold another sequence by now, or nothing yet."""
+    case = case_of([300], [40], Heads(4, 2, 64))
+    gone = 300 - 40 + 1 - 70
+    wanted = compare(case, window=70)
+    slots = case.meta.block_tables[0, :-1].long()
+    for cache in (case.k_cache, case.v_cache):
+        kept = cache[slots].flatten(0, 1)
+        kept[:gone] = float("nan")
+        cache[slots] = kept.view(len(slots), *cache.shape[1:])
+    out = paged_attention(
+        case.q, case.k_cache, case.v_cache, replace(case.meta, memo={}), scale=SCALE,
+        sliding_window=70,
+    )  # fmt: skip
+    assert torch.equal(out, wanted)
+
+
+def test_a_sum_over_many_blocks_forgets_none() -> None:
+    """A factor of each block that is not quite 1 would weigh late keys more than early ones."""
+    num_keys = 16_384
+    case = case_of([num_keys], [9], Heads(2, 1, 16))
+    case.q.zero_()
+    values = torch.linspace(-1, 1, num_keys).bfloat16().view(-1, 16, 1, 1)
+    case.v_cache[case.meta.block_tables[0, :-1].long()] = values.expand(-1, -1, 1, 16)
+    out = paged_attention(case.q, case.k_cache, case.v_cache, case.meta, scale=SCALE)
+    assert out.abs().max() < 1e-3
+
+
+@pytest.mark.usefixtures("no_groups")
 def test_the_widest_heads_fit() -> None:
     compare(case_of([200], [200], Heads(2, 1, MAX_DIM)))
 

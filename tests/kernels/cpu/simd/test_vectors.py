@@ -20,11 +20,11 @@ def _apply(block: int) -> None:
         vectors.store_bf16(simd.read_i64(block + ROUNDED) + 32 * idx, value)
 
 
-def apply(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def apply(x: torch.Tensor, kernel: Kernel = _apply) -> tuple[torch.Tensor, torch.Tensor]:
     assert x.numel() % 16 == 0
     result, rounded = torch.empty_like(x), torch.empty_like(x, dtype=torch.bfloat16)
     words = (x.data_ptr(), result.data_ptr(), rounded.data_ptr(), x.numel() // 16)
-    launch(_apply, words, num_threads=1)
+    launch(kernel, words, num_threads=1)
     return result, rounded
 
 
@@ -52,3 +52,24 @@ def test_rounding_is_that_of_torch() -> None:
     numbers = ~x.isnan()
     assert torch.equal(rounded[numbers], x.bfloat16()[numbers])
     assert rounded[~numbers].isnan().all()
+
+
+@Kernel
+def _weigh(block: int) -> None:
+    """Write exp2 and its rounding as a weight of COUNT vectors."""
+    for idx in range(simd.read_i64(block + COUNT)):
+        value = vectors.exp2(vectors.load_f32(simd.read_i64(block + INPUT) + 64 * idx))
+        vectors.store_f32(simd.read_i64(block + OUTPUT) + 64 * idx, value)
+        vectors.store_weights(simd.read_i64(block + ROUNDED) + 32 * idx, value)
+
+
+def test_exp2_and_its_weights() -> None:
+    x = torch.linspace(-124.9, 126.9, 160_000)
+    x[:16] = torch.tensor([torch.nan, -torch.inf, -126.5, -1e30] * 4)
+    result, rounded = apply(x, _weigh)
+    assert result[:16].view(4, 4)[:, 0].isnan().all()
+    assert rounded[:16].view(4, 4)[:, 0].isnan().all()
+    assert (result[:16].view(4, 4)[:, 1:] < 2.0**-124).all()
+    relative = (result.double() / x.double().exp2() - 1).abs()[16:].max()
+    assert relative < 2.0**-13
+    assert torch.equal(rounded[16:], result.bfloat16()[16:])
