@@ -18,6 +18,7 @@ import importlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -173,19 +174,20 @@ _FIGURES: Final = {
 
 
 def peers_summary(results: Path) -> str:
-    """Return each server's figures of the newest day, a line per comparison and load.
+    """Return each server's figures of one day, a line per comparison and load.
 
-    Output tokens/s and median TPOT; of long prompts the prompt's tokens/s and median TTFT. Two
-    tables per origin.
+    It is the day with the most comparisons, the newest of several. Output tokens/s and median TPOT;
+    of long prompts the prompt's tokens/s and median TTFT. Two tables per origin.
     """
     paths = {each: result_path(each, results) for each in MODULES if each.startswith(f"{PEERS}-")}
     found = {name: json.loads(path.read_text()) for name, path in paths.items() if path}
     if not found:
         return NOT_MEASURED
-    newest = max(result["date"][:10] for result in found.values())
+    days = Counter(result["date"][:10] for result in found.values())
+    fullest = max(days, key=lambda day: (days[day], day))
     tables: dict[str, dict[str, list[list[str]]]] = {}
     for name, result in found.items():
-        if result["date"][:10] != newest:
+        if result["date"][:10] != fullest:
             continue
         is_long = result["dataset"]["random_input_len"] > _LONG_PROMPT
         title = _OF_LONG if is_long else _OF_SHORT

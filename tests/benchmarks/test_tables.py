@@ -124,8 +124,9 @@ def test_the_first_page_has_a_line_for_each_comparison_and_load(tmp_path: Path) 
     result = {**ENVELOPE, **own}
     for name in ("peers-smollm2-moe", "peers-gpt-oss-3"):
         _write(tmp_path, name, result)
-    older = {**result, "date": "2020-01-01T00:00:00"}
-    _write(tmp_path, "peers-deepseek-v2-lite-4", older)
+    # Of another day are a comparison that is older and, alone on its day, one that is newer.
+    for name, day in (("deepseek-v2-lite-4", "2020-01-01"), ("qwen3-moe-686m-32k", "2090-01-01")):
+        _write(tmp_path, f"peers-{name}", {**result, "date": f"{day}T00:00:00"})
     shown = block("peers", tmp_path).splitlines()
     assert shown[0] == (
         "| tokens/s (TPOT, ms) | topspin | topspin-one-process | llama.cpp | ik_llama.cpp | vllm "
