@@ -117,7 +117,7 @@ class _Plan(NamedTuple):
     groups: list[PaddedGroup]
     """Of all other rows that attend to all keys that they see; renew() changes them."""
     prompts: PromptWords | None
-    """The rows of prompts that are computed in tiles; None: those are in groups."""
+    """The rows of prompts that are computed in tiles; None: there are none, or in groups."""
     num_rows: int
     retrieval: RetrievalWords | None
     """The rows that attend to the keys that their sequences select."""
@@ -316,7 +316,8 @@ def _plan(
             q.shape[0], block_size, num_groups, head_dim, repeat, sliding_window, singly
         )
         single = selecting = prompts = None
-        if singly and IS_FAST_HERE and can_attend_prompts(q, k_cache, v_cache):
+        has_prompts = singly and IS_FAST_HERE and meta.max_query_len > SINGLE_ROWS
+        if has_prompts and can_attend_prompts(q, k_cache, v_cache):
             prompts = PromptWords(q.shape[1], num_groups, sliding_window)
         groups = _place_prompts(pieces, meta, grouping, prompts)
         heads = HeadShape(q.shape[1], num_groups, head_dim)
@@ -435,7 +436,7 @@ def paged_attention(
         attend_selected(
             q, k_cache, v_cache, codes, words, out, scale=scale, sinks=sinks, ended=ended
         )
-    if plan.prompts is not None and meta.max_query_len > SINGLE_ROWS:
+    if plan.prompts is not None:
         attend_prompts(q, k_cache, v_cache, plan.prompts, out, scale=scale, sinks=sinks)
     if plan.groups or meta.max_query_len > SINGLE_ROWS:  # renew() may give it some
         values = k_cache if latent else v_cache
