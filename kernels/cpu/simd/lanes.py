@@ -329,18 +329,22 @@ def sum_each(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
     width = LANES // 2
     while width:
         # After this round a vector's lanes with bit `width` clear belong to the first.
-        low = [
-            lane + LANES * 0 if not lane & width else (lane ^ width) + LANES
-            for lane in range(LANES)
-        ]
-        high = [lane + width if not lane & width else lane + LANES for lane in range(LANES)]
         half = len(rows) // 2
         rows = [
-            builder.fadd(shuffled(builder, a, b, low), shuffled(builder, a, b, high))
+            builder.fadd(*exchanged(builder, a, b, width))
             for a, b in zip(rows[:half], rows[half:], strict=True)
         ]
         width //= 2
     return rows[0]
+
+
+def exchanged(
+    builder: ir.IRBuilder, a: ir.Value, b: ir.Value, width: int
+) -> tuple[ir.Value, ir.Value]:
+    """Exchange the lanes of a with bit `width` set for the lanes of b without it."""
+    low = [lane if not lane & width else (lane ^ width) + LANES for lane in range(LANES)]
+    high = [lane + width if not lane & width else lane + LANES for lane in range(LANES)]
+    return shuffled(builder, a, b, low), shuffled(builder, a, b, high)
 
 
 def shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from llvmlite import ir
 from numba.core import types
@@ -25,6 +26,7 @@ from kernels.cpu.simd.lanes import (
     call,
     constant,
     cpu_has,
+    exchanged,
     first_lanes,
     fused,
     lanes_of,
@@ -140,14 +142,9 @@ def transpose(
     ]
     width = LANES // 2
     while width:
-        # Two rows exchange the lanes with bit `width`: afterwards a row holds a part of a column.
-        low = [lane if not lane & width else (lane ^ width) + LANES for lane in range(LANES)]
-        high = [lane + width if not lane & width else lane + LANES for lane in range(LANES)]
-        for first in (row for row in range(LANES) if not row & width):
-            pair = found[first], found[first + width]
-            found[first], found[first + width] = (
-                shuffled(builder, *pair, lanes) for lanes in (low, high)
-            )
+        for row in (row for row in range(LANES) if not row & width):
+            pair = found[row], found[row + width]
+            found[row], found[row + width] = exchanged(builder, *pair, width)
         width //= 2
     for column, values in enumerate(found):
         place = builder.add(address, builder.mul(stride, constant(column)))
@@ -201,6 +198,10 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
 @operation(F32x16, [F32x16, F32x16])
 def greater(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """Return the greater of each two lanes; that of b if one is NaN."""
+    return _greater(builder, a, b)
+
+
+def _greater(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -231,11 +232,7 @@ def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 @operation(types.float32, [F32x16])
 def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Return the greatest lane; not defined if one is NaN."""
-
-    def join(a: ir.Value, b: ir.Value) -> ir.Value:
-        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-    return _fold(builder, value, join)
+    return _fold(builder, value, partial(_greater, builder))
 
 
 def _fold(
