@@ -46,7 +46,6 @@ from kernels.cpu.compiled.retrieval.words import RetrievalWords
 from kernels.cpu.padded_groups import PaddedGroup, attend_group
 from kernels.recordings import SINGLE_ROWS
 
-Integers = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 _MEMO: Final = "cpu_attention"

@@ -15,7 +15,7 @@ import hashlib
 import hmac
 from array import array
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -31,7 +31,6 @@ from topspin.errors import UntrustedPeer
 if TYPE_CHECKING:
     from topspin.processes.keys import KeyDirectory
 
-CODE_BYTES: Final = 16
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 # Up to this size one call over a copy is faster than a call for each part: 1.6 us against 5.

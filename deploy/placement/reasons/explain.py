@@ -327,10 +327,6 @@ class _Explainer:
             if found is not None:
                 yield found
 
-    def _outcome(self, changed: Inputs) -> str:
-        """Return what is better or other with changed inputs; empty: nothing."""
-        return self._difference(search(changed, self._told))
-
     def _knobs(self, inputs: Inputs) -> Iterator[changes.Knob]:
         """Yield what binds first, and the links; without a plan all that may help."""
         targets, members = self.workload.targets, self.result.members

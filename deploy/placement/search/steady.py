@@ -49,7 +49,7 @@ class Point(NamedTuple):
     """An engine at a load of `rate` requests per second with `running` decoding sequences.
 
     `users`: requests in the engine on average, waiting ones too. `decode_s` and `mixed_s`: its
-    two kinds of steps, `prefill_share`: of the prompts' capacity in use.
+    two kinds of steps.
     """
 
     rate: float
@@ -59,7 +59,6 @@ class Point(NamedTuple):
     tpot_s: float
     decode_s: float
     mixed_s: float
-    prefill_share: float
 
 
 def chunks_of(
@@ -121,7 +120,7 @@ def point(steps: StepModel, workload: Workload, shape: EngineShape, running: flo
         chunk_tokens=least.tokens,
     )
     users = rate * (mean_s + decoded * tpot_s)
-    return Point(rate, running, users, ttft_s, tpot_s, decode_s, mixed_s, busy)
+    return Point(rate, running, users, ttft_s, tpot_s, decode_s, mixed_s)
 
 
 def _ttfts_s(

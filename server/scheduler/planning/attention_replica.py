@@ -226,25 +226,36 @@ class AttentionReplica:
         """Plan chunks of prompts: the first one's, then those of the shortest.
 
         While others are much shorter, the first one leaves them half of the room: a long prompt
-        holds nobody up, nor do short ones starve it.
+        holds nobody up, nor do short ones starve it. So it is with time, where prompts are paced.
         """
         first, *others = self.prefilling.values()
         others.sort(key=lambda seq: seq.num_left)
         shorter = [seq.num_left for seq in others] + [num_next]
         num_shorter = sum(count for count in shorter if SHORT * count <= first.num_left)
         most = max(-(-batch.budget // 2), batch.budget - num_shorter)
-        self._plan_chunk(first, batch, most=most)
+        is_shared = bool(others) and SHORT * others[0].num_left <= first.num_left
+        self._plan_chunk(first, batch, most=most, share=0.5 if is_shared else 1.0)
         for seq in others:
             if batch.budget == 0:
                 break
-            self._plan_chunk(seq, batch)
+            self._plan_chunk(seq, batch, share=0.5 if is_shared and seq is others[0] else 0.0)
 
-    def _plan_chunk(self, seq: Sequence, batch: NodeBatch, *, most: int | None = None) -> None:
+    def _plan_chunk(
+        self, seq: Sequence, batch: NodeBatch, *, share: float, most: int | None = None
+    ) -> None:
+        """Plan the next chunk of a prompt; paced, one that has `share` of the step's time."""
         count = min(batch.budget if most is None else most, seq.num_left)
         if batch.pace is not None:
-            count = batch.pace.cut(
-                count, num_left=seq.num_left, start=seq.num_planned, streams=batch.starts
+            count, seq.saved_s = batch.pace.cut(
+                count,
+                num_left=seq.num_left,
+                start=seq.num_planned,
+                slices=batch.starts,
+                saved_s=seq.saved_s,
+                share=share,
             )
+            if count == 0:
+                return
         batch.add(seq, count)
         self.tables.place(seq)
         if seq.num_planned == seq.length:
@@ -385,7 +396,7 @@ class AttentionReplica:
                 request_id=client_id(request.request_id),
             )
         )
-        self._plan_chunk(seq, batch)
+        self._plan_chunk(seq, batch, share=1.0 if len(self.prefilling) == 1 else 0.0)
         return seq
 
     def take_news(self) -> tuple[bytes, tuple[NewSequence, ...]]:

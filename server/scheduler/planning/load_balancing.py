@@ -25,10 +25,10 @@ DECODE_HORIZON_TOKENS = 64
 UNPACED_S: Final = 0.25
 """What is left of a prompt enters in one step if it takes no longer: streams wait that once."""
 PACE: Final = 0.5
-"""Each longer prompt makes the steps of running streams longer by this share of them."""
+"""Each longer prompt makes steps of running streams longer by this share of them, on average."""
 # As many rows of a sequence as attend one by one on CPUs (kernels.recordings).
 MIN_PACED: Final = 8
-"""And has so many tokens in a step, however little that is of its time."""
+"""Fewer tokens are not worth a slice: a prompt saves its time up for so many."""
 
 
 class ReplicaCandidate(NamedTuple):
@@ -89,21 +89,37 @@ class Pace:
     costs: CostFits
     node: int
     num_prompts: int
-    _left_s: float | None = None
+    _given_s: float | None = None
 
-    def cut(self, count: int, *, num_left: int, start: int, streams: Sequence[int]) -> int:
-        """Return how many of `count` tokens of a prompt the step has, of `num_left` from `start`.
+    def cut(
+        self,
+        count: int,
+        *,
+        num_left: int,
+        start: int,
+        slices: Sequence[int],
+        saved_s: float,
+        share: float,
+    ) -> tuple[int, float]:
+        """Return how many of `count` tokens of a prompt the step has, and the time it then saves.
 
-        `streams` are the positions of the rows that decode.
+        The prompt has `num_left` tokens from `start`, `saved_s` of earlier steps, and `share` of
+        what this one gives. `slices` are the positions of what the step has already: at the first
+        call the rows that decode. A step without any has MIN_PACED tokens at least.
         """
         if self.costs.prompt_s(self.node, num_left, start) <= UNPACED_S:
-            return count
-        if self._left_s is None:
-            self._left_s = PACE * self.num_prompts * self._plain_s(streams)
+            return count, saved_s
+        if self._given_s is None:
+            self._given_s = PACE * self.num_prompts * self._plain_s(slices)
         token_s = self.costs.prompt_s(self.node, 1, start)
-        count = min(count, max(MIN_PACED, int(self._left_s / token_s)))
-        self._left_s -= count * token_s
-        return count
+        least_s = MIN_PACED * token_s
+        saved_s = min(saved_s, least_s) + share * self._given_s
+        if not slices:
+            saved_s = max(saved_s, least_s)
+        if saved_s < least_s:
+            return 0, saved_s
+        count = min(count, max(MIN_PACED, int(saved_s / token_s)))
+        return count, saved_s - count * token_s
 
     def _plain_s(self, streams: Sequence[int]) -> float:
         """Return the time of the step without prompts."""

@@ -110,7 +110,8 @@ class Sequence:
     nodes do not feed. `length` is the number of tokens known at its admission: they are fed
     first. `closed`: no later step will name it; its blocks are released when the
     `num_in_flight` steps that name it have succeeded. `publish_at`: committed positions at which
-    its next block is full.
+    its next block is full. `saved_s`: what steps have given its prompt, while it is paced
+    (load_balancing.Pace), and no chunk has used.
 
     A column is what holds `block_size` positions: one block of each of `num_groups` groups of
     layers (topspin.plan.kv_cache), side by side in `blocks`. In groups with windows the first
@@ -137,6 +138,7 @@ class Sequence:
     sent_capacity: int = field(init=False)
     num_in_flight: int = 0
     num_unsure: int = 0
+    saved_s: float = 0.0
     closed: bool = False
     protected: bool = False
 

@@ -105,8 +105,7 @@ def make_policy(
         num_frames=None if num_frames is None else [num_frames] * len(num_blocks),
         vocab_size=VOCAB_SIZE,
         shares_cores=False,
-        cost=CostModel(),
-        **settings,
+        **{"cost": CostModel(), **settings},
     )
 
 
