@@ -100,10 +100,12 @@ def filled(text: str, **values: object) -> str:
 
 def run(text: str, directory: Path) -> str:
     """Run a block; returns what it prints."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=directory,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        # The ARGS of a make that runs these tests are pytest's, not those of a make in a block.
+        env={**os.environ, "PATH": path, "ARGS": "", "MAKEFLAGS": ""},
         capture_output=True,
         text=True,
         check=False,
