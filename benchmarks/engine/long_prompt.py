@@ -19,9 +19,10 @@ from benchmarks.load.client.runner import check_complete, run_load
 from benchmarks.load.client.targets import first_model
 from benchmarks.load.contracts import BenchRequest, LoadPattern, MeasuredRequest, Target
 from benchmarks.servers.topspin import GREEDY, TopspinServer, add_server_arguments
+from topspin.errors import TopspinError
 
 STREAMS = (0, 1, 4)
-STREAM_PROMPT, STREAM_OUTPUT = 32, 400
+STREAM_PROMPT, STREAM_OUTPUT = 32, 2000
 SENT_AT_S = 5.0
 """When the long prompt follows the streams."""
 COLUMNS = {
@@ -63,6 +64,9 @@ def beside(target: Target, num_streams: int, prompt_len: int, vocab_size: int) -
     row: Result = {"streams": num_streams, "ttft_s": entered.first_token_s - entered.intended_s}
     if not others:
         return {**row, "before_ms": None, "meanwhile_ms": None, "longest_ms": None}
+    first_s = min(record.arrival_times_s[-1] for record in others)
+    if first_s < entered.first_token_s:
+        raise TopspinError(f"a stream ended after {first_s:.0f} s: give it more tokens")
     before = gaps(others, SENT_AT_S / 2, entered.intended_s)
     meanwhile = gaps(others, entered.intended_s, entered.first_token_s)
     return {

@@ -28,7 +28,8 @@ PACE: Final = 0.5
 """Each longer prompt makes steps of running streams longer by this share of them, on average."""
 # As many rows of a sequence as attend one by one on CPUs (kernels.recordings).
 MIN_PACED: Final = 8
-"""Fewer tokens are not worth a slice: a prompt saves its time up for so many."""
+"""Fewer tokens are not worth a slice: a prompt saves its time up for so many. It enters by their
+multiples, since nodes on CPUs record a step of each size."""
 
 
 class ReplicaCandidate(NamedTuple):
@@ -118,7 +119,7 @@ class Pace:
             saved_s = max(saved_s, least_s)
         if saved_s < least_s:
             return 0, saved_s
-        count = min(count, max(MIN_PACED, int(saved_s / token_s)))
+        count = min(count, MIN_PACED * int(saved_s / least_s))
         return count, saved_s - count * token_s
 
     def _plain_s(self, streams: Sequence[int]) -> float:
