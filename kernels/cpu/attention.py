@@ -33,7 +33,6 @@ from kernels.cpu.compiled.attention.latents import (
     divide_heads,
 )
 from kernels.cpu.compiled.attention.prompts import (
-    IS_FAST_HERE,
     PromptRows,
     PromptWords,
     attend_prompts,
@@ -315,7 +314,7 @@ def _plan(
             q.shape[0], block_size, num_groups, head_dim, repeat, sliding_window, singly
         )
         single = selecting = prompts = None
-        has_prompts = singly and IS_FAST_HERE and meta.max_query_len > SINGLE_ROWS
+        has_prompts = singly and meta.max_query_len > SINGLE_ROWS
         if has_prompts and can_attend_prompts(q, k_cache, v_cache):
             prompts = PromptWords(q.shape[1], num_groups, sliding_window)
         groups = _place_prompts(pieces, meta, grouping, prompts)

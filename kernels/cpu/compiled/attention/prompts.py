@@ -59,8 +59,6 @@ from kernels.cpu.simd.matmul import (
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 BLOCK_KEYS: Final = matmul.TASK_OUTPUTS
-IS_FAST_HERE: Final = matmul.HAS_DOT_PAIRS
-"""Whether it is: with AVX2 torch's attention takes the same time."""
 MAX_DIM: Final = 256
 """Of keys and of values."""
 TILE_VECTORS: Final = 256
@@ -90,7 +88,8 @@ def can_attend_prompts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Return whether attend_prompts takes these; `rows.can_attend` does."""
     head_dim = k_cache.shape[3]
     return (
-        matmul.may_use_tiles() == matmul.HAS_TILES
+        matmul.can_multiply_blocks(BLOCK_KEYS)
+        and matmul.may_use_tiles() == matmul.HAS_TILES
         and q.dtype == k_cache.dtype == torch.bfloat16
         and k_cache.shape == v_cache.shape
         and head_dim % simd.LANES == 0

@@ -34,8 +34,7 @@ SCALE = 0.2
 
 @pytest.fixture(autouse=True)
 def in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the plan choose tiles on every processor, for pieces of nine rows and more."""
-    monkeypatch.setattr(attention, "IS_FAST_HERE", True)
+    """Let the plan choose tiles for pieces of nine rows and more."""
     monkeypatch.setattr(attention, "SINGLE_ROWS", 8)
 
 
