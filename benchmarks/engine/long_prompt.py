@@ -22,7 +22,7 @@ from benchmarks.servers.topspin import GREEDY, TopspinServer, add_server_argumen
 from topspin.errors import TopspinError
 
 STREAMS = (0, 1, 4)
-STREAM_PROMPT, STREAM_OUTPUT = 32, 2000
+STREAM_PROMPT, STREAM_OUTPUT = 32, 3000
 SENT_AT_S = 5.0
 """When the long prompt follows the streams."""
 COLUMNS = {
