@@ -26,10 +26,11 @@ UNPACED_S: Final = 0.25
 """What is left of a prompt enters in one step if it takes no longer: streams wait that once."""
 PACE: Final = 0.5
 """Each longer prompt makes steps of running streams longer by this share of them, on average."""
-# As many rows of a sequence as attend one by one on CPUs (kernels.recordings).
 MIN_PACED: Final = 8
-"""Fewer tokens are not worth a slice: a prompt saves its time up for so many. It enters by their
-multiples, since nodes on CPUs record a step of each size."""
+"""A node that has nothing else to do in a step computes so many tokens of a prompt."""
+PACED_CHUNK: Final = 64
+"""A prompt saves its time up for so many tokens: fewer take longer each (with AVX2 8 tokens took
+twice as long as 8 of 512), and nodes on CPUs record steps of fewer rows, of each size."""
 
 
 class ReplicaCandidate(NamedTuple):
@@ -113,14 +114,14 @@ class Pace:
         if self._given_s is None:
             self._given_s = PACE * self.num_prompts * self._plain_s(slices)
         token_s = self.costs.prompt_s(self.node, 1, start)
-        least_s = MIN_PACED * token_s
-        saved_s = min(saved_s, least_s) + share * self._given_s
+        saved_s = min(saved_s, PACED_CHUNK * token_s) + share * self._given_s
+        num_paid = int(saved_s / token_s)
         if not slices:
-            saved_s = max(saved_s, least_s)
-        if saved_s < least_s:
+            num_paid = max(num_paid, MIN_PACED)
+        elif num_paid < PACED_CHUNK:
             return 0, saved_s
-        count = min(count, MIN_PACED * int(saved_s / least_s))
-        return count, saved_s - count * token_s
+        count = min(count, num_paid)
+        return count, max(0.0, saved_s - count * token_s)
 
     def _plain_s(self, streams: Sequence[int]) -> float:
         """Return the time of the step without prompts."""

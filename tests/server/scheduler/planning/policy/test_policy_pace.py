@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.planning.load_balancing import MIN_PACED, PACE, UNPACED_S
+from server.scheduler.planning.load_balancing import PACE, PACED_CHUNK, UNPACED_S
 from tests.server.scheduler.engine import Engine, make_config, make_request, num_tokens_of
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE
 from topspin.messages import unpack_ints
@@ -59,13 +59,13 @@ def test_a_long_prompt_makes_steps_half_as_long_again() -> None:
     took_s = 0.0
     for number, sizes in enumerate(chunks(engine, 40), start=1):
         for size in sizes:
-            assert size % MIN_PACED == 0  # of few sizes
+            assert size >= PACED_CHUNK
             took_s += NUM_LAYERS * MODEL.slice_s(size, entered)
             entered += size
         given_s = number * PACE * plain_s(1)
         assert took_s <= 1.02 * given_s
         # And not much less than it may: one chunk of the least size is saved up for.
-        assert took_s >= 0.98 * given_s - NUM_LAYERS * MODEL.slice_s(MIN_PACED, entered)
+        assert took_s >= 0.98 * given_s - NUM_LAYERS * MODEL.slice_s(PACED_CHUNK, entered)
     assert entered < LONG / 2
 
 
@@ -76,7 +76,7 @@ def test_its_end_enters_at_once_when_streams_hardly_notice() -> None:
     entered = 0
     while NUM_LAYERS * MODEL.slice_s(LONG - entered, entered) > UNPACED_S:
         (sizes,) = chunks(engine, 1)
-        assert sum(sizes) < 50
+        assert sum(sizes) < 100
         entered += sum(sizes)
     left = LONG - entered
     assert chunks(engine, 1) == [[min(left, BUDGET)]]
@@ -101,10 +101,10 @@ def test_the_more_prompts_wait_the_more_of_a_step_is_theirs() -> None:
         engine = streaming()
         for number in range(num_prompts):
             send(engine, f"long {number}", LONG)
-        steps = chunks(engine, 10)
+        steps = chunks(engine, 40)
         assert max(map(len, steps)) == 1  # those of its length follow it
         sizes.append(sum(map(sum, steps)))
-    assert 2.9 < sizes[1] / sizes[0] < 3.1
+    assert 2.4 < sizes[1] / sizes[0] < 3.1
 
 
 def test_a_node_without_streams_keeps_no_other_node_waiting() -> None:
@@ -121,13 +121,13 @@ def test_a_slow_node_saves_up_for_a_chunk_and_keeps_its_pace() -> None:
     entered, took_s = 0, 0.0
     steps = chunks(engine, 100)
     for size in [size for sizes in steps for size in sizes]:
-        assert size == MIN_PACED
+        assert PACED_CHUNK <= size <= PACED_CHUNK + 4
         took_s += NUM_LAYERS * SLOW.slice_s(size, entered)
         entered += size
     assert len([sizes for sizes in steps if not sizes]) > 50
     given_s = len(steps) * PACE * plain_s(1, SLOW)
     assert took_s <= 1.02 * given_s
-    assert took_s >= 0.98 * given_s - NUM_LAYERS * SLOW.slice_s(MIN_PACED, entered)
+    assert took_s >= 0.98 * given_s - NUM_LAYERS * SLOW.slice_s(PACED_CHUNK, entered)
 
 
 def test_a_much_shorter_long_prompt_has_half_of_the_time() -> None:
@@ -144,5 +144,5 @@ def test_a_much_shorter_long_prompt_has_half_of_the_time() -> None:
         for seq_id, size in sizes:
             entered[seq_id] += size
     _stream, longest, shorter = sorted(entered)
-    assert entered[longest] >= 10 * MIN_PACED
-    assert abs(entered[longest] - entered[shorter]) <= MIN_PACED
+    assert entered[longest] >= 2 * PACED_CHUNK
+    assert abs(entered[longest] - entered[shorter]) <= PACED_CHUNK
