@@ -494,9 +494,17 @@ class AsyncControlClient:
             self._arrived.set()
 
     def send(self, message: Message) -> None:
-        """Queue `message` for the scheduler without waiting."""
-        # The high-water mark is far above the messages ever in flight, so this never blocks.
-        self._socket.send(encode(message), _NOBLOCK)
+        """Queue `message` for the scheduler without waiting.
+
+        It is dropped if the scheduler has refused the connection; recv() then raises why.
+        """
+        try:
+            # The high-water mark is far above the messages ever in flight, so this never blocks.
+            self._socket.send(encode(message), _NOBLOCK)
+        except zmq.Again:
+            # Behind a handshake that failed libzmq has no queue.
+            if not (self._is_lost or _has_input(self._monitor)):
+                raise
         self._look()
 
     def close(self) -> None:

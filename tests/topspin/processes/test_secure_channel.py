@@ -110,21 +110,23 @@ def test_who_has_no_keys_and_who_is_not_trusted_do_not_talk(
             assert_refused(connect(address, keys=of(keys, "gateway")), server)
 
 
-def test_what_is_sent_behind_a_refusal_waits_for_nobody(keys: Path) -> None:
+@pytest.mark.parametrize("connect", [ControlClient, Gateway])
+def test_what_is_sent_behind_a_refusal_waits_for_nobody(
+    keys: Path, connect: type[ControlClient | Gateway]
+) -> None:
     """The refusing server is a bare socket, so that its greeting always comes before its end.
 
     From a ControlServer the client often sees the end alone. libzmq connects anew then and keeps
     the queue; only a greeting of another mechanism takes it away.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
-        client = ControlClient(
-            f"tcp://127.0.0.1:{server.getsockname()[1]}", keys=of(keys, "gateway")
-        )
+        client = connect(f"tcp://127.0.0.1:{server.getsockname()[1]}", keys=of(keys, "gateway"))
+        sockets = client._client if isinstance(client, Gateway) else client
         with contextlib.closing(client), server.accept()[0] as connection:
             connection.sendall(GREETING_WITHOUT_KEYS)
-            assert client._monitor.poll(10_000)
+            assert sockets._monitor.poll(10_000)
             # The monitor has the refusal before the queue is gone: nothing has read it yet.
-            while client._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            while sockets._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
                 pass
             client.send(StatsQuery(query_id=1))
             with pytest.raises(PeerLost, match="in the handshake: keys or users differ"):
