@@ -64,7 +64,7 @@ def can_multiply_blocks(width: int) -> bool:
 
 HAS_TILES: Final = cpu_has("amx-tile", "amx-bf16", "avx512f")
 HAS_DOT_PAIRS: Final = cpu_has("avx512bf16", "avx512f")
-HAS_FMA: Final = cpu_has("avx2", "fma") and not cpu_has("avx512f")
+HAS_FMA: Final = cpu_has("avx2", "fma") and not HAS_DOT_PAIRS
 
 
 @cache

@@ -24,6 +24,8 @@ from kernels.cpu.huge_pages import Arena
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.matmul import (
+    HAS_DOT_PAIRS,
+    HAS_TILES,
     INPUT_MULTIPLE,
     SUM_BYTES,
     TASK_OUTPUTS,
@@ -57,10 +59,14 @@ _MAX_ROWS_WITH_TILES: Final = 48
 
 @cache
 def onednn_packs() -> bool:
-    """Return whether this build of torch prepacks bf16 weights with equal results."""
+    """Return whether this build of torch prepacks bf16 weights with equal results.
+
+    Not where the processor has no bf16 instructions: there oneDNN's products are slower than ours.
+    """
     ops = torch.ops.mkldnn
     return (
-        hasattr(ops, "_linear_pointwise")
+        (HAS_TILES or HAS_DOT_PAIRS)
+        and hasattr(ops, "_linear_pointwise")
         and hasattr(ops, "_reorder_linear_weight")
         and bool(ops._is_mkldnn_bf16_supported())
     )
