@@ -1,8 +1,8 @@
 """Products of bf16 rows in fp32 registers, for processors without bf16 instructions.
 
 Owns the order of the loops: a part of the inputs at a time, whose numbers of all rows are widened
-to fp32 once, then tiles of up to six rows and 64 outputs whose sums fit into sixteen registers of
-eight floats. The layout of the weight is that of `kernels.cpu.simd.matmul`, with blocks of 64.
+to fp32 once, then tiles of up to six rows and 64 outputs whose sums fit into the registers: sixteen
+of eight floats, or with AVX512 thirty-two of sixteen. The layout of the weight is that of `kernels.cpu.simd.matmul`, with blocks of 64.
 A row's sum does not depend on the other rows: every tile adds the inputs in the same order. Used by
 `kernels.cpu.simd.matmul`, inside compiled functions only.
 """
@@ -19,7 +19,7 @@ from numba.core import types
 from kernels.cpu.compiled.runtime import inlined
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
-from kernels.cpu.simd.lanes import operation
+from kernels.cpu.simd.lanes import cpu_has, operation
 
 MAX_ROWS: Final = 128
 _VECTOR: Final = 4 * simd.LANES
@@ -95,6 +95,8 @@ def _tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
 tile1x4, tile1x2, tile2x2, tile3x2, tile4x1, tile5x1, tile6x1 = (
     _tile(*shape) for shape in ((1, 4), (1, 2), (2, 2), (3, 2), (4, 1), (5, 1), (6, 1))
 )
+# With AVX512, beside tile1x4.
+tile2x4, tile3x4, tile4x4, tile6x4 = (_tile(num_rows, 4) for num_rows in (2, 3, 4, 6))
 
 
 @operation(types.none, [types.int64] * 3, apart=True)
@@ -110,10 +112,9 @@ _staged_rows = simd.stack(MAX_ROWS * _ROW_BYTES)
 
 
 @inlined
-def _multiply_part(
+def _multiply_part_in_16_registers(
     staged: int, num_rows: int, weight: int, ahead: int, pairs: int, num_vectors: int, sums: int
 ) -> None:
-    """Add the products of a part of the inputs; prefetches a part at `ahead` meanwhile."""
     if num_rows == 1 and num_vectors == 4:
         tile1x4(staged, weight, ahead, pairs, sums)
     elif num_rows <= 4:
@@ -146,6 +147,37 @@ def _multiply_part(
                 else:
                     tile4x1(here, numbers, begin, pairs, there)
                     row += 4
+
+
+@inlined
+def _multiply_part_in_32_registers(
+    staged: int, num_rows: int, weight: int, ahead: int, pairs: int, num_vectors: int, sums: int
+) -> None:
+    row = 0
+    while row < num_rows:
+        left = num_rows - row
+        here, there = staged + row * _ROW_BYTES, sums + row * _SUM_BYTES
+        if left == 6 or left > 8:
+            tile6x4(here, weight, ahead, pairs, there)
+            row += 6
+        elif left == 4 or left > 6:
+            tile4x4(here, weight, ahead, pairs, there)
+            row += 4
+        elif left == 3 or left == 5:
+            tile3x4(here, weight, ahead, pairs, there)
+            row += 3
+        elif left == 2:
+            tile2x4(here, weight, ahead, pairs, there)
+            row += 2
+        else:
+            tile1x4(here, weight, ahead, pairs, there)
+            row += 1
+
+
+# Adds the products of a part of the inputs; prefetches a part at `ahead` meanwhile.
+_multiply_part = (
+    _multiply_part_in_32_registers if cpu_has("avx512f") else _multiply_part_in_16_registers
+)
 
 
 @inlined
