@@ -21,10 +21,10 @@ from kernels.runtime import Replay, Runtime
 
 MAX_RECORDED_ROWS: Final = 64
 """Of an attention node's step on CPUs; steps with more spend their time in the kernels."""
-SINGLE_ROWS: Final = 32 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 8
+SINGLE_ROWS: Final = 8 if torch.cpu._is_avx512_bf16_supported() else 32
 """Up to so many rows of a sequence attend one by one on CPUs: a row takes 5 us at 160 keys, a group
-40 us and more. More attend in groups, which a recorded step calls in Python. With AVX2 a group's
-products are slow: 16 and 32 rows of a sequence took half of its time one by one."""
+40 us and more. More attend in groups, which a recorded step calls in Python. Without bf16
+instructions a group's products are slow: 16 and 32 rows took half of its time one by one."""
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -42,7 +42,7 @@ import torch
 from numba.core import types
 from numba.core.dispatcher import Dispatcher
 
-from kernels.cpu.simd.lanes import PORTABLE_VARIABLE, STACK_BYTES
+from kernels.cpu.simd.lanes import HIDDEN_VARIABLE, STACK_BYTES
 from kernels.cpu.simd.tasks import HEADER_BYTES, IS_UNDONE
 
 PREPARED_VARIABLE = "TOPSPIN_PREPARED_KERNELS"
@@ -326,7 +326,7 @@ def _cache_root() -> Path:
 
 @cache
 def _digest(sources: _Sources) -> str:
-    digest = hashlib.sha256(f"{numba.__version__} {os.environ.get(PORTABLE_VARIABLE)}".encode())
+    digest = hashlib.sha256(f"{numba.__version__} {os.environ.get(HIDDEN_VARIABLE)}".encode())
     shared = sorted((Path(__file__).parents[1] / "simd").glob("*.py"))
     for source in (*shared, Path(__file__), *map(Path, sources.files)):
         digest.update(source.read_bytes())

@@ -35,8 +35,9 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global, signatur
 from numba.extending import register_model
 
 LANES: Final = 16
-# Set to 1: use no instructions that only some processors have.
-PORTABLE_VARIABLE: Final = "TOPSPIN_PORTABLE_KERNELS"
+# Features of the processor, by LLVM's names and with commas between them, which no kernel uses.
+HIDDEN_VARIABLE: Final = "TOPSPIN_HIDDEN_CPU_FEATURES"
+ALL_FEATURES: Final = "all"
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 F32_LANES, I32_LANES = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
@@ -77,10 +78,11 @@ I32x16 = Vector("I32x16", I32_LANES)
 
 def cpu_has(*features: str) -> bool:
     """Return whether this processor has all of LLVM's `features` and may use them."""
-    if os.environ.get(PORTABLE_VARIABLE) == "1":
-        return False
+    hidden = os.environ.get(HIDDEN_VARIABLE, "").split(",")
     present = llvmlite.binding.get_host_cpu_features()
-    return all(present.get(feature, False) for feature in features)
+    return ALL_FEATURES not in hidden and all(
+        present.get(feature, False) and feature not in hidden for feature in features
+    )
 
 
 Emit = Callable[..., ir.Value]
