@@ -137,7 +137,9 @@ def measure(node: Decoding, num_steps: int) -> dict[str, Any]:
     times: list[np.ndarray] = []
     for _ in range(NUM_WARM_UP):
         node.step()
-    program = next(iter(node.runtime.programs))
+    program = next(iter(node.runtime.programs), None)
+    if program is None:
+        raise SystemExit("steps of this model are not recorded on this processor")
     clock = program.take_times()
     for _ in range(num_steps):
         seconds, result = node.step()

@@ -2,9 +2,10 @@
 
 Owns the order of the loops: a part of the inputs at a time, whose numbers of all rows are widened
 to fp32 once, then tiles of up to six rows and 64 outputs whose sums fit into the registers: sixteen
-of eight floats, or with AVX512 thirty-two of sixteen. The layout of the weight is that of `kernels.cpu.simd.matmul`, with blocks of 64.
-A row's sum does not depend on the other rows: every tile adds the inputs in the same order. Used by
-`kernels.cpu.simd.matmul`, inside compiled functions only.
+of eight floats, or with AVX512 thirty-two of sixteen. The layout of the weight is that of
+`kernels.cpu.simd.matmul`, with blocks of 64. A row's sum does not depend on the other rows: every
+tile adds the inputs in the same order. Used by `kernels.cpu.simd.matmul`, inside compiled functions
+only.
 """
 
 from __future__ import annotations
