@@ -239,7 +239,11 @@ class CostFit:
             return
         m = max(load.num_micro_batches for load in loads.values())
         num_tokens = sum(load.num_tokens for load in loads.values())
-        self.add_expert(m, num_tokens, max(each.expert_s for each in timings.values()))
+        expert_s = max(each.expert_s for each in timings.values())
+        self.add_expert(m, num_tokens, expert_s)
+        if expert_s == 0.0 < min(each.attention_s for each in timings.values()):
+            # The attention nodes have the experts: theirs is the time of both.
+            self._share(replace(self._common, expert_fixed_s=0.0, expert_token_s=0.0))
         links = [each.link_s for each in timings.values() if each.link_s is not None]
         if links:
             widest = max(load.num_tokens for load in loads.values()) / m

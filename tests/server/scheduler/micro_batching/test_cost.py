@@ -14,6 +14,7 @@ from server.scheduler.micro_batching.cost import (
     StepLoad,
     linked_cost_model,
 )
+from topspin.messages import StepTimings
 
 TRUE = CostModel(
     attention_fixed_s=1.5e-3,
@@ -126,6 +127,14 @@ def test_what_is_no_time_is_ignored(duration_s: float) -> None:
     fit.add_expert(1, 1, duration_s)
     fit.add_attention(0, StepLoad(0, 0, 0.0), 1.0)
     assert fit.of(0) == CostModel()
+
+
+def test_experts_of_an_attention_node_are_in_its_times() -> None:
+    fit, step_s = CostFit(CostModel(), NUM_LAYERS), 0.02
+    timings = StepTimings(total_s=step_s, attention_s=step_s, wait_s=0.0, sample_s=0.0)
+    for _ in range(20):
+        fit.add_step({0: StepLoad(1, 1, 8.0)}, {0: timings})
+    assert fit.fixed_s(0) + fit.prompt_s(0, 1, 7) == pytest.approx(step_s, rel=0.01)
 
 
 def test_a_links_bandwidth_is_not_counted_twice() -> None:
