@@ -93,6 +93,7 @@ MODULES: Final = {
     "gateway_hostile": "gateway_hostile",
     "local_layers": "engine.local_layers",
     "long_prompt": "engine.long_prompt",
+    "long_prompt-vllm": "engine.long_prompt",
     "m2n": "transport.m2n",
     "paired-gateway": "paired",
     "paired-m2n": "paired",
